@@ -32,6 +32,8 @@ from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Reduce, Row, Trajectory, Turn
+from rlhf_algorithms import pipeline
+from rlhf_plugin_policy_gradient.advantages import GroupNorm
 from rlhf_runtime.checkpoint import saved_groups
 from rlhf_runtime.models.dispatch import plan
 
@@ -77,11 +79,8 @@ def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any
 
 
 def _credit(batch: Any) -> Any:
-    reward_U = batch.unit["reward"]
-    baseline_U = reward_U.view(-1, SAMPLES).mean(1).repeat_interleave(SAMPLES)
-    advantage_N = (reward_U - baseline_U).float()[batch.unit_N]
-    batch = batch.with_column("tok", "advantages", advantage_N)
-    return weigh(batch, {"policy": Reduce("token_mean")})
+    """As GRPO does it, and the weights of its loss."""
+    return weigh(pipeline.credit(batch, GroupNorm(None))[0], {"policy": Reduce("token_mean")})
 
 
 def _plan(batch: Any) -> Any:

@@ -58,6 +58,18 @@ def test_select_renumbers_units():
     assert (b.select([]).units, b.select([]).answers) == (0, 0)
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 6), (0, 1), (2, 5), (5, 6), (3, 3)])
+def test_between_is_select_without_a_copy(first, last):
+    b = fabricate.batch(1).with_column("unit", "n", torch.arange(6))
+    b = b.with_column("seq", "s", torch.arange(b.sequences))
+    part, same = b.between(first, last), b.select(range(first, last))
+    for name in ("ids_N", "lens_B", "unit_B", "role_B"):
+        assert torch.equal(getattr(part, name), getattr(same, name)), name
+    for level in ("tok", "seq", "unit"):
+        assert all(torch.equal(values, getattr(same, level)[name]) for name, values in getattr(part, level).items())
+    assert part.ids_N.untyped_storage().data_ptr() == b.ids_N.untyped_storage().data_ptr()
+
+
 def test_keep_drops_sequences_and_units_without_sequences():
     units = [
         UnitData([SequenceData([1, 2], {"x": [1.0, 2.0]}, 0), SequenceData([3], {"x": [3.0]}, 1)], {"u": 0}),

@@ -241,6 +241,35 @@ def test_an_advantage_that_returns_one_tensor_is_refused():
         credit(two(), One())
 
 
+@pytest.mark.parametrize("advantage", [Whitened(), Critic()])
+def test_a_batch_in_blocks_gets_the_same_numbers(monkeypatch, advantage):
+    """With 7 values in a matrix at most, most trajectories are alone in theirs."""
+    groups = []
+    for g in range(5):
+        samples = []
+        for s in range(3):
+            own = Turn([2] * (1 + (3 * g + s) % 6), True, [-1.0] * (1 + (3 * g + s) % 6), finish="length")
+            samples.append(Trajectory(ROW, [Turn([1, 1], False), own], (g, s), reward=float(g * s % 4)))
+        groups.append(Group(ROW, g, samples))
+    batch = assemble(groups)
+    random = torch.Generator().manual_seed(0)
+    for name in ("old_values", "bootstrap", "step_reward"):
+        batch = batch.with_column("tok", name, torch.randn(batch.tokens, generator=random))
+    whole, metrics = credit(batch, advantage)
+    widths = []
+    advantage = type(advantage)()
+    monkeypatch.setattr(advantage, "returns", lambda R_NA, *rest, of=advantage.returns: (
+        widths.append(tuple(R_NA.shape)), of(R_NA, *rest))[1], raising=False)  # fmt: skip
+    monkeypatch.setattr(pipeline, "BLOCK", 7)
+    monkeypatch.setattr(pipeline, "BLOCK_WITH_VALUES", 7)
+    blocks, same = credit(batch, advantage)
+    assert len(widths) > 8
+    assert sum(units for units, _ in widths) == 15
+    assert metrics == same
+    assert whole.tok.keys() == blocks.tok.keys()
+    assert all(torch.equal(values_N, blocks.tok[name]) for name, values_N in whole.tok.items())
+
+
 def test_a_stage_can_be_reordered():
     """The stages are public functions: an algorithm that clips before the baseline needs three lines."""
     batch = two(reward=(5.0, 0.0))

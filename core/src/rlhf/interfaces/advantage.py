@@ -71,6 +71,8 @@ class Advantage(Component):
     ) -> tuple[Tensor, Tensor]:
         """Advantages and returns of the action tokens, left-aligned and right-padded.
 
+        A large batch comes in several calls, each with some of its trajectories: every row stands alone.
+
         Args:
             R_NA: float32 [N, A] token rewards, zero where masked.
             mask_NA: bool [N, A].

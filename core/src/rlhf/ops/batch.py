@@ -133,7 +133,7 @@ class Batch:
             raise ValueError(f"column {name!r} per {level} needs {expected} values, got shape {tuple(values.shape)}")
         if level == "tok" and over is not None:
             mask_N = self.tok[over]
-            values = torch.where(mask_N.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
+            values = torch.where(mask_N.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))
         if level == "tok":
             return replace(self, tok={**self.tok, name: values})
         if level == "seq":
@@ -171,6 +171,21 @@ class Batch:
             {k: take(v) for k, v in self.tok.items()},
             {k: v[seq_index] for k, v in self.seq.items()},
             {k: v[unit_index] for k, v in self.unit.items()},
+        )
+
+    def between(self, first: int, last: int) -> Batch:
+        """The units ``first`` to ``last - 1``, renumbered from 0. Shares the memory of this batch."""
+        begin, end = torch.searchsorted(self.unit_B, torch.tensor([first, last])).tolist()
+        at = int(self.lens_B[:begin].sum())
+        tokens = slice(at, at + int(self.lens_B[begin:end].sum()))
+        return Batch(
+            self.ids_N[tokens],
+            self.lens_B[begin:end],
+            self.unit_B[begin:end] - first,
+            self.role_B[begin:end],
+            {k: v[tokens] for k, v in self.tok.items()},
+            {k: v[begin:end] for k, v in self.seq.items()},
+            {k: v[first:last] for k, v in self.unit.items()},
         )
 
     def keep(self, keep_B: Tensor) -> Batch:

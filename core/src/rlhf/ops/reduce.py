@@ -59,7 +59,7 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
             "seq_sum_constant": n_sequences * reduce.constant,
         }
         w_B = (1 / (torch.ones(batch.sequences, dtype=torch.float64) * divisors[reduce.how]) * reduce.coef).float()
-        return repeated(w_B, batch.lens_B) * mask_N
+        return repeated(w_B, batch.lens_B).mul_(mask_N)
     if reduce.how == "seq_mean":
         first_B = torch.ones_like(answer_B, dtype=torch.bool)
         seen: set[int] = set()

@@ -20,7 +20,7 @@ def return_to_go(R_NA: Tensor, mask_NA: Tensor, gamma: float) -> Tensor:
 
     Returns: [N, A], dtype of ``R_NA``.
     """
-    R = torch.where(mask_NA, R_NA, torch.zeros_like(R_NA)).double()
+    R = torch.where(mask_NA, R_NA, 0.0).double()
     if gamma == 1.0:
         G = R.flip(1).cumsum(1).flip(1)
     else:
@@ -28,7 +28,7 @@ def return_to_go(R_NA: Tensor, mask_NA: Tensor, gamma: float) -> Tensor:
         for t in reversed(range(R.shape[1])):
             after_N = torch.where(mask_NA[:, t], R[:, t] + gamma * after_N, after_N)
             G[:, t] = after_N
-    return torch.where(mask_NA, G, torch.zeros_like(G)).to(R_NA.dtype)
+    return torch.where(mask_NA, G.to(R_NA.dtype), 0.0)
 
 
 def gae(

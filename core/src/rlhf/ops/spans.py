@@ -1,4 +1,4 @@
-"""Index tensors of consecutive pieces: the piece that each position belongs to, and the positions of given ranges.
+"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, and sums.
 
 ``torch.repeat_interleave`` is not used. It starts every thread even for a few numbers and waits for the slowest, so
 each call takes milliseconds on cores that a rank or an engine also uses.
@@ -39,6 +39,14 @@ def repeated(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def sums(mask: Tensor, counts: Tensor) -> Tensor:
-    """int64: how many of the first ``counts[0]`` values are True, then of the next ``counts[1]``, and so on."""
-    below = mask.cumsum(0, dtype=torch.int32)[torch.cumsum(counts, 0) - 1]
-    return torch.diff(below, prepend=below.new_zeros(1)).long()
+    """int64: how many of the first ``counts[0]`` values are True, then of the next ``counts[1]``, and so on; all
+    counts > 0. Both are on the CPU."""
+    if not len(counts):
+        return torch.zeros(0, dtype=torch.int64)
+    starts = torch.cumsum(counts, 0) - counts
+    return torch.from_numpy(np.add.reduceat(mask.numpy().view(np.int8), starts.numpy(), dtype=np.int64))
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """``values[mask]``. Both are on the CPU, without gradient. numpy takes a fifth of torch's time."""
+    return torch.from_numpy(values.numpy()[mask.numpy()])

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
+from rlhf.ops.spans import masked, sums
 from rlhf.types import Group, Trajectory, Turn
 
 ENV = "env"
@@ -80,28 +81,28 @@ def assemble(
 
 
 def compress(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of each unit's action tokens, in order: ([U, A] left-aligned, zero-padded; bool mask [U, A])."""
-    mask_N = batch.tok["loss_mask"]
-    unit_A, place_A, count_U = _places(batch)
-    width = int(count_U.max()) if batch.units else 0
-    values_UA = values_N.new_zeros((batch.units, width))
-    values_UA[unit_A, place_A] = values_N[mask_N]
-    return values_UA, torch.arange(width) < count_U[:, None]
+    """Values of each unit's action tokens, in order: ([U, A] left-aligned, zero-padded; bool mask [U, A]).
+
+    Args:
+        values_N: on the CPU, without gradient, of a type that numpy has (no bfloat16).
+    """
+    mask_UA = _action_places(batch)
+    values_UA = values_N.new_zeros(mask_UA.shape)
+    values_UA.numpy()[mask_UA.numpy()] = masked(values_N, batch.tok["loss_mask"])  # both in the same order
+    return values_UA, mask_UA
 
 
 def expand(batch: Batch, values_UA: Tensor) -> Tensor:
     """The inverse of :func:`compress`: [U, A] back to [N], 0 at all other tokens."""
-    unit_A, place_A, _ = _places(batch)
     values_N = values_UA.new_zeros(batch.tokens)
-    values_N[batch.tok["loss_mask"]] = values_UA[unit_A, place_A]
+    values_N.numpy()[batch.tok["loss_mask"].numpy()] = masked(values_UA, _action_places(batch))
     return values_N
 
 
-def _places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """For each action token, its unit and its position among the unit's action tokens; for each unit, their number."""
-    unit_A = batch.unit_N[batch.tok["loss_mask"]]
-    count_U = torch.bincount(unit_A, minlength=batch.units)
-    return unit_A, torch.arange(unit_A.numel()) - (torch.cumsum(count_U, 0) - count_U)[unit_A], count_U
+def _action_places(batch: Batch) -> Tensor:
+    """bool [U, A]: True for as many places of each row as the unit has action tokens."""
+    count_U = sums(batch.tok["loss_mask"], torch.tensor(batch.tokens_per_unit(), dtype=torch.int64))
+    return torch.arange(int(count_U.max()) if batch.units else 0) < count_U[:, None]
 
 
 @dataclass(slots=True)
@@ -139,7 +140,9 @@ class _Layout:
 
     def ids(self) -> Tensor:
         """int64 [N]."""
-        return torch.from_numpy(np.frombuffer(b"".join(t.turns[n].ids for t, n in self.turns), "i").astype(np.int64))
+        ids_N = np.empty(self.tokens, np.int64)
+        np.concatenate([np.asarray(t.turns[n].ids) for t, n in self.turns], out=ids_N)
+        return torch.from_numpy(ids_N)
 
     def columns(self, with_logprobs: bool) -> dict[str, Tensor]:
         """The token columns, in the order of their names."""
@@ -161,13 +164,13 @@ class _Layout:
     def _logprobs(self) -> Tensor:
         """float32 [N]: as the generator reported, 0 at tokens that were not sampled."""
         longest = max(len(t.turns[n].ids) for t, n in self.turns)
-        zeros, parts = memoryview(bytes(4 * longest)), []
+        zeros, parts = np.zeros(longest, np.float32), []
         for trajectory, number in self.turns:
             turn = trajectory.turns[number]
             if turn.sampled and len(turn.logprobs or ()) != len(turn.ids):
                 raise _wrong_logprobs(trajectory, number)
-            parts.append(turn.logprobs if turn.sampled and turn.logprobs else zeros[: 4 * len(turn.ids)])
-        values_N = torch.frombuffer(bytearray().join(parts), dtype=torch.float32)
+            parts.append(np.asarray(turn.logprobs) if turn.sampled and turn.logprobs else zeros[: len(turn.ids)])
+        values_N = torch.from_numpy(np.concatenate(parts))
         lowest, highest = values_N.aminmax()  # NaN if one of them is
         if not (lowest.isfinite() and highest.isfinite()):
             wrong = ((t, n) for t, n in self.turns if not all(map(math.isfinite, t.turns[n].logprobs or ())))

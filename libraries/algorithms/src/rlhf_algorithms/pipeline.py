@@ -16,15 +16,17 @@ Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces.advantage import Advantage, baseline_of
 from rlhf.ops.batch import Batch
 from rlhf.ops.groups import group_std, one_per_group
+from rlhf.ops.spans import masked
 from rlhf.ops.trajectories import compress, expand
 from torch import Tensor
 
@@ -36,6 +38,9 @@ Shaper = Callable[[Tensor, Batch], Tensor]
 Metrics = dict[str, float]
 
 MIN_VARIANCE = 1e-8
+BLOCK, BLOCK_WITH_VALUES = 2**18, 2**22
+"""Values of a matrix [U, A] that an advantage gets at once. The first fits into a processor's cache. With values the
+recursion goes from token to token, at a cost per token position, so that a block should hold many trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +79,13 @@ def credit(
     per_token = kl is not None and not kl.before_baseline
     R_N = token_rewards(batch, r_U, kl_N if per_token else None, kl.beta if kl else 0.0)
     batch, raw_advantages_N = returns(batch, advantage, R_N)
-    batch = batch.with_column(
-        "tok", "advantages", normalise(raw_advantages_N, batch.tok["loss_mask"], advantage.normalise)
-    )
+    advantages_N = raw_advantages_N
+    if advantage.normalise != "none":
+        advantages_N = normalise(raw_advantages_N, batch.tok["loss_mask"], advantage.normalise)
+    batch = batch.with_column("tok", "advantages", advantages_N)
     metrics = reward_metrics(batch, shaped_U, r_U) | length_metrics(batch) | advantage_metrics(batch, raw_advantages_N)
     if kl_N is not None:
-        metrics["kl/reference"] = _mean(kl_N[batch.tok["loss_mask"]])
+        metrics["kl/reference"] = _mean(masked(kl_N, batch.tok["loss_mask"]))
     return batch, metrics
 
 
@@ -112,35 +118,65 @@ def token_rewards(batch: Batch, r_U: Tensor, kl_N: Tensor | None, beta: float) -
     R_t = step reward at t + [t is the trajectory's last action token] r_i - beta kl_t.
     """
     mask_N = batch.tok["loss_mask"]
-    R_N = torch.where(batch.tok["last_action"], r_U[batch.unit_N], torch.zeros(batch.tokens, dtype=torch.float64))
-    if "step_reward" in batch.tok:
-        R_N = R_N + batch.tok["step_reward"].double()
-    if kl_N is not None:
-        R_N = R_N - beta * kl_N.double()
-    return torch.where(mask_N, R_N, torch.zeros_like(R_N)).float()
+    last_L = torch.from_numpy(np.flatnonzero((batch.tok["last_action"] & mask_N).numpy()))
+    unit_L = torch.searchsorted(torch.tensor(batch.tokens_per_unit()).cumsum(0), last_L, right=True)
+    step_N = batch.tok["step_reward"] if "step_reward" in batch.tok else torch.zeros(batch.tokens)
+    R_N = torch.where(mask_N, step_N if kl_N is None else step_N.double(), 0.0)
+    R_N[last_L] = (r_U[unit_L] + step_N[last_L].double()).to(R_N.dtype)
+    if kl_N is None:
+        return R_N
+    return torch.where(mask_N, R_N - beta * kl_N.double(), 0.0).float()
 
 
 def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Tensor]:
-    """Stage 7: (the batch with the column ``returns`` where there are values, raw advantages float32 [N])."""
-    R_UA, mask_UA = compress(batch, R_N)
-    values_UA = compress(batch, batch.column("old_values").float())[0] if advantage.needs_values else None
+    """Stage 7: (the batch with the column ``returns`` where there are values, raw advantages float32 [N]).
+
+    The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer."""
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
+    found = [torch.zeros(batch.tokens) for _ in range(1 + advantage.needs_values)]
+    end = 0
+    for first, last in _blocks(batch, BLOCK_WITH_VALUES if advantage.needs_values else BLOCK):
+        block = batch.between(first, last)
+        begin, end = end, end + block.tokens
+        boot = None if boot_U is None else boot_U[first:last]
+        for values_N, own in zip(found, _returns(block, advantage, R_N[begin:end], boot), strict=False):
+            values_N[begin:end] = own
+    return batch.with_column("tok", "returns", found[1]) if advantage.needs_values else batch, found[0]
+
+
+def _blocks(batch: Batch, most: int) -> Iterator[tuple[int, int]]:
+    """(first unit, last + 1) of each block: as many units as a matrix of ``most`` values holds, at least one."""
+    first, width = 0, 0
+    for unit, tokens in enumerate(batch.tokens_per_unit()):
+        width = max(width, tokens)
+        if unit > first and width * (unit + 1 - first) > most:
+            yield first, unit
+            first, width = unit, tokens
+    yield first, batch.units
+
+
+def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | None) -> list[Tensor]:
+    """Advantages and returns of a block of trajectories, each float32 [N]."""
+    R_UA, mask_UA = compress(block, R_N)
+    values_UA = compress(block, block.column("old_values").float())[0] if advantage.needs_values else None
     given = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
     if not isinstance(given, tuple) or len(given) != 2:
         raise TrainingError(
             f"returns() of advantage {advantage.name!r} must give (advantages, returns), two tensors of shape "
             f"{tuple(mask_UA.shape)}, got {type(given).__name__}"
         )
-    advantages_UA, returns_UA = given
-    for what, found_UA in (("advantages", advantages_UA), ("returns", returns_UA)):
-        if found_UA.shape != mask_UA.shape or not found_UA[mask_UA].isfinite().all():
+    flat: list[Tensor] = []
+    for what, found_UA in zip(("advantages", "returns"), given, strict=True):
+        if flat and found_UA is given[0]:  # without a critic they are the same
+            return [flat[0], flat[0]]
+        if found_UA.shape == mask_UA.shape:
+            flat.append(expand(block, found_UA.float()))
+        if found_UA.shape != mask_UA.shape or not all(edge.isfinite() for edge in flat[-1].aminmax()):
             raise TrainingError(
                 f"advantage {advantage.name!r} must give finite {what} of shape {tuple(mask_UA.shape)}, got shape "
                 f"{tuple(found_UA.shape)} with {int((~found_UA.isfinite()).sum())} values that are not finite"
             )
-    if advantage.needs_values:
-        batch = batch.with_column("tok", "returns", expand(batch, returns_UA.float()))
-    return batch, expand(batch, advantages_UA.float())
+    return flat
 
 
 def bootstrap_values(batch: Batch) -> Tensor | None:
@@ -156,12 +192,14 @@ def bootstrap_values(batch: Batch) -> Tensor | None:
 def normalise(values_N: Tensor, mask_N: Tensor, how: Literal["none", "center", "whiten"]) -> Tensor:
     """Stage 8: subtract the mean over all tokens under the mask; ``whiten`` also divides by the square root of their
     population variance, clamped at 1e-8. float32 [N], 0 where masked."""
-    values = values_N[mask_N].double()
-    if how != "none" and values.numel():
-        values = values - values.mean()
+    if how == "none":
+        return torch.where(mask_N, values_N, 0.0).float()
+    values = masked(values_N, mask_N).double()
+    if values.numel():
+        values -= values.mean()
         if how == "whiten":
-            values = values / values.square().mean().clamp(min=MIN_VARIANCE).sqrt()
-    return torch.zeros(values_N.shape, dtype=torch.float64).masked_scatter(mask_N, values).float()
+            values /= values.square().mean().clamp(min=MIN_VARIANCE).sqrt()
+    return torch.zeros(values_N.shape).masked_scatter_(mask_N, values.float())
 
 
 # ---------------------------------------------------------------------------------------- metrics
@@ -173,9 +211,9 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
     ``reward/mean``."""
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
-    placed_A = batch.tok["step_reward"][batch.tok["loss_mask"]] if "step_reward" in batch.tok else torch.zeros(0)
+    placed_A = masked(batch.tok["step_reward"], batch.tok["loss_mask"]) if "step_reward" in batch.tok else raw_U[:0]
     steps: Metrics = {}
-    if bool(placed_A.any()):
+    if placed_A.numel() and any(placed_A.aminmax()):  # one of them is not 0
         placed = float(placed_A.double().sum()) / batch.units
         steps = {"reward/steps": placed, "reward/total": _mean(raw_U) + placed}
     return steps | {
@@ -202,13 +240,14 @@ def advantage_metrics(batch: Batch, raw_advantages_N: Tensor) -> Metrics:
     """Mean and standard deviation of the advantages before normalisation, and the largest after it; with values also
     the share of the returns' variance that they explain."""
     mask_N = batch.tok["loss_mask"]
+    raw_A = masked(raw_advantages_N, mask_N)
     metrics = {
-        "advantage/mean": _mean(raw_advantages_N[mask_N]),
-        "advantage/std": _std(raw_advantages_N[mask_N]),
-        "advantage/abs_max": float(batch.tok["advantages"].abs().max()) if batch.tokens else 0.0,
+        "advantage/mean": _mean(raw_A),
+        "advantage/std": _std(raw_A),
+        "advantage/abs_max": max(abs(float(edge)) for edge in batch.tok["advantages"].aminmax()),
     }
     if "returns" in batch.tok:
-        returns_A, values_A = batch.tok["returns"][mask_N].double(), batch.tok["old_values"][mask_N].double()
+        returns_A, values_A = (masked(batch.tok[name], mask_N).double() for name in ("returns", "old_values"))
         spread = _std(returns_A) ** 2
         explained = 1 - _std(returns_A - values_A) ** 2 / spread if spread > 0 else 0.0
         metrics |= {"value/mean": _mean(values_A), "value/explained_variance": explained}
@@ -220,10 +259,10 @@ def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """0 for no values: an empty answer is not a NaN."""
-    return float(values.double().mean()) if values.numel() else 0.0
+    """In float64; 0 for no values: an empty answer is not a NaN."""
+    return float(values.numpy().mean(dtype=np.float64)) if values.numel() else 0.0
 
 
 def _std(values: Tensor) -> float:
-    """Population standard deviation; 0 for no values."""
-    return float(values.double().std(correction=0)) if values.numel() else 0.0
+    """Population standard deviation, in float64; 0 for no values."""
+    return float(values.numpy().std(dtype=np.float64)) if values.numel() else 0.0
