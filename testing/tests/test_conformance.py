@@ -106,7 +106,9 @@ def test_what_a_check_proves_is_reported_whole_and_as_plain_text():
 @pytest.mark.parametrize("kind", SUITES)
 def test_checks_can_be_chosen_by_a_part_of_their_names(kind):
     names = check_names(kind)
-    assert len(set(names)) == len(names) >= 5
+    assert len(set(names)) == len(names)
+    least = 6 if issubclass(suite(kind), Contract) else 5  # parts of a run have a config and state, the others do not
+    assert len(names) >= least
     assert names[:2] == ["class", "entry_point"]
     assert names[-1] == "secrets"
 
