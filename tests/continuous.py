@@ -91,6 +91,7 @@ def check_ledger(run: Finished, config: dict[str, Any]) -> None:
     assert len(set(rows)) == len(rows), "a row was trained on twice in one pass over the data"
     for step, number, _, oldest in groups:
         assert step - oldest <= config["stream"]["staleness"], (step, number, oldest)
+    assert {line["stream/stale"] for line in lines} == {0.0}, "more groups were started than staleness allows"
     total = {name: sum(line[f"stream/{name}"] for line in lines) for name in ("prompts", "filtered", "failed_groups")}
     assert total["prompts"] == len(groups) + total["filtered"] + total["failed_groups"], "a prompt was lost"
     assert len(groups) + sum(line["stream/short"] for line in lines) == size * len(lines)

@@ -1,0 +1,56 @@
+"""The turns that a resumed sample finds again."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf_runtime.samples.turn_log import TurnLog
+
+FIRST, SECOND, THIRD = (GenerationRequest(array("i", [5] * n), n, Sampling(max_new_tokens=8)) for n in (1, 2, 3))
+OTHER_IDS = replace(SECOND, ids=array("i", [5, 7]))
+OTHER_SAMPLING = replace(SECOND, sampling=Sampling(max_new_tokens=9))
+
+
+def turn(token: int) -> Turn:
+    return Turn(array("i", [token]), True, [-1.0], ((0, 0),), "stop")
+
+
+@pytest.fixture
+def log() -> TurnLog:
+    """Three turns, added in another order than they were sampled."""
+    made = TurnLog()
+    for number, request in ((2, THIRD), (0, FIRST), (1, SECOND)):
+        made.add(number, request, turn(number))
+    return made
+
+
+def test_a_turn_is_found_by_its_number_and_context(log: TurnLog) -> None:
+    for number, request in enumerate((FIRST, SECOND, THIRD)):
+        assert log.find(number, request) == turn(number)
+    assert log.find(3, THIRD) is None
+    assert log.find(0, replace(FIRST, seed=99)) == turn(0), "the seed of a turn is given by its number"
+
+
+@pytest.mark.parametrize("changed", [OTHER_IDS, OTHER_SAMPLING], ids=["tokens", "sampling parameters"])
+def test_a_changed_context_drops_its_turn_and_all_later_ones(log: TurnLog, changed: GenerationRequest) -> None:
+    assert log.find(1, changed) is None
+    assert log.find(1, SECOND) is None, "it was sampled in an episode that is over"
+    assert log.find(2, THIRD) is None
+    assert log.find(0, FIRST) == turn(0)
+
+
+def test_turns_that_are_sampled_after_a_change_are_kept(log: TurnLog) -> None:
+    log.find(1, OTHER_IDS)
+    log.add(1, OTHER_IDS, turn(9))
+    assert log.find(1, OTHER_IDS) == turn(9)
+    assert [(number, found) for number, _, found in log.entries()] == [(0, turn(0)), (1, turn(9))]
+
+
+def test_entries_make_an_equal_log(log: TurnLog) -> None:
+    again = TurnLog(log.entries())
+    assert [number for number, _, _ in again.entries()] == [0, 1, 2]
+    assert again.find(1, SECOND) == turn(1)
+    assert again.find(1, OTHER_IDS) is None
