@@ -1,0 +1,212 @@
+"""A continuous stream on answers that the test holds back: what a resume keeps, and what is sampled again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf.interfaces import Rollout
+from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
+from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
+from rlhf_runtime.samples.continuous_stream import ContinuousStream
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.workers.main_thread import MainThread
+
+TURNS = 3
+SAMPLES = 2
+
+
+def row(index: int) -> Row:
+    return Row({"prompt": str(index)}, "unit", index)
+
+
+class Numbers:
+    """Rows 0, 1, 2, ..."""
+
+    next = 0
+
+    def take(self, n: int) -> list[Row]:
+        self.next += n
+        return [row(index) for index in range(self.next - n, self.next)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Template:
+    """A prompt is the index of its row."""
+
+    end_token_ids = (1,)
+
+    def encode_prompt(self, row: Row) -> Turn:
+        return Turn([row.index], False, text=str(row.index))
+
+    def encode_observation(self, text: str, closed: bool = True) -> Turn:
+        return Turn([ord(c) for c in text], False, text=text)
+
+
+class ThreeTurns(Rollout):
+    """Three answers, with an observation between them."""
+
+    name = "three_turns"
+
+    def __init__(self, observation: str = "?") -> None:
+        self.observation = observation
+
+    async def run(self, row: Row, seed: int, ctx: Any) -> list[Turn]:
+        turns = [ctx.encode_prompt(row)]
+        for number in range(TURNS):
+            turns += [ctx.encode_observation(self.observation)] if number else []
+            turns.append(await ctx.generate(turns, ctx.sampling, number))
+        return turns
+
+
+class Scorer:
+    async def score(self, group: Group, trained_on: bool = True) -> None:
+        for trajectory in group.trajectories:
+            trajectory.reward = trajectory.score = 1.0
+
+
+class Engine:
+    """Every answer has one token that no answer before it has, so that sampling again is visible.
+
+    Args:
+        first: the first token.
+        held: {row: the number of its turn that is never answered}.
+        old: rows whose first group is answered with weights one version too old.
+    """
+
+    name = "engine"
+
+    def __init__(self, first: int, version: int = 0, held: dict[int, int] | None = None, old: tuple[int, ...] = ()):
+        self.next, self.version, self.held, self.old = first, version, held or {}, old
+        self.answers: Counter[int] = Counter()
+        """Answers to each row."""
+        self.stopped = asyncio.Semaphore(0)
+        """One for every sample that is held."""
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        index, number = request.ids[0], len(request.ids) // 2  # prompt, then an answer and an observation a turn
+        if self.held.get(index) == number:
+            self.stopped.release()
+            await asyncio.Event().wait()
+        age = index in self.old and self.answers[index] < SAMPLES * TURNS
+        self.answers[index] += 1
+        self.next += 1
+        return Turn(array("i", [self.next]), True, [-0.5], ((0, self.version - age),), "stop")
+
+    async def until_held(self, samples: int) -> None:
+        async with asyncio.timeout(60):
+            for _ in range(samples):
+                await self.stopped.acquire()
+
+
+@pytest.fixture
+def main() -> Iterator[MainThread]:
+    made = MainThread()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
+    streams = []
+
+    def make(engine: Engine, rollout: Rollout | None = None, **options: Any) -> ContinuousStream:
+        rollouts = Rollouts(rollout or ThreeTurns(), engine, Template(), Scorer(), main)  # type: ignore[arg-type]
+        settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0)
+        options = {"batch_size": 2, "total_steps": 4, "staleness": 1, **options}
+        streams.append(ContinuousStream(Numbers(), rollouts, settings, **options))
+        return streams[-1]
+
+    yield make
+    for one in streams:
+        one.close()
+
+
+def sampled(group: Group) -> list[list[Turn]]:
+    """The sampled turns of each sample."""
+    return [[turn for turn in trajectory.turns if turn.sampled] for trajectory in group.trajectories]
+
+
+def interrupted(stream: Callable[..., ContinuousStream], main: MainThread, file: Path) -> tuple[str, list[Group]]:
+    """A checkpoint after the first of four steps: the state of the stream, and the groups of ``ready.arrow``. Group 2
+    has two turns of each sample, group 3 has one."""
+    engine = Engine(100, held={2: 2, 3: 1})
+    first = stream(engine)
+    first.start(0)
+    assert [group.number for group in first.take(0).groups] == [0, 1]
+    main.run(engine.until_held(2 * SAMPLES))
+    state, groups = first.snapshot()
+    write_groups(file, groups)
+    return json.dumps(state), read_groups(file, lambda source, index: row(index))
+
+
+def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(stream, main, tmp_path) -> None:
+    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
+    assert [group.number for group in saved] == [2, 3]
+    before = [sampled(group) for group in saved]
+    assert [[len(turns) for turns in group] for group in before] == [[2, 2], [1, 1]]
+
+    engine = Engine(500, version=1)
+    second = stream(engine)
+    second.restore(json.loads(state), saved)
+    second.start(1)
+    ready = second.take(1)
+    assert [(group.number, group.row.index) for group in ready.groups] == [(2, 2), (3, 3)]
+    for kept, group in zip(before, ready.groups, strict=True):
+        for old, new in zip(kept, sampled(group), strict=True):
+            assert len(new) == TURNS
+            assert new[: len(old)] == old, "tokens, log-probs and versions"
+            assert {turn.versions for turn in old} == {((0, 0),)}
+            assert {turn.versions for turn in new[len(old) :]} == {((0, 1),)}
+            assert all(turn.ids[0] > 500 for turn in new[len(old) :])
+    assert (engine.answers[2], engine.answers[3]) == (SAMPLES * 1, SAMPLES * 2), "only the missing turns are sampled"
+    assert (ready.version, ready.counts["oldest"], ready.counts["stale"]) == (0, 1.0, 0.0)
+
+
+def test_turns_after_a_changed_observation_are_sampled_again(stream, main, tmp_path) -> None:
+    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
+    before = [sampled(group) for group in saved]
+    engine = Engine(500, version=1)
+    second = stream(engine, ThreeTurns("!"))
+    second.restore(json.loads(state), saved)
+    second.start(1)
+    for kept, group in zip(before, second.take(1).groups, strict=True):
+        for old, new in zip(kept, sampled(group), strict=True):
+            assert new[0] == old[0], "the prompt is the same"
+            assert all(turn.ids[0] > 500 for turn in new[1:]), "the observation before them is another"
+
+
+def test_groups_are_numbered_on_after_a_resume(stream, main, tmp_path) -> None:
+    state, saved = interrupted(stream, main, tmp_path / "ready.arrow")
+    second = stream(Engine(500, version=1))
+    second.restore(json.loads(state), saved)
+    taken = []
+    for step in (1, 2, 3):
+        second.start(step)
+        taken.append([(group.number, group.row.index) for group in second.take(step).groups])
+        second.rollouts.generator.version = step + 1
+    assert taken == [[(2, 2), (3, 3)], [(4, 4), (5, 5)], [(6, 6), (7, 7)]]
+
+
+def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
+    """An engine that was replaced may sample with older weights than the run has."""
+    engine = Engine(100, version=1, old=(1,))
+    late = stream(engine, staleness=0)
+    late.taken = 1
+    late.start(1)
+    ready = late.take(1)
+    assert [(group.number, group.row.index) for group in ready.groups] == [(0, 0), (2, 1)]
+    assert ready.counts["stale"] == 1.0
+    assert ready.counts["oldest"] == 0.0
+    assert engine.answers == {0: SAMPLES * TURNS, 1: 2 * SAMPLES * TURNS}
