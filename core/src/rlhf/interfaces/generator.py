@@ -68,7 +68,7 @@ class Generator(Component):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
     ``accept:links`` (its processes receive tensors directly from the trainer's), ``logprobs``, ``seeds``, ``sleep``,
-    ``pause``, ``answers`` (:meth:`answer`), ``top_p``, ..."""
+    ``answers`` (single requests: :meth:`advance`), ``top_p``, ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""
@@ -125,11 +125,38 @@ class Generator(Component):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """Yield (position in ``requests``, sampled turn) as samples finish. An end token is part of the turn."""
 
-    async def answer(self, request: GenerationRequest) -> Turn:
-        """One sampled turn, while other requests and the training of the policy go on (``answers``). It is awaited on
-        an event loop that is not the main thread's; the other methods are called on the main thread. Cancelling the
-        call drops the sample. What a load of weights does to it is :attr:`GeneratorSpec.in_flight`."""
+    def advance(
+        self, requests: Mapping[int, GenerationRequest], dropped: Sequence[int] = (), seconds: float = 0.0
+    ) -> list[tuple[int, Turn]]:
+        """Sample for about ``seconds``, at least one token, and return the turns that ended (``answers``). Samples that
+        are not finished stay until the next call. Weights may be loaded between two calls: what the load does to these
+        samples is :attr:`GeneratorSpec.in_flight`, and :attr:`Turn.versions` says which weights drew which tokens.
+
+        Args:
+            requests: new ones, by a name that no unfinished sample has.
+            dropped: names of samples that are not needed any more. Names of samples that ended are ignored.
+        """
         raise CapabilityError(f"generator {self.name!r} answers no single requests: call generate()")
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        """One sampled turn, while other requests and the training of the policy go on. A launcher with the capability
+        ``answers`` makes this of :meth:`advance`. It is awaited on an event loop that is not the main thread's; the
+        other methods are called on the main thread. Cancelling the call drops the sample."""
+        raise CapabilityError(f"generator {self.name!r} answers no single requests: call generate()")
+
+    def pause(self) -> None:
+        """Sample no tokens for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
+        With ``in_flight = "drain"`` it first waits until the unfinished requests are answered. Calls may be nested."""
+        return
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        return
+
+    def repair(self) -> None:
+        """Replace engines that died since the last call, so that requests of :meth:`answer` go on. Called on the main
+        thread, again and again while it waits for samples."""
+        return
 
     def load(self, source: Any, version: int) -> Proof:
         """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""
@@ -165,16 +192,6 @@ class Generator(Component):
         """Get ready to generate. Returns True if the weights were discarded while it slept: then the caller must send
         them before anything is sampled."""
         return False
-
-    def pause(self) -> None:
-        """Hold unfinished samples, so that weights can be loaded between two of their tokens (``pause``). After
-        :meth:`resume` they continue with the new weights; :attr:`Turn.versions` says from which token on. Until then
-        the iterator of :meth:`generate` raises when it is asked for more, and no sample is lost."""
-        raise CapabilityError(f"generator {self.name!r} cannot pause: exhaust or close generate() instead")
-
-    def resume(self) -> None:
-        """Continue the samples that :meth:`pause` holds."""
-        raise CapabilityError(f"generator {self.name!r} cannot pause: it has nothing to resume")
 
     def close(self) -> None:
         """Release what it holds."""

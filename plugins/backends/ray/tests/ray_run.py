@@ -14,22 +14,32 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 class Run:
     """A policy, engines, and the transport of weights between them."""
 
-    def __init__(self, launcher, folder: Path, engines: int = 2, seconds: float = 0.0, transport: str = "auto") -> None:
+    def __init__(
+        self,
+        launcher,
+        folder: Path,
+        engines: int = 2,
+        seconds: float = 0.0,
+        transport: str = "auto",
+        in_flight: str = "continue",
+    ) -> None:
         launcher.place({"policy": Place(), GENERATOR: Place(engines)})
         launcher.choose_link(OddGenerator, transport)
         self.folder, self.transport = folder, transport
         self.policy = launcher.launch_trainer(OddTrainer, None, ModelSpec(RoleSpec("policy", trained=True), ""))
         config = OddConfig(folder=str(folder), seconds=seconds)
-        spec = GeneratorSpec((0,), str, sync_timeout=60.0)
+        spec = GeneratorSpec((0,), str, sync_timeout=60.0, in_flight=in_flight)
         self.engines = launcher.launch_generator(OddGenerator, config, spec, self.policy, self.push)
         self.version = self.pushes = 0
 
     def push(self) -> None:
         self.pushes += 1
+        self.engines.pause()
         self.engines.begin_load(self.version)
         for bucket in self.policy.send_buckets("live", 24, 60.0):
             self.engines.take(bucket)
         self.proofs = self.engines.end_load()
+        self.engines.resume()
         self.weights = "".join(sorted(self.policy.call("sent", [()])[0].values()))
 
     def sync(self, version: int) -> None:

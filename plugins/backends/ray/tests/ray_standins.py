@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ class OddGenerator(ReceivesOverLinks, Generator):
     """Tokens are a hash of weights, prompt and seed, one sample after another."""
 
     name = "odd"
-    capabilities = frozenset({"accept:tensors", "accept:links", "logprobs", "seeds", "sleep"})
+    capabilities = frozenset({"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers"})
     Config = OddConfig
 
     def __init__(self, config: OddConfig | None, spec: GeneratorSpec) -> None:
@@ -148,6 +148,8 @@ class OddGenerator(ReceivesOverLinks, Generator):
         self.weights = "initial"
         self.receiver: Any = None
         self.asleep = False
+        self.unfinished: dict[int, tuple[GenerationRequest, float]] = {}
+        """Requests of :meth:`advance`, each with the time when its answer is complete."""
         self.note(f"started {os.getpid()}")
         self.note(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')}")
         self._flagged("die-in-start")
@@ -165,7 +167,27 @@ class OddGenerator(ReceivesOverLinks, Generator):
                 raise ValueError("a request that no engine survives")
             if request.seed == -2:
                 raise WorkerError("the engine's own process is gone")
-            yield position, Turn(tokens(self.weights, request), True, [0.0], ((0, self.version),), "stop")
+            yield position, self._turn(request)
+
+    def advance(
+        self, requests: Mapping[int, GenerationRequest], dropped: Sequence[int] = (), seconds: float = 0.0
+    ) -> list[tuple[int, Turn]]:
+        """All requests at once, each in ``seconds`` of the config. A request with the seed -3 is never answered."""
+        for name, request in requests.items():
+            if request.seed == -1:
+                raise ValueError("a request that no engine survives")
+            took = float("inf") if request.seed == -3 else self.config.seconds
+            self.unfinished[name] = request, time.monotonic() + took
+            self.note(f"asked {os.getpid()} {request.seed}")
+        for name in dropped:
+            request, _ = self.unfinished.pop(name)
+            self.note(f"dropped {os.getpid()} {request.seed}")
+        time.sleep(seconds)
+        ended = [name for name, (_, end) in self.unfinished.items() if time.monotonic() >= end]
+        return [(name, self._turn(self.unfinished.pop(name)[0])) for name in ended]
+
+    def _turn(self, request: GenerationRequest) -> Turn:
+        return Turn(tokens(self.weights, request), True, [0.0], ((0, self.version),), "stop")
 
     def begin_load(self, version: int) -> None:
         if self._takes_away("lost-in-load"):

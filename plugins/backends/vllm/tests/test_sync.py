@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf.errors import ModelError, SyncError
@@ -279,34 +281,36 @@ def test_a_load_is_refused_while_samples_are_generated(tied):
     assert tied.apart() < 1e-5
 
 
-def test_paused_samples_continue_with_new_weights(tied):
+THREE = {
+    n: GenerationRequest((20, 21, 22 + n), n, Sampling(budget, 1.3, ignore_eos=True))
+    for n, budget in enumerate((6, 7, 20))
+}
+
+
+def test_unfinished_samples_continue_with_new_weights(tied):
     """The second sample ends with its next token, which is sampled while the canaries are scored."""
-    requests = [
-        GenerationRequest((20, 21, 22 + n), n, Sampling(b, 1.3, ignore_eos=True)) for n, b in enumerate((6, 7, 20))
-    ]
-    whole = dict(tied.generator.generate(requests))
-    running = tied.generator.generate(requests)
-    assert next(running) == (0, whole[0])
-    tied.generator.pause()
-    for attempt in (lambda: next(running), lambda: tied.generator.generate(requests)):
-        with pytest.raises(ModelError, match=r"paused.* resume\(\) it first"):
-            attempt()
+    whole = dict(tied.generator.generate(list(THREE.values())))
+    found = tied.generator.advance(THREE)
+    while not found:
+        found = tied.generator.advance({})
+    assert found == [(0, whole[0])]
     tied.lost = withhold(DOWN)
     with pytest.raises(SyncError, match=f"{DOWN} did not arrive"):
         tied.sync().push(1)
-    with pytest.raises(ModelError, match="cannot resume: its weights of version 1 are not complete"):
-        tied.generator.resume()
+    with pytest.raises(ModelError, match="cannot sample: its weights of version 1 are not complete"):
+        tied.generator.advance({})
     tied.lost = lambda bucket: bucket
     tied.update(2)
     tied.sync().push(1)
     tied.sync().push(2)
-    tied.generator.resume()
-    for n, turn in running:
+    turns = dict(tied.generator.advance({}, seconds=60.0))
+    assert set(turns) == {1, 2}
+    for n, turn in turns.items():
         before = whole[n]
         assert turn.ids[:6] == before.ids[:6]
         assert turn.logprobs[:6] == before.logprobs[:6]
         assert (turn.versions[0], turn.versions[1][0], turn.versions[-1][1]) == ((0, 0), 6, 1 if n == 1 else 2)
-        ids = [*requests[n].ids, *turn.ids]
+        ids = [*THREE[n].ids, *turn.ids]
         tempered = batch([ids]).with_column("tok", "temperature", torch.full((len(ids),), 1.3))
         ours = tied.role.forward(tempered, [LOGPROBS])["logprobs"][-len(turn.ids) :]
         assert float((ours[6:] - torch.tensor(turn.logprobs[6:])).abs().max()) < 1e-5
@@ -316,14 +320,36 @@ def test_paused_samples_continue_with_new_weights(tied):
     tied.sync().push(3)
 
 
-def test_a_pause_changes_no_sample(tied):
-    requests = [GenerationRequest((20,), n, Sampling(3 + 10 * n, ignore_eos=True)) for n in range(3)]
-    whole = list(tied.generator.generate(requests))
-    running = tied.generator.generate(requests)
-    found = [next(running)]
-    tied.generator.pause()
-    tied.generator.resume()
-    assert [*found, *running] == whole
+def test_the_same_weights_sent_again_start_no_new_version(tied):
+    """As after an engine was replaced."""
+    tied.sync().push(3)
+    whole = dict(tied.generator.generate([THREE[2]]))
+    tied.generator.advance({0: THREE[2]})
+    tied.sync().push(3)
+    [(_, turn)] = tied.generator.advance({}, seconds=60.0)
+    assert (turn.ids, turn.versions) == (whole[0].ids, ((0, 3),))
+    assert turn.logprobs.tolist() == pytest.approx(whole[0].logprobs.tolist(), abs=1e-5)  # keys are computed again
+
+
+def test_unfinished_samples_start_again_with_new_weights(tied, monkeypatch):
+    monkeypatch.setattr(tied.generator, "spec", replace(tied.generator.spec, in_flight="restart"))
+    tied.generator.advance({7: THREE[2]})
+    tied.generator.advance({})
+    tied.update(2)
+    tied.sync().push(1)
+    [(name, turn)] = tied.generator.advance({}, seconds=60.0)
+    [(_, after)] = tied.generator.generate([THREE[2]])
+    assert (name, turn) == (7, after)
+    assert turn.versions == ((0, 1),)
+
+
+def test_requests_may_come_at_any_time_and_be_dropped(tied):
+    whole = dict(tied.generator.generate(list(THREE.values())))
+    found = tied.generator.advance({2: THREE[2]})
+    found += tied.generator.advance({0: THREE[0], 1: THREE[1]})
+    found += tied.generator.advance({}, dropped=[1, 99], seconds=60.0)
+    assert dict(found) == {0: whole[0], 2: whole[2]}
+    assert tied.generator.engine.busy is False
 
 
 def test_calls_of_a_load_in_the_wrong_order_are_refused(tied):

@@ -80,6 +80,14 @@ class WeightSync:
             if proof.version != version:
                 raise SyncError(f"the generator reports weight version {proof.version} after a sync of {version}")
             return {"sync/version": float(version)}
+        self.generator.pause()
+        metrics = self._push_proven(version)
+        self.generator.resume()  # not after an error: nothing is sampled with weights that are not proven
+        return metrics
+
+    # -------------------------------------------------------------------------------------- parts
+
+    def _push_proven(self, version: int) -> dict[str, float]:
         tries = 2 if self.section.check == "retry" else 1
         for attempt in range(1, tries + 1):
             proofs: list[Proof] = []
@@ -102,8 +110,6 @@ class WeightSync:
             return metrics | {"sync/unproven": 1.0}
         on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
         raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
-
-    # -------------------------------------------------------------------------------------- parts
 
     def _send(self, version: int) -> tuple[list[Proof], _Wanted]:
         self.generator.begin_load(version)

@@ -38,6 +38,8 @@ from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
 from rlhf_runtime.samples.turn_log import TurnLog
 
 T = TypeVar("T")
+LOOK = 1.0
+"""Seconds between two looks for dead engines, while a batch is waited for."""
 
 
 class ContinuousStream(Stream):
@@ -173,12 +175,19 @@ class ContinuousStream(Stream):
             if chosen is None and self._exhausted and not self.pending.running:
                 chosen = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
             if chosen is None:
-                await self._changed.wait()
+                await self._wait()
         for pending in chosen:
             self.pending.remove(pending)
         groups = [pending.group for pending in chosen if pending.group is not None]
         self.taken += 1
         return self._ready(step, groups, min((p.version for p in chosen), default=self.rollouts.generator.version))
+
+    async def _wait(self) -> None:
+        """Wait until a group has ended. The main thread has no other work meanwhile, so it replaces dead engines."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), LOOK)
+        except TimeoutError:
+            await self.rollouts.main.call(self.rollouts.generator.repair)
 
     def _fresh(self, step: int, chosen: list[Pending] | None) -> list[Pending] | None:
         """``chosen`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""

@@ -48,7 +48,7 @@ class RayLauncher(Launcher):
     """
 
     name = "ray"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "nodes:many"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "nodes:many", "answers"})
     Config = RayConfig
 
     def __init__(self, config: RayConfig | None = None) -> None:

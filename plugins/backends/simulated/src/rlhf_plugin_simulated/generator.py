@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -17,7 +16,10 @@ from rlhf.types import GenerationRequest, Turn
 from rlhf.weights.bucket import Bucket
 
 from rlhf_plugin_simulated.delays import log_normal
+from rlhf_plugin_simulated.samples import Sample, Samples
 
+SLICE = 0.05
+"""Seconds between two looks for complete samples in :meth:`SimulatedGenerator.generate`."""
 _TOKENS = bytes(3 + n % 29 for n in range(256))
 """Translates random bytes to token ids from 3 to 31."""
 
@@ -43,7 +45,7 @@ class SimulatedGeneratorConfig(ComponentConfig):
 
 @dataclass(slots=True)
 class _Load:
-    """New weights, from the moment when the engines stopped to the moment when they went on."""
+    """New weights, from the moment when the engines paused to the moment when they went on."""
 
     version: int
     begin: float
@@ -68,23 +70,39 @@ class SimulatedGenerator(Generator):
         self._idle.set()
         self._under_way = 0
         self._loads: list[_Load] = []
-        self._loading: tuple[int, float, dict[str, str]] | None = None
+        self._paused_at = 0.0
+        self._loading: tuple[int, dict[str, str]] | None = None
         self._deaths = random.Random(spec.seed)
+        self._samples = Samples(self.config.engines * self.config.slots)
+        """Of :meth:`advance`."""
 
     # ------------------------------------------------------------------------------------- samples
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """All engines work on the requests; each slot takes the next one when it is free."""
-        start = time.monotonic()
-        free = [0.0] * (self.config.engines * self.config.slots)
-        ends = []
-        for position, request in enumerate(requests):
-            end = heapq.heappop(free) + self._seconds(request)
-            heapq.heappush(free, end)
-            ends.append((end, position))
-        for end, position in sorted(ends):
-            time.sleep(max(0.0, start + end - time.monotonic()))
-            yield position, self._turn(requests[position], ((0, self.version),))
+        left = len(requests)
+        samples = self._new_samples(dict(enumerate(requests)))
+        while left:
+            complete = samples.advance(SLICE, self._dies)
+            left -= len(complete)
+            yield from ((position, self._turn(s.request, tuple(s.versions))) for position, s in complete)
+
+    def advance(
+        self, requests: Mapping[int, GenerationRequest], dropped: Sequence[int] = (), seconds: float = 0.0
+    ) -> list[tuple[int, Turn]]:
+        for name in dropped:
+            self._samples.unfinished.pop(name, None)
+        self._samples.unfinished |= self._new_samples(requests).unfinished
+        complete = self._samples.advance(seconds, self._dies)
+        return [(name, self._turn(s.request, tuple(s.versions))) for name, s in complete]
+
+    def _new_samples(self, requests: Mapping[int, GenerationRequest]) -> Samples:
+        samples = Samples(self.config.engines * self.config.slots)
+        for name, request in requests.items():
+            samples.unfinished[name] = Sample(request, self._seconds(request), [(0, self.version)])
+        return samples
+
+    def _dies(self) -> bool:
+        return self._deaths.random() < self.config.deaths
 
     async def answer(self, request: GenerationRequest) -> Turn:
         self._loop = asyncio.get_running_loop()
@@ -94,7 +112,7 @@ class SimulatedGenerator(Generator):
             try:
                 while True:
                     versions = await self._sample(self._seconds(request))
-                    if self._deaths.random() >= self.config.deaths and versions is not None:
+                    if not self._dies() and versions is not None:
                         return self._turn(request, versions)
             finally:
                 self._end()
@@ -155,27 +173,32 @@ class SimulatedGenerator(Generator):
 
     # ------------------------------------------------------------------------------------- weights
 
-    def begin_load(self, version: int) -> None:
+    def pause(self) -> None:
+        self._paused_at = time.monotonic()
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._hold(), self._loop).result()
-        self._loading = version, time.monotonic(), {}
+
+    def resume(self) -> None:
+        self._loads.append(_Load(self.version, self._paused_at, time.monotonic()))
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._open.set)
+
+    def begin_load(self, version: int) -> None:
+        self._loading = version, {}
 
     def take(self, bucket: Bucket) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
-        self._loading[2].update(bucket.received())
+        self._loading[1].update(bucket.received())
 
     def end_load(self) -> list[Proof]:
         if self._loading is None:
             raise SyncError("end_load() without begin_load()")
-        version, begin, received = self._loading
+        self.version, received = self._loading
         self._loading = None
+        self._samples.change_version(self.version, self.spec.in_flight == "restart", self._count)
         time.sleep(self.config.load_seconds / self.config.speed)
-        self.version = version
-        self._loads.append(_Load(version, begin, time.monotonic()))
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._open.set)
-        return [Proof(version, received=received, dtype="fp32")]
+        return [Proof(self.version, received=received, dtype="fp32")]
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return [[[0.0] * (len(ids) - 1) for ids in sequences]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator as Steps
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -22,7 +23,6 @@ from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import (
     LOWEST_TEMPERATURE,
-    Running,
     Sample,
     check,
     sampling_parameters,
@@ -46,7 +46,7 @@ class VllmGenerator(WeightLoading):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "pause", "top_p", "top_k", "min_p", "stop"}
+        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers", "top_p", "top_k", "min_p", "stop"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -90,36 +90,65 @@ class VllmGenerator(WeightLoading):
         self._ready("sample")
         for i, request in enumerate(requests):
             check(i, request, self.engine.vocabulary, self.longest)
-        return Running(self._run(list(requests)), self._check_resumed)
+        return self._exhaust(dict(enumerate(requests)))
 
-    def _run(self, requests: list[GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
+    def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
         self._ready("sample", alone=True)
-        live = {f"{next(self._names)}": Sample(i, r, self.spec.decode, self.version) for i, r in enumerate(requests)}
+        self._generating, left = True, len(requests)
         try:
-            self._live = live
-            for name, sample in live.items():
-                parameters = sampling_parameters(sample.request, self.spec.eos_token_ids)
-                self.engine.add(name, sample.request.ids, parameters)
-            while live:
-                yield from self._finished(live)
+            while left:
+                turns = self.advance(requests)
+                requests, left = {}, left - len(turns)
+                yield from turns
         finally:
-            self._live, self._ahead = {}, []
-            if self._engine is not None:
-                self.engine.abort(list(live))
+            self._generating = False
+            self._drop(list(self._live))
 
-    def _finished(self, live: dict[str, Sample]) -> list[tuple[int, Turn]]:
-        """Run one step of the engine. Returns the turns that ended in it, and removes them from ``live``."""
+    def advance(
+        self, requests: Mapping[int, GenerationRequest], dropped: Sequence[int] = (), seconds: float = 0.0
+    ) -> list[tuple[int, Turn]]:
+        self._ready("sample")
+        unwanted = set(dropped)
+        self._drop([name for name, sample in self._live.items() if sample.position in unwanted])
+        for i, request in requests.items():
+            check(i, request, self.engine.vocabulary, self.longest)
+            self._add(f"{next(self._names)}", i, request)
+        end, turns = time.monotonic() + seconds, list[tuple[int, Turn]]()
+        while self._live:
+            turns += self._finished()
+            if time.monotonic() >= end:
+                break
+        return turns
+
+    def _add(self, name: str, position: int, request: GenerationRequest) -> None:
+        self.engine.add(name, request.ids, sampling_parameters(request, self.spec.eos_token_ids))
+        self._live[name] = Sample(position, request, self.spec.decode, self.version)
+
+    def _drop(self, names: Sequence[str]) -> None:
+        if self._engine is not None:
+            self.engine.abort(names)
+        for name in names:
+            del self._live[name]
+
+    def _again(self, names: Sequence[str]) -> None:
+        samples = [self._live[name] for name in names]
+        self._drop(names)
+        for sample in samples:
+            self._add(f"{next(self._names)}", sample.position, sample.request)
+
+    def _finished(self) -> list[tuple[int, Turn]]:
+        """Run one step of the engine. Returns the turns that ended in it."""
         turns = []
         ahead, self._ahead = self._ahead, []
         for output in ahead or self._step():
-            sample = live.get(output.request_id)
+            sample = self._live.get(output.request_id)
             ended = sample.take(output) if sample is not None else None
             if sample is None or ended is None:
                 continue
             turn, early = ended
             if early:
                 self.engine.abort([output.request_id])
-            del live[output.request_id]
+            del self._live[output.request_id]
             turns.append((sample.position, turn))
         return turns
 
@@ -143,7 +172,7 @@ class VllmGenerator(WeightLoading):
                 self.engine.add(name, ids, scoring_parameters())
             while len(found) < len(names):
                 for output in self._step():
-                    if output.request_id in self._live:  # a paused sample that got a token in the same step
+                    if output.request_id in self._live:  # an unfinished sample that got a token in the same step
                         self._ahead.append(output)
                     else:
                         found[output.request_id] = list(output.prompt_logprobs.logprobs)
@@ -154,10 +183,8 @@ class VllmGenerator(WeightLoading):
     def _ready(self, to: str, alone: bool = False) -> None:
         self.engine.check_workers()
         why = self._broken or ("it is asleep; wake() it first" if self._asleep else self._not_ready)
-        if not why and self._paused and to == "sample":
-            why = "it is paused; resume() it first"
-        if alone and not why and self.engine.busy and not self._paused:  # a step returns the outputs of all requests
-            why = "other samples are being generated; exhaust, close or pause() that generate() first"
+        if alone and not why and (self._generating or (to == "sample" and self._live)):
+            why = "other samples are being generated; exhaust or close that generate() first"
         if why:
             raise ModelError(f"the generator 'vllm' cannot {to}: {why}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
@@ -87,7 +87,8 @@ class Sample:
         """Tokens after the first ``drawn`` are sampled with weights of ``version``."""
         if self._versions[-1][0] == drawn:
             self._versions.pop()
-        self._versions.append((drawn, version))
+        if not self._versions or self._versions[-1][1] != version:  # the same weights may be sent again
+            self._versions.append((drawn, version))
 
     def take(self, output: Any) -> tuple[Turn, bool] | None:
         """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must
@@ -120,18 +121,3 @@ class Sample:
             temperature=self.request.sampling.temperature or 1.0,
             text=self._decode(ids),
         )
-
-
-class Running(Iterator[tuple[int, Turn]]):
-    """Iterates over ``turns``, and calls ``check`` before each item."""
-
-    def __init__(self, turns: Generator[tuple[int, Turn], None, None], check: Callable[[], None]) -> None:
-        self._turns, self._check = turns, check
-
-    def __next__(self) -> tuple[int, Turn]:
-        self._check()
-        return next(self._turns)
-
-    def close(self) -> None:
-        """Drop unfinished requests."""
-        self._turns.close()

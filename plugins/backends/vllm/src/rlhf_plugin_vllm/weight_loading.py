@@ -1,7 +1,8 @@
-"""The weights of an engine: loading and proving them, also during a pause, and moving them away in sleep."""
+"""The weights of an engine: loading and proving them, beside unfinished samples too, and moving them away in sleep."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ _SHOWN = 8
 
 
 class WeightLoading(ReceivesOverLinks, Generator):
-    """The part of the generator that loads weights, pauses and sleeps. The subclass starts the engine and samples."""
+    """The part of the generator that loads weights and sleeps. The subclass starts the engine and samples."""
 
     config: VllmGeneratorConfig
     spec: GeneratorSpec
@@ -39,7 +40,8 @@ class WeightLoading(ReceivesOverLinks, Generator):
         self._given_up = False
         self._live: dict[str, Sample] = {}
         """Unfinished samples by the engine's request names."""
-        self._paused = False
+        self._generating = False
+        """Whether an iterator of :meth:`generate` has begun and not ended."""
         self._ahead: list[Any] = []
         """Outputs for unfinished samples that the engine returned while canaries were scored."""
 
@@ -52,18 +54,18 @@ class WeightLoading(ReceivesOverLinks, Generator):
     # ------------------------------------------------------------------------------------- weights
 
     def begin_load(self, version: int) -> None:
-        """Weights of ``version`` follow. Keys and values of the old weights are dropped, also those of paused samples.
-        An unfinished load is abandoned.
+        """Weights of ``version`` follow. Keys and values of the old weights are dropped. vLLM computes those of
+        unfinished samples again with the new weights. An unfinished load is abandoned.
 
-        Raises ModelError while samples are being generated.
+        Raises ModelError while :meth:`generate` goes on.
         """
         if self._broken:
             raise SyncError(f"the generator 'vllm' cannot load: {self._broken}")
-        if self.engine.busy and not self._paused:
-            raise ModelError("samples are being generated: exhaust or close generate() before begin_load(), or pause()")
+        if self._generating:
+            raise ModelError("samples are being generated: exhaust or close generate() before begin_load()")
         self._wake_parts(_WEIGHTS)
         self._not_ready = f"its weights of version {version} are not complete"
-        self.engine.forget_prefixes(under_way=self._paused)
+        self.engine.forget_prefixes(under_way=bool(self._live))
         self._call_workers("rlhf_begin")
         self._loading = version
 
@@ -90,10 +92,7 @@ class WeightLoading(ReceivesOverLinks, Generator):
                     "sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
-        ended = {output.request_id for output in self._ahead if output.finished}
-        waiting = [name for name in self._live if name not in ended]
-        for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
-            self._live[name].continue_with(version, drawn)
+        self._change_version(version)
         dtype, detail = self.engine.dtype, self.engine.where.distribution
         return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
 
@@ -117,22 +116,20 @@ class WeightLoading(ReceivesOverLinks, Generator):
                 raise SyncError(f"{who}: {answer.error}")
         return {who: answer.value for who, answer in named.items()}
 
-    # --------------------------------------------------------------------------------------- pause
+    def _change_version(self, version: int) -> None:
+        """What new weights do to unfinished samples: ``GeneratorSpec.in_flight``."""
+        ended = {output.request_id for output in self._ahead if output.finished}
+        waiting = [name for name in self._live if name not in ended]
+        if self.spec.in_flight == "restart":
+            self._ahead = [output for output in self._ahead if output.request_id in ended]
+            self._again(waiting)
+            return
+        for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
+            self._live[name].continue_with(version, drawn)
 
-    def pause(self) -> None:
-        """Unfinished samples keep their tokens. vLLM recomputes their keys and values with weights that are loaded
-        meanwhile, so no key or value of old weights remains."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Raises ModelError if a load is not complete; the generator then stays paused."""
-        if self._not_ready:
-            raise ModelError(f"the generator 'vllm' cannot resume: {self._not_ready}")
-        self._paused = False
-
-    def _check_resumed(self) -> None:
-        if self._paused:
-            raise ModelError("the generator 'vllm' is paused: resume() it first; its unfinished samples wait")
+    @abstractmethod
+    def _again(self, names: Sequence[str]) -> None:
+        """Sample these unfinished samples again from their first token."""
 
     # -------------------------------------------------------------------------------------- memory
 
@@ -141,7 +138,7 @@ class WeightLoading(ReceivesOverLinks, Generator):
         values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
         if self._asleep:
             return
-        if self.engine.busy:
+        if self._live:
             raise ModelError("samples are being generated: exhaust or close generate() before sleep()")
         self.engine.forget_prefixes()
         if self._frees_memory:

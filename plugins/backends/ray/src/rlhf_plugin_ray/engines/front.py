@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +16,11 @@ from rlhf.types import GenerationRequest, Turn
 from rlhf_plugin_ray.actor.payload import pack, send
 from rlhf_plugin_ray.engines.load_balance import assign_requests
 from rlhf_plugin_ray.engines.pool import EnginePool
+from rlhf_plugin_ray.engines.single_requests import SingleRequests
 from rlhf_plugin_ray.engines.weight_link import WeightLink
 
+_LOOK_SECONDS = 1.0
+"""Between two looks for dead engines, while samples are waited for."""
 _NOBODY = Proof(0).who
 """``Proof.who`` of a generator that does not set it."""
 
@@ -39,17 +45,22 @@ class EngineGroup(Generator):
             link: the link over which weights arrive; None: they arrive through the object store.
             refresh: sends the current weights again.
         """
-        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module", "pause"}  # type: ignore[misc]
+        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
         self.spec, self.pool = spec, pool
         self.link, self._send_again = link, refresh
         self._loaded = self._asleep = False
         self._reloads = 0
         self._proofs: list[Proof] = []
+        self._single: SingleRequests | None = None
+        """Calls the engines from the first :meth:`answer` on."""
 
     # ---------------------------------------------------------------------------------- generation
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         self.pool.check_open()
+        if self._single is not None:
+            yield from self._generate_beside(requests, self._single)
+            return
         left = dict(enumerate(requests))
         while left:
             self._replace_dead()
@@ -87,7 +98,67 @@ class EngineGroup(Generator):
                     open_.remove(position)
                     yield busy[number][position], turn
 
+    def _generate_beside(
+        self, requests: Sequence[GenerationRequest], single: SingleRequests
+    ) -> Iterator[tuple[int, Turn]]:
+        """Generate while single requests are under way."""
+        finished: queue.SimpleQueue[tuple[int, Turn | Exception]] = queue.SimpleQueue()
+        names = [single.submit(r, lambda turn, n=n: finished.put((n, turn))) for n, r in enumerate(requests)]  # type: ignore[misc]
+        try:
+            left = len(names)
+            while left:
+                try:
+                    position, turn = finished.get(timeout=_LOOK_SECONDS)
+                except queue.Empty:
+                    self.repair()
+                    continue
+                if isinstance(turn, Exception):
+                    raise turn
+                left -= 1
+                yield position, turn
+        finally:
+            for name in names:
+                single.cancel(name)
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        if self._single is None:
+            self._single = SingleRequests(self.pool)
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[Turn] = loop.create_future()
+
+        def settle(turn: Turn | Exception) -> None:
+            if waiting.done():  # cancelled
+                return
+            if isinstance(turn, Exception):
+                waiting.set_exception(turn)
+            else:
+                waiting.set_result(turn)
+
+        def done(turn: Turn | Exception) -> None:
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(settle, turn)
+
+        name = self._single.submit(request, done)
+        try:
+            return await waiting
+        finally:
+            self._single.cancel(name)
+
     # ------------------------------------------------------------------------------------- weights
+
+    def pause(self) -> None:
+        if self._single is not None:
+            self._single.hold(drain=self.spec.in_flight == "drain")
+
+    def resume(self) -> None:
+        if self._single is not None:
+            self._single.release()
+
+    def repair(self) -> None:
+        if self.pool.dead:
+            self.pause()
+            self._replace_dead()
+            self.resume()
 
     def begin_load(self, version: int) -> None:
         self._replace_dead(refresh=False)
@@ -140,6 +211,8 @@ class EngineGroup(Generator):
         return discarded and self._reloads == before
 
     def close(self) -> None:
+        if self._single is not None:
+            self._single.close()
         self.pool.close()
 
     # ------------------------------------------------------------------------------------ recovery

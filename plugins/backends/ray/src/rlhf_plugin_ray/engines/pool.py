@@ -101,6 +101,11 @@ class EnginePool:
             raise failed[0]
         return {n: answers[n] for n in numbers if n in answers}
 
+    def begin(self, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method of one engine without waiting. Returns the reference for :meth:`answer`."""
+        [ref] = self._call([number], method, arguments)
+        return ref
+
     def _alive(self, only: Collection[int] | None = None) -> list[int]:
         return [n for n in (self.members if only is None else only) if n not in self.dead]
 

@@ -65,6 +65,10 @@ class Watchdog:
         self._begun = self._next = time.monotonic()
         self._next += config.heartbeat
 
+    def join(self, member: WorkerHandle) -> None:
+        """Monitor a worker, from now on if it was not monitored."""
+        self._seen.setdefault(id(member), _Seen(member))
+
     def leave(self, member: WorkerHandle) -> None:
         """Stop monitoring a worker, because it has answered."""
         self._seen.pop(id(member), None)
