@@ -17,8 +17,9 @@ import pytest
 from rlhf_runtime.observe import read_metrics
 from rlhf_testing.tiny import tiny_model
 
+from tests.continuous import check_ledger
 from tests.forks import Forks
-from tests.runs import Finished, Workshop
+from tests.runs import Finished, Workshop, merged
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -157,6 +158,34 @@ def test_killed_workers_change_no_number(forks, place, whole):
 def test_no_process_and_file_of_a_run_is_left(undisturbed):
     assert len(undisturbed.started) > 5, "the command, Ray's own processes, an engine and two ranks"
     assert psutil.wait_procs(undisturbed.started, timeout=10)[1] == []
+
+
+@pytest.mark.full
+def test_a_continuous_run_survives_killed_workers(forks, place):
+    """A killed engine is replaced while samples are under way. A killed rank ends the run, and the run resumes."""
+    apart = {
+        "launcher": {"cpus": 4},
+        "placement": {"policy": {"ranks": 2}, "generator": {"share": None, "ranks": 2}},
+        "stream": {"mode": "continuous", "staleness": 1},
+        "algorithm": {"loss": {"correction": {"preset": "tis"}}},
+        "data": {"batch_size": 2},
+        "sampling": {"max_new_tokens": 50},
+    }
+    config = place.config("grpo", "continuous", **merged(CLUSTER, apart))
+    run = Training(forks, place, config)
+    with run.held_after(2):
+        engine, _ = run.workers(engines=True)
+        engine.kill()
+    with run.held_after(4):
+        run.workers(engines=False)[1].kill()
+    failed = run.finish()
+    assert failed.code == 1, failed.said
+    assert "The engine is replaced" in failed.said
+    assert "policy rank" in failed.said
+    resumed = Training(forks, place, config, "--resume").finish()
+    assert resumed.code == 0, resumed.said
+    assert all(line["sync/canary"] < 1e-5 for line in resumed.lines())
+    check_ledger(resumed, config)
 
 
 def test_vllm_and_deepspeed_work_without_ray(forks, place):
