@@ -113,6 +113,26 @@ class PlainLinked(ReceivesOverLinks, PlainGenerator):
             return [name for name, tensor in opened.tensors if not torch.equal(held[name], tensor)]
 
 
+class Advances(PlainGenerator):
+    """One request per call, complete."""
+
+    capabilities = PlainGenerator.capabilities | {"answers"}
+
+    def advance(self, requests, dropped=(), seconds=0.0):
+        self.waiting = getattr(self, "waiting", {}) | requests
+        for name in dropped:
+            self.waiting.pop(name, None)
+        if not self.waiting:
+            return []
+        name = next(iter(self.waiting))
+        return [(name, self.sample(name, self.waiting.pop(name)))]
+
+
+class TestAdvances(GeneratorContract):
+    generator = Advances
+    registered = False
+
+
 class TestPlainGenerator(GeneratorContract):
     generator = PlainGenerator
     registered = False
@@ -290,6 +310,19 @@ class AllStale(PlainLinked):
             return [name for name, _ in opened.tensors]
 
 
+class AnswersDropped(Advances):
+    def advance(self, requests, dropped=(), seconds=0.0):
+        return super().advance(requests)
+
+
+class SeedByName(Advances):
+    """The seed is the name of the request."""
+
+    def advance(self, requests, dropped=(), seconds=0.0):
+        seeded = {name: replace(request, seed=name) for name, request in requests.items()}
+        return super().advance(seeded, dropped)
+
+
 def suite(made):
     return type("Broken", (GeneratorContract,), {"generator": made, "registered": False})()
 
@@ -312,6 +345,8 @@ def suite(made):
         (Duplicates, "test_turns", "each once"),
         (NotGreedy, "test_greedy", "not the most likely"),
         (IgnoresTopK, "test_truncated_sampling", "outside of it"),
+        (AnswersDropped, "test_advance", "each of .* once was asked for"),
+        (SeedByName, "test_advance", r"by advance\(\) and .* by generate\(\)"),
         (HeaderForBucket, "test_links", "after weights came over a link: .*log-probs differ"),
         (DropsABucket, "test_links", "fingerprints must be equal"),
         (OnlyTheCapability, "test_links", "is no rlhf_transport.receiving.ReceivesOverLinks"),

@@ -13,13 +13,11 @@ The reference is :class:`rlhf_testing.plain.PlainTrainer` on the same weights: o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError
 from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.interfaces.trainer import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
@@ -230,28 +228,6 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             expect(grads, f"{about} generating changed accumulated gradients")
             same = torch.equal(state, torch.get_rng_state())
             expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
-
-    def test_pause(self) -> None:
-        """A generator that can ``pause`` draws nothing while paused. After ``resume`` its samples equal those of a
-        generator that was not paused."""
-        for config in self.grid():
-            about, s = self.about(config), self.make(config)
-            if "pause" not in s.generator.capabilities:
-                continue
-            requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
-            before = [t.ids for t in s.turns(requests, about)]
-            running = s.generator.generate(requests)
-            found = [next(running)]
-            s.generator.pause()
-            try:
-                next(running)
-            except ModelError:
-                s.generator.resume()
-            else:
-                expect(False, f"{about} a paused generator goes on: its iterator must raise ModelError until resume()")
-            found += running
-            after = [turn.ids for _, turn in sorted(found, key=lambda pair: pair[0])]
-            expect(after == before, f"{about} samples differ after pause() and resume()")
 
     def test_sleep(self) -> None:
         """After ``sleep`` and ``wake`` the samples are the same as before."""

@@ -53,6 +53,30 @@ class SamplingChecks:
                         "a function of its own tokens, seed and sampling",
                     )
 
+    def test_advance(self) -> None:
+        """A generator with the capability ``answers`` samples requests that come one after another, and drops some, as
+        :meth:`generate` samples them together."""
+        for config in self.grid():
+            about, s = self.about(config), self.make(config)
+            if "answers" not in s.generator.capabilities:
+                continue
+            requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
+            together = s.turns(requests, about)
+            last = len(requests) - 1
+            found = s.generator.advance({last: requests[last]})
+            found += s.generator.advance({n: requests[n] for n in range(last)})
+            found += s.generator.advance({}, dropped=[last - 1])
+            for _ in range(100):
+                found += s.generator.advance({}, seconds=0.1)
+            wanted = [n for n in range(len(requests)) if n != last - 1]
+            names = sorted(name for name, _ in found)
+            expect(names == wanted, f"{about} advance() answers requests {names}; each of {wanted} once was asked for")
+            for name, turn in found:
+                expect(
+                    turn.ids == together[name].ids,
+                    f"{about} request {name} draws {turn.ids} by advance() and {together[name].ids} by generate()",
+                )
+
     def test_distribution(self) -> None:
         """First tokens follow the reference's softmax at the temperature (chi-square over eight bins of similar
         mass)."""

@@ -145,7 +145,7 @@ class Generator(Component):
         raise CapabilityError(f"generator {self.name!r} answers no single requests: call generate()")
 
     def pause(self) -> None:
-        """Sample no tokens for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
+        """Sample nothing for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
         With ``in_flight = "drain"`` it first waits until the unfinished requests are answered. Calls may be nested."""
         return
 
