@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
 
 import pytest
@@ -21,6 +22,11 @@ def add(pending: PendingGroups, number: int, version: int = 0, finished: int = 0
     """``finished``: position in the order of completion; 0: the group is not scored yet."""
     group = Group(ROW, number, []) if finished else None
     pending.add(Pending(number, ROW, version, [], group, finished))
+
+
+def score(pending: PendingGroups, number: int, finished: int) -> None:
+    one = next(one for one in pending if one.number == number)
+    pending.scored(one, Group(ROW, number, []), finished)
 
 
 def numbers(chosen: list[Pending] | None) -> list[int] | None:
@@ -87,7 +93,7 @@ def test_submission_takes_the_oldest_groups_and_waits_for_each_of_them():
     for number, finished in ((0, 4), (1, 0), (2, 1), (3, 2)):
         add(pending, number, finished=finished)
     assert pending.choose(0) is None, "group 1 is not scored"
-    add(pending, 1, finished=3)
+    score(pending, 1, finished=3)
     assert numbers(pending.choose(0)) == [0, 1]
 
 
@@ -113,7 +119,7 @@ def test_completion_takes_groups_at_their_deadline_first():
     add(pending, 2, version=1, finished=2)
     assert numbers(pending.choose(0)) == [1, 2]
     assert pending.choose(1) is None, "group 0 is at its deadline and not scored"
-    add(pending, 0, version=0, finished=3)
+    score(pending, 0, finished=3)
     assert numbers(pending.choose(1)) == [0, 1]
 
 
@@ -125,6 +131,55 @@ def test_a_group_that_was_taken_is_not_pending():
         pending.remove(chosen)
     assert numbers(list(pending)) == [2, 3]
     assert numbers(pending.choose(1)) == [2, 3]
+
+
+def plainly_chosen(pending: PendingGroups, step: int) -> list[int] | None:
+    """What :meth:`PendingGroups.choose` promises, without anything that is counted along the way."""
+    every, size = list(pending), pending.batch_size
+    if pending.order == "submission":
+        chosen = every[:size]
+    else:
+        due = [one for one in every if one.version + pending.staleness <= step]
+        rest = [one for one in every if one.version + pending.staleness > step and one.group is not None]
+        rest.sort(key=lambda one: one.finished)
+        chosen = sorted((due + rest)[:size], key=lambda one: one.number)
+    if len(chosen) < size or any(one.group is None for one in chosen):
+        return None
+    return [one.number for one in chosen]
+
+
+@pytest.mark.parametrize("order", ["submission", "completion"])
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_the_choice_is_that_of_all_groups_looked_at(order, seed):
+    draw = random.Random(seed)
+    pending = groups(batch_size=draw.randint(1, 4), staleness=draw.randint(0, 2), order=order)
+    started = finished = step = batches = 0
+    for _ in range(400):
+        every = list(pending)
+        happens = draw.choice(["start", "start", "score", "score", "reject", "too old", "restored", "next step"])
+        running = [one for one in every if one.group is None]
+        scored = [one for one in every if one.group is not None]
+        if happens in ("start", "restored") and len(every) < 12:
+            finished += happens == "restored"
+            add(pending, started, version=step, finished=finished if happens == "restored" else 0)
+            started += 1
+        elif happens == "score" and running:
+            finished += 1
+            score(pending, draw.choice(running).number, finished)
+        elif happens == "reject" and running:
+            pending.remove(draw.choice(running))
+        elif happens == "too old" and scored:
+            pending.remove(draw.choice(scored))
+        elif happens == "next step" and step < 9:
+            step += 1
+        assert pending.running == sum(one.group is None for one in pending)
+        chosen = pending.choose(step)
+        assert numbers(chosen) == plainly_chosen(pending, step)
+        if chosen is not None and draw.random() < 0.5:
+            batches += 1
+            for one in chosen:
+                pending.remove(one)
+    assert batches > 5
 
 
 # ------------------------------------------------------------------------------------------ saved

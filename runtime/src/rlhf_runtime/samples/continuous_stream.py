@@ -156,12 +156,13 @@ class ContinuousStream(Stream):
         except Exception as error:
             self._failure = self._failure or error
         else:
-            pending.group = self.acceptance.accept(group, self._counts)
+            accepted = self.acceptance.accept(group, self._counts)
             self._finished += 1
-            pending.finished = self._finished
-            if pending.group is None:
+            if accepted is None:
                 self.pending.remove(pending)
                 self._rejected += 1
+            else:
+                self.pending.scored(pending, accepted, self._finished)
             self._start_groups(requests)
         self._changed.set()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Any, Literal
 
 from rlhf.types import Group, Row, Trajectory
@@ -70,6 +73,12 @@ class PendingGroups:
         self.batch_size, self.total_steps, self.staleness = batch_size, total_steps, staleness
         self.order, self.oversample = order, oversample
         self._groups: dict[int, Pending] = {}
+        self._running: OrderedDict[int, Pending] = OrderedDict()
+        """Those whose samples are not all scored, in the same order."""
+        self._in_front = 0
+        """Scored groups that were started before the oldest that is running."""
+        self._behind: list[int] = []
+        """Heap of the numbers of the others. Some may have been removed."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -78,15 +87,40 @@ class PendingGroups:
         return iter(list(self._groups.values()))
 
     def add(self, pending: Pending) -> None:
+        """``pending`` was started after all others: its number is larger."""
         self._groups[pending.number] = pending
+        if pending.group is None:
+            self._running[pending.number] = pending
+        else:
+            heappush(self._behind, pending.number)
+        self._settle()
+
+    def scored(self, pending: Pending, group: Group, finished: int) -> None:
+        """All samples of ``pending`` are scored, and ``group`` is trained on."""
+        pending.group, pending.finished = group, finished
+        if self._running.pop(pending.number, None) is not None:
+            heappush(self._behind, pending.number)
+        self._settle()
 
     def remove(self, pending: Pending) -> None:
-        self._groups.pop(pending.number, None)
+        if self._groups.pop(pending.number, None) is None:
+            return
+        if self._running.pop(pending.number, None) is None and pending.number < self._oldest_running:
+            self._in_front -= 1
+        self._settle()
 
     @property
     def running(self) -> int:
         """Groups whose samples are not all scored."""
-        return sum(pending.group is None for pending in self)
+        return len(self._running)
+
+    @property
+    def _oldest_running(self) -> float:
+        return next(iter(self._running), math.inf)
+
+    def _settle(self) -> None:
+        while self._behind and self._behind[0] < self._oldest_running:
+            self._in_front += heappop(self._behind) in self._groups
 
     def room(self, step: int, version: int) -> int:
         """How many groups may be started now.
@@ -107,17 +141,23 @@ class PendingGroups:
 
         ``submission``: the oldest. ``completion``: those at their deadline, and the first that were scored.
         """
-        groups = list(self)
-        if self.order == "submission":
-            chosen = groups[: self.batch_size]
-        else:
-            due = [pending for pending in groups if pending.version + self.staleness <= step]
-            scored = [p for p in groups if p.group is not None and p.version + self.staleness > step]
-            scored.sort(key=lambda pending: pending.finished)
-            chosen = sorted((due + scored)[: self.batch_size], key=lambda pending: pending.number)
-        if len(chosen) < self.batch_size or any(pending.group is None for pending in chosen):
+        if not self._ready(step):
             return None
-        return chosen
+        if self.order == "submission":
+            return list(islice(self._groups.values(), self.batch_size))
+        due = [pending for pending in self if pending.version + self.staleness <= step]
+        scored = [p for p in self if p.group is not None and p.version + self.staleness > step]
+        scored.sort(key=lambda pending: pending.finished)
+        return sorted((due + scored)[: self.batch_size], key=lambda pending: pending.number)
+
+    def _ready(self, step: int) -> bool:
+        """Whether the batch is scored. Asked after every completion, so nothing is counted here."""
+        if len(self) - self.running < self.batch_size:
+            return False
+        oldest = next(iter(self._running.values()), None)
+        if oldest is None or (self.order == "completion" and oldest.version + self.staleness > step):
+            return True
+        return self._in_front >= self.batch_size
 
 
 def oldest_version(group: Group) -> int | None:
