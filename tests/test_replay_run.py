@@ -79,6 +79,15 @@ def test_a_record_that_is_cut_short_is_named(shop: Workshop) -> None:
     assert "step-000002.arrow" in refused.said
 
 
+def test_a_record_with_samples_that_are_too_old_is_named(shop: Workshop) -> None:
+    run = shop.train("grpo", "run")
+    rollouts = run.path / "rollouts"
+    (rollouts / "step-000003.arrow").write_bytes((rollouts / "step-000001.arrow").read_bytes())
+    refused = replay(shop, run)
+    assert refused.code == 1
+    assert "step-000003.arrow records tokens of version 0 for step 3" in refused.said
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

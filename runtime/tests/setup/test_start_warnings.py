@@ -6,7 +6,7 @@ import pytest
 from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.start_warnings import stream_notes
+from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
 BASE = [("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OLD = ("stream.staleness", "2")
@@ -44,3 +44,22 @@ def test_samples_of_an_older_policy_without_a_correction_are_named_with_what_to_
 )
 def test_no_warning_without_an_older_policy(algorithm, flags):
     assert notes(algorithm, *flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "hinted"),
+    [
+        ([OLD], True),
+        ([OLD, ("stream.mode", "continuous")], False),
+        ([("stream.staleness", "0")], False),
+        ([OLD, ("placement.generator.share", "policy")], False),
+        ([OLD, ("launcher", "local")], False),
+        ([OLD, ("generator", "transformers")], False),
+    ],
+)
+def test_a_run_whose_engines_wait_in_vain_is_told_of_the_other_mode(flags, hinted):
+    config = load(None, [("algorithm", "grpo"), ("launcher", "simulated"), ("generator", "simulated"), *BASE, *flags])
+    plugins = Plugins.discover()
+    launcher, generator = (plugins.resolve(k, getattr(config, k).use).cls for k in ("launcher", "generator"))
+    found = idle_engine_notes(config, launcher, generator)
+    assert ["--stream.mode continuous" in line for line in found] == [True] * hinted

@@ -21,10 +21,11 @@ class RecordedStream(Stream):
     Args:
         file: {number of finished steps: file with the samples of the last of them}.
         find: gives the row of a source at an index.
+        oldest: largest number of steps between the weights of a token and the step that trains on it.
     """
 
-    def __init__(self, file: Callable[[int], Path], find: FindRow) -> None:
-        self._file, self._find = file, find
+    def __init__(self, file: Callable[[int], Path], find: FindRow, oldest: int) -> None:
+        self._file, self._find, self._oldest = file, find, oldest
         self.taken = 0
 
     def start(self, step: int) -> None:
@@ -35,8 +36,14 @@ class RecordedStream(Stream):
             raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
         groups = read_groups(self._file(step + 1), self._find)
         self.taken += 1
-        versions = [version for group in groups if (version := oldest_version(group)) is not None]
-        return ReadyBatch(groups, min(versions, default=step))
+        version = min((v for group in groups if (v := oldest_version(group)) is not None), default=step)
+        if step - version > self._oldest:
+            raise TrainingError(
+                f"{self._file(step + 1)} records tokens of version {version} for step {step + 1}. With this run's "
+                f"stream.staleness and stream.round they must be of version {step - self._oldest} or newer: the file is "
+                "of another step or another run."
+            )
+        return ReadyBatch(groups, version)
 
     def samples_with(self, version: int) -> bool:
         return False

@@ -234,7 +234,8 @@ def _stream(prepared: Prepared, sampler: Sampler, failures: Failures) -> Stream:
     """The training batches of an online run."""
     config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
     if section.replay is not None:
-        return RecordedStream(functools.partial(RunDirectory.rollouts_of, Path(section.replay)), prepared.data.row)
+        recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
+        return RecordedStream(recorded, prepared.data.row, section.staleness + section.round - 1)
     settings = training_settings(config, failures, needs.given)
     common: dict[str, Any] = {
         "batch_size": config.data.batch_size,

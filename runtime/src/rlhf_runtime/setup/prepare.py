@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlhf.errors import ConfigError, PluginInvalid
-from rlhf.interfaces import Algorithm, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
+from rlhf.interfaces import GENERATOR, Algorithm, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import Update
 from rlhf_hub.hub import Commits
@@ -34,7 +34,7 @@ from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
-from rlhf_runtime.setup.start_warnings import stream_notes
+from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class Prepared(RunPlugins):
     @property
     def notes(self) -> tuple[str, ...]:
         """The start-up warnings."""
-        return (*self.data.notes, *stream_notes(self.config, self.algorithm))
+        launcher, generator = (self.parts[n].resolved.cls if n in self.parts else None for n in ("launcher", GENERATOR))
+        idle = idle_engine_notes(self.config, launcher, generator)
+        return (*self.data.notes, *stream_notes(self.config, self.algorithm), *idle)
 
 
 def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rlhf.interfaces import Advantage, Algorithm, Loss
+from rlhf.interfaces import GENERATOR, Advantage, Algorithm, Generator, Launcher, Loss
 
 from rlhf_runtime.config.online_validation import CORRECTION
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.stream_validation import ANSWERS
 
 
 def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
@@ -30,6 +31,21 @@ def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
     return [
         f"{age} when they are trained on, and no importance weight corrects for it: the loss treats them as samples of "
         f"the policy at the start of the step. Set {' or '.join([*options, f'--stream.{back}'])}."
+    ]
+
+
+def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
+    """A hint where engines wait while the policy learns, though older samples are allowed and the engines have devices
+    of their own. Waves stay the default, because only they give the same run for the same seed."""
+    stream, place = config.stream, config.placement.get(GENERATOR)
+    shared = place is not None and place.share is not None
+    if stream.mode != "waves" or not stream.staleness or shared or stream.replay is not None:
+        return []
+    if launcher is None or generator is None or ANSWERS not in launcher.capabilities & generator.capabilities:
+        return []
+    return [
+        f"stream.staleness = {stream.staleness} and stream.mode = 'waves': the engines wait while the policy learns. "
+        "With --stream.mode continuous they go on. The run then depends on the clock; `rlhf replay` repeats it."
     ]
 
 
