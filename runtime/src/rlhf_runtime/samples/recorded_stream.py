@@ -40,8 +40,8 @@ class RecordedStream(Stream):
         if step - version > self._oldest:
             raise TrainingError(
                 f"{self._file(step + 1)} records tokens of version {version} for step {step + 1}. With this run's "
-                f"stream.staleness and stream.round they must be of version {step - self._oldest} or newer: the file is "
-                "of another step or another run."
+                f"stream.staleness and stream.round they must be of version {step - self._oldest} or newer: the file "
+                "is of another step or another run."
             )
         return ReadyBatch(groups, version)
 
