@@ -71,6 +71,7 @@ def test_each_request_is_answered_and_all_engines_work(asking):
     assert len({pid for _, pid, _ in a.run.notes("asked")}) == 2
 
 
+@pytest.mark.full
 def test_a_request_is_answered_while_another_is_not(asking):
     a = asking(engines=1)
     [endless, other] = a.ask([ENDLESS, *requests(1, 1)])
@@ -78,6 +79,7 @@ def test_a_request_is_answered_while_another_is_not(asking):
     assert not endless.done()
 
 
+@pytest.mark.full
 def test_a_cancelled_request_is_dropped_by_its_engine(asking):
     a = asking()
     [endless] = a.ask([ENDLESS])
@@ -98,6 +100,7 @@ def test_unfinished_requests_go_on_after_new_weights(asking):
     assert len(a.run.notes("asked")) == 4, "no engine was asked twice"
 
 
+@pytest.mark.full
 def test_a_drain_waits_for_what_the_engines_began(asking):
     a = asking(seconds=0.5, in_flight="drain")
     futures = a.ask(requests(1))
@@ -106,6 +109,7 @@ def test_a_drain_waits_for_what_the_engines_began(asking):
     assert {f.result(0).versions for f in futures} == {((0, 1),)}
 
 
+@pytest.mark.full
 def test_nothing_is_sampled_during_a_pause(asking):
     a = asking()
     a.ask(requests(1, 1))[0].result(60)
@@ -144,6 +148,7 @@ def test_requests_wait_until_the_only_engine_is_replaced(asking):
     assert a.run.pushes == 2, "the new engine got the current weights"
 
 
+@pytest.mark.full
 def test_generate_works_beside_single_requests_and_replaces_engines(asking):
     a = asking(engines=1, seconds=0.5)
     a.ask([ENDLESS])
@@ -167,6 +172,7 @@ def test_an_engines_error_ends_every_request(asking):
         a.run.engines.pause()
 
 
+@pytest.mark.full
 def test_more_deaths_than_max_restarts_end_the_run(asking):
     a = asking(engines=1, max_restarts=0)
     a.ask([ENDLESS])
