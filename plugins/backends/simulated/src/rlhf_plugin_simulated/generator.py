@@ -112,28 +112,31 @@ class SimulatedGenerator(Generator):
             try:
                 while True:
                     versions = await self._sample(self._seconds(request))
-                    if not self._dies() and versions is not None:
+                    if not self._dies():
                         return self._turn(request, versions)
             finally:
                 self._end()
 
-    async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...] | None:
-        """Wait until the tokens are drawn. Returns which weights drew them; None: they must be drawn again."""
+    async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...]:
+        """Wait until the tokens are drawn. Returns which weights drew them."""
         versions, start, known = [(0, self.version)], time.monotonic(), len(self._loads)
         left, drawn = seconds, 0.0
         while left > 0 or len(self._loads) > known:
             await asyncio.sleep(left)
             if self.spec.in_flight != "drain":  # a drain waits for this sample
                 await self._open.wait()
-            left = 0.0
-            for load in self._loads[known:]:
-                if self.spec.in_flight == "restart":
-                    return None
+            loads = self._loads[known:]
+            known += len(loads)
+            for load in loads:
                 drawn = min(seconds, drawn + max(0.0, load.begin - start))
                 start = load.end
-                if drawn < seconds:
-                    versions.append((round(drawn * self.config.tokens_per_second * self.config.speed), load.version))
-            known = len(self._loads)
+                if drawn == seconds:
+                    continue
+                if self.spec.in_flight == "restart":
+                    versions, drawn = [(0, load.version)], 0.0
+                else:
+                    whole = int(drawn * self.config.tokens_per_second * self.config.speed)
+                    versions.append((whole, load.version))
             left = seconds - drawn - (time.monotonic() - start)
         return tuple(versions)
 
@@ -160,7 +163,7 @@ class SimulatedGenerator(Generator):
         full = count == request.sampling.max_new_tokens
         if not full:
             ids[-1] = self.spec.eos_token_ids[0]
-        spans = dict(reversed([(min(first, count - 1), version) for first, version in versions]))
+        spans = {min(first, count - 1): version for first, version in versions}
         return Turn(
             ids,
             True,

@@ -47,7 +47,7 @@ class Samples:
             for name, sample in running.items():
                 sample.left -= max(0.0, step)
                 if sample.left <= 0 and again():
-                    sample.left = sample.seconds
+                    sample.left, sample.versions = sample.seconds, [(0, sample.versions[-1][1])]
                 elif sample.left <= 0:
                     complete.append((name, self.unfinished.pop(name)))
             if time.monotonic() >= end:

@@ -10,8 +10,10 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
+from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, ComponentConfig, Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.ops.batch import Batch
+from rlhf.ops.heads import resolve_head
 from rlhf.types import Head
 from torch import Tensor
 
@@ -44,7 +46,8 @@ class SimulatedTrainer(Trainer):
     def forward(
         self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
     ) -> list[dict[str, Tensor]]:
-        heads = [output for output in outputs if isinstance(output, Head)]
+        _check_view(view)
+        heads = [resolve_head(output) for output in outputs]
         sizes = {"last_token": "sequences"}
         return [{h.name: torch.zeros(getattr(m, sizes.get(h.over, "tokens"))) for h in heads} for m in micros]
 
@@ -65,6 +68,7 @@ class SimulatedTrainer(Trainer):
         return {"steps": torch.zeros(1)}
 
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        _check_view(view)
         yield "steps", torch.tensor([float(self.steps)])
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -72,6 +76,7 @@ class SimulatedTrainer(Trainer):
 
     def export(self, path: Path, view: str = "live") -> None:
         """There is no model: the folder gets the number of optimizer steps."""
+        _check_view(view)
         self.save(path)
 
     def save(self, path: Path) -> None:
@@ -82,3 +87,8 @@ class SimulatedTrainer(Trainer):
     def load(self, path: Path) -> None:
         state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
         self.steps = state["steps"]
+
+
+def _check_view(view: str) -> None:
+    if view != "live":
+        raise CapabilityError(f"trainer 'simulated' has no view {view!r}; it has 'live'")
