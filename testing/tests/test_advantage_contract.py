@@ -193,6 +193,18 @@ class NoGroupMin(Centered):
     group_min = 1
 
 
+class GroupOfNone(Centered):
+    """Declares that a group of no sample is enough."""
+
+    group_min = 0
+
+
+class HalfASample(Centered):
+    """Declares a number of samples that is no integer."""
+
+    group_min = 1.5
+
+
 def suite(made, **attributes):
     return type("Broken", (AdvantageContract,), {"advantage": made, "registered": False, **attributes})()
 
@@ -212,6 +224,8 @@ def suite(made, **attributes):
         (DividesByZero, "test_finite", "baseline.. is not finite"),
         (NeedsValues, "test_declared_needs", "needs_values is False"),
         (Narrow, "test_shapes", "must give float64"),
+        (GroupOfNone, "test_declared_needs", "group_min is 0; allowed is an integer of at least 1"),
+        (HalfASample, "test_declared_needs", "group_min is 1.5; allowed is an integer of at least 1"),
         (NoGroupMin, "test_smallest_group", r"gives 0 for every sample of groups of 1 .* Declare group_min = 2"),
     ],
 )

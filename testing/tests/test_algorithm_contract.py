@@ -387,6 +387,13 @@ class NoGroupMin(Simple):
         return replace(super().needs(), group_min=1)
 
 
+class GroupOfNone(Simple):
+    """Declares that a group of no sample is enough."""
+
+    def needs(self):
+        return replace(super().needs(), group_min=0)
+
+
 class LosesPenalty(Simple):
     """Loads the reference, reports the penalty, and leaves it out of the credit."""
 
@@ -441,6 +448,7 @@ def suite(made, **attributes):
         (OverAllTokens, {}, "test_longer_contexts", r"longer prompts and observations change the credit .*advantages"),
         (OverAllTokens, {"penalty": 0.1}, "test_longer_contexts", "longer prompts and observations change the credit"),
         (WholeLength, {}, "test_longer_contexts", "longer prompts and observations change the credit"),
+        (GroupOfNone, {}, "test_needs", "group_min is 0; it must be at least 1"),
         (NoGroupMin, {}, "test_rewards_teach", "groups of 1 samples, which .* unequal rewards give the credit of eq"),
         (NoGroupMin, {"penalty": 0.1}, "test_rewards_teach", "Declare a larger group_min"),
         (

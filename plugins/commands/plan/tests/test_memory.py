@@ -47,6 +47,22 @@ def test_each_zero_stage_divides_the_state(size):
     assert state(size, mixed) == [count // 2, count // 2, 4 * count]
 
 
+@pytest.mark.parametrize(
+    ("storage", "part", "shown"),
+    [
+        (Storage(), "weights", "x 4 bytes"),
+        (Storage(), "optimizer", "x 8 bytes"),
+        (Storage(optimizer_ranks=4), "optimizer", "x 8 bytes / 4 ranks"),
+        (Storage(layer_ranks=2), "optimizer", "of layers in 2 parts x 8 bytes"),
+        (Storage(layer_ranks=2, optimizer_ranks=4), "optimizer", "of layers in 2 parts x 8 bytes / 4 ranks"),
+        (Storage(weight_ranks=8, second_ranks=2), "weights", "x 4 bytes / 8 ranks, and once more over 2 ranks"),
+    ],
+)
+def test_the_arithmetic_names_only_ranks_that_divide(size, storage, part, shown):
+    """One rank divides nothing, so there is no ``/ 1 ranks``."""
+    assert memory(size, storage).arithmetic[part].endswith(f"M parameters {shown}")
+
+
 def test_a_frozen_role_holds_weights_only(size):
     held = memory(size, trained=False)
     assert held.phases["rest"].device == {"weights": 4 * size.parameters}
