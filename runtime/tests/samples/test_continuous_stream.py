@@ -14,7 +14,7 @@ import pytest
 from rlhf.interfaces import Rollout
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
-from rlhf_runtime.samples.continuous_stream import ContinuousStream
+from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousStream
 from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
 from rlhf_runtime.workers.main_thread import MainThread
 
@@ -210,3 +210,18 @@ def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
     assert ready.counts["stale"] == 1.0
     assert ready.counts["oldest"] == 0.0
     assert engine.answers == {0: SAMPLES * TURNS, 1: 2 * SAMPLES * TURNS}
+
+
+def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., ContinuousStream]) -> None:
+    """The first answers come before the last group is started."""
+    many = 10 * AT_ONCE
+    engine = Engine(100)
+    made = stream(engine, batch_size=many, total_steps=1, staleness=0)
+    answered = []
+    take = made.rows.take
+    made.rows.take = lambda n: answered.append(engine.answers.total()) or take(n)  # type: ignore[method-assign]
+    made.start(0)
+    assert len(answered) == many
+    assert answered[AT_ONCE - 1] == 0
+    assert answered[-1] > 0
+    assert [group.row.index for group in made.take(0).groups] == list(range(many))

@@ -41,6 +41,9 @@ T = TypeVar("T")
 LOOK = 1.0
 """Seconds between two looks for dead engines, while a batch is waited for."""
 
+AT_ONCE = 64
+"""Groups that are started before other coroutines have a turn, so that a large batch does not block the event loop."""
+
 
 class ContinuousStream(Stream):
     """See the module.
@@ -125,15 +128,18 @@ class ContinuousStream(Stream):
             for pending in self.pending:
                 if pending.group is None:  # of the checkpoint that the run continues from
                     self._launch(pending, self._requests)
-        self._start_groups(self._requests)
+        await self._start_groups(self._requests)
 
-    def _start_groups(self, requests: SingleRequests) -> None:
-        version = self.rollouts.generator.version
-        for _ in range(self.pending.room(self.taken, version)):
+    async def _start_groups(self, requests: SingleRequests) -> None:
+        started = 0
+        while self.pending.room(self.taken, version := self.rollouts.generator.version):
             if self._failure is not None or self._exhausted:
                 return
             self._counts["prompts"] += 1
             self._start_group(self.rows.take(1)[0], version, requests)
+            started += 1
+            if started % AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _start_group(self, row: Row, version: int, requests: SingleRequests) -> None:
         logs = [TurnLog() for _ in range(self.settings.samples)]
@@ -163,7 +169,8 @@ class ContinuousStream(Stream):
                 self._rejected += 1
             else:
                 self.pending.scored(pending, accepted, self._finished)
-            self._start_groups(requests)
+            self._changed.set()
+            await self._start_groups(requests)
         self._changed.set()
 
     async def _take(self, step: int) -> ReadyBatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -159,7 +160,7 @@ class SimulatedGenerator(Generator):
 
     def _turn(self, request: GenerationRequest, versions: tuple[tuple[int, int], ...]) -> Turn:
         count = self._count(request)
-        ids = list(random.Random(request.seed).randbytes(count).translate(_TOKENS))
+        ids = array("i", list(random.Random(request.seed).randbytes(count).translate(_TOKENS)))
         full = count == request.sampling.max_new_tokens
         if not full:
             ids[-1] = self.spec.eos_token_ids[0]
@@ -167,7 +168,7 @@ class SimulatedGenerator(Generator):
         return Turn(
             ids,
             True,
-            [-1.0] * count,
+            array("f", [-1.0]) * count,
             tuple(sorted(spans.items())),
             "length" if full else "stop",
             request.sampling.temperature or 1.0,
