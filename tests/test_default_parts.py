@@ -25,6 +25,7 @@ PARTS = {
     },
     "rloo": {"advantage": ("rloo", {}), "loss": CLIPPED, "value_loss": VALUE},
     "rejection_sampling": {"loss": ("nll", {})},
+    "per_source": {},
     "sft": {"loss": ("nll", {})},
     "distill": {"loss": ("distill", {})},
     "distill_on_policy": {"loss": ("distill", {"divergence": "reverse_kl", "alpha": 1.0})},

@@ -344,6 +344,8 @@ def known(path: list[str]) -> bool:
         return False
     if head in LISTS:
         return len(rest) < 2 or rest[-1] in LISTS[head].model_fields or ".".join(rest[1:]) in plugin_options(head)
+    if head == "algorithm" and rest[:1] == ["members"]:  # fields of the member itself, or options of its algorithm
+        return ".".join(["members", "NAME", *rest[2:]]) in plugin_options(head) or known([head, *rest[2:]])
     if head in SINGLE:
         return not rest or rest[-1] in SINGLE[head].model_fields or ".".join(rest) in plugin_options(head)
     return own(RunFile.model_fields[head].annotation, rest)

@@ -29,6 +29,23 @@ CASES = {
     "dpo, sorted over the batch": Case("dpo", {"algorithm": {"loss": {"loss_type": "aot_unpaired"}}}),
     "kto": Case("kto"),
     "reward model": Case("reward_model"),
+    "per source": Case(
+        "per_source",
+        {
+            "data": {"batch_size": 6},
+            "algorithm": {
+                "members": {
+                    "math": {"use": "grpo", "sources": ["math"], "loss": {"entropy_coef": 0.05}},
+                    "chat": {
+                        "use": "rloo",
+                        "sources": ["chat"],
+                        "weight": 0.5,
+                        "kl": {"coef": 0.3, "where": "loss"},
+                    },
+                }
+            },
+        },
+    ),
 }
 FIVE = {"run": {"steps": 5}}
 RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}}
@@ -60,7 +77,12 @@ def shop(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def cases(shop: Workshop) -> dict[str, Case]:
     """The critic and the reward model have the same initial weights."""
     scalar = str(tiny_model(shop.folder / "scalar", head="scalar", hidden=16, heads=2, kv_heads=1))
-    more = {"ppo": {"critic": {"model": scalar}}, "reward model": {"policy": {"model": scalar}}}
+    two = [{"path": str(shop.data), "name": name, "probability": 0.5} for name in ("math", "chat")]
+    more = {
+        "ppo": {"critic": {"model": scalar}},
+        "reward model": {"policy": {"model": scalar}},
+        "per source": {"data": {"train": two}},
+    }
     return {label: Case(c.algo, merged(c.changes, more.get(label, {}))) for label, c in CASES.items()}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rlhf.errors import TrainingError
@@ -54,6 +56,51 @@ def test_roles_restrict_a_term_to_their_sequences():
     b = batch(((1, 2), (1, 1)), roles=((0, 1), (0, 1)))
     w = weights(b, Reduce("seq_mean_token_mean", roles=(1,)))
     assert w.tolist() == pytest.approx([0, 0, 0, 1 / 4, 1 / 4, 0, 0, 0, 1 / 2])
+
+
+@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean", "unit_mean"])
+def test_where_restricts_a_term_and_its_divisor_to_units(how):
+    """The weights are those of a batch of these units alone, and 0 at the others."""
+    both, own = batch(((2,), (3, 1), (1,), (4,))), batch(((3, 1), (4,)))
+    both = both.with_column("unit", "mine", torch.tensor([False, True, False, True]))
+    reduce = Reduce(how, coef=0.5)
+    found = weights(both, replace(reduce, where="mine"))
+    kept = found[{"token": both.unit_N, "unit": torch.arange(4), "seq_mean": both.unit_B}[_level(how)] % 2 == 1]
+    assert torch.equal(kept, weights(own, reduce))
+    assert float(found.abs().sum()) == float(kept.abs().sum()) > 0
+    none = both.with_column("unit", "mine", torch.zeros(4, dtype=torch.bool))
+    assert not weights(none, replace(reduce, where="mine")).any()
+
+
+def _level(how):
+    return "unit" if how == "unit_mean" else "seq_mean" if how == "seq_mean" else "token"
+
+
+def test_the_input_of_a_loss_on_some_units_holds_what_the_loss_would_see_alone():
+    whole = batch(((2,), (3, 1), (1,), (4,))).with_column("unit", "a/bonus", torch.arange(4.0))
+    whole = whole.with_column("tok", "a/old", torch.arange(float(whole.tokens))).with_column(
+        "unit", "b/bonus", whole.unit["bonus"]
+    )
+    keep_U = torch.tensor([False, True, False, True])
+    x = LossInput(
+        whole,
+        {"logprobs": torch.arange(11.0)},
+        (),
+        "loss_mask",
+        {"a/kl": 0.5, "b/kl": 1.0},
+        {"a/live": "logprobs"},
+        "both",
+    )
+    part = x.of_units(keep_U, "a/", ("old", "bonus", "live"), "own")
+    assert (part.units, part.sequences, part.tokens, part.coef) == (2, 2, 8, {"kl": 0.5})
+    assert part["bonus"].tolist() == [1.0, 3.0]
+    assert part["logprobs"].tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert torch.equal(part["live"], part["logprobs"])
+    assert torch.equal(part["old"], whole.tok["a/old"][whole.tok["loss_mask"] & keep_U[whole.unit_N]])
+    assert part.sum_per_sequence(torch.ones(8)).tolist() == [4, 4]
+    assert x.unit_S.tolist() == [0, 1, 2, 3]
+    with pytest.raises(TrainingError, match="loss 'own' reads 'other', which it does not declare"):
+        part["other"]
 
 
 def test_all_weights_are_zero_if_the_mask_is_empty():

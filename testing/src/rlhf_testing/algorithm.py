@@ -26,7 +26,9 @@ from pydantic import ValidationError
 from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec, RunOptions, Snapshot, Update
+from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.problems import describe
+from rlhf_runtime.config.sections import Choice
 
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm_credit import apart, credited_columns, with_longer_contexts, with_rewards
@@ -45,7 +47,8 @@ class AlgorithmContract(Contract):
     kind = "algorithm"
     algorithm: Any = None
     parts: Mapping[str, Callable[[], Any]] = {}
-    """{slot: a function that builds the part}. For other slots the suite builds the slot's default plugin."""
+    """{slot: a function that builds the part}. For other slots the suite builds the slot's default plugin, and a member
+    (``Algorithm.has_members``; here ``members.NAME``) with its default options."""
     columns: Mapping[str, Any] = {}
     """Further columns of the made-up rows: those that the algorithm reads in addition to ``prompt`` and ``answer``. For
     pairs, ``margin`` is also in ``Example.values``."""
@@ -55,6 +58,9 @@ class AlgorithmContract(Contract):
     def build(self, config: Any, run: RunOptions | None = None) -> Any:
         parts = {name: self._part(name, slot) for name, slot in self.cls.slots.items()}
         parts |= {n: make() for n, make in self.parts.items() if n not in parts}
+        for name, member in config.members.items() if self.cls.has_members else ():
+            if f"members.{name}" not in parts:
+                parts[f"members.{name}"] = build_algorithm(self._plugins, Choice(use=member.use), run=run)[0]
         algorithm = self.cls(config, parts, run or RunOptions())
         algorithm.use_tokens(fabricate.TOKENS)
         return algorithm

@@ -43,6 +43,11 @@ class Algorithm(Component):
     """Form of the data. ``prompts``: the policy answers them and learns from its samples. All other forms: the
     algorithm trains on the rows themselves."""
     slots: ClassVar[Mapping[str, Slot]] = {}
+    has_members: ClassVar[bool] = False
+    """Whether the run file names further algorithms, the members: ``[algorithm.members.NAME] use = "..."``, with the
+    options and slots of that algorithm in the same table. ``Config`` then has a field ``members: Mapping[str, M]``,
+    where M is a ComponentConfig with ``use`` and with what this algorithm itself reads of a member. The runtime builds
+    each member with the same ``run``; it is ``parts["members.NAME"]``."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class LossInput:
     ) -> None:
         mask_N = batch.tok[over]
         self._batch, self._loss = batch, loss  # its name, for messages
-        self._mask_N = mask_N
+        self._mask_N, self._over = mask_N, over
         self._outputs, self._live = outputs, live
         self._columns = frozenset(columns)
         self.coef = dict(coef)
@@ -74,6 +75,37 @@ class LossInput:
         if name in self._outputs:
             return True
         return name in self._columns and (self._batch.has(name) or name in self._live)
+
+    def of_units(self, keep_U: Tensor, prefix: str, columns: Sequence[str], loss: str) -> LossInput:
+        """The input of another loss that reads only the units for which ``keep_U`` (bool [U]) is True, in their order.
+
+        A batch may hold units of several kinds, each with columns of its own. The columns, coefficients and live
+        columns whose names start with ``prefix`` have their names without it in the result. All outputs must be per
+        token.
+
+        Args:
+            columns: the names without ``prefix`` that the other loss may read.
+            loss: its name, for messages.
+        """
+        keep_B = keep_U[self._batch.unit_B]
+        kept = self._batch.keep(keep_B)
+
+        def own(columns_of: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): v for name, v in columns_of.items() if name.startswith(prefix)}
+
+        batch = replace(
+            kept, tok={**own(kept.tok), self._over: kept.tok[self._over]}, seq=own(kept.seq), unit=own(kept.unit)
+        )
+        keep_A = keep_U[self.unit_A]
+        coef = {name.removeprefix(prefix): v for name, v in self.coef.items() if name.startswith(prefix)}
+        live = {name.removeprefix(prefix): o for name, o in self._live.items() if name.startswith(prefix)}
+        outputs = {name: values_A[keep_A] for name, values_A in self._outputs.items()}
+        return LossInput(batch, outputs, columns, self._over, coef, live, loss)
+
+    @property
+    def unit_S(self) -> Tensor:
+        """int64 [S]: which unit each sequence belongs to."""
+        return self._batch.unit_B.new_zeros(self.sequences).index_put((self.answer_B,), self._batch.unit_B)
 
     def sum_per_sequence(self, values_A: Tensor) -> Tensor:
         """[A] -> [S]; an empty sequence gives 0."""

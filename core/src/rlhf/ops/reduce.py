@@ -43,6 +43,8 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
     if reduce.roles is not None:
         allowed_B = torch.isin(batch.role_B, torch.tensor(reduce.roles, dtype=torch.int64))
         mask_N = mask_N & allowed_B[batch.seq_N]
+    if reduce.where is not None:
+        mask_N = mask_N & batch.unit[reduce.where][batch.unit_N]
     answer_B = batch.answer_B
     tokens_B = sums(mask_N, batch.lens_B).double()
     tokens_S = torch.zeros(batch.answers, dtype=torch.float64).index_add_(0, answer_B, tokens_B)

@@ -35,6 +35,9 @@ class Reduce:
     """Only sequences of these roles in their unit (0 = chosen, 1 = rejected, ...)."""
     coef: float = 1.0
     constant: float = 1.0
+    where: str | None = None
+    """Only units for which this unit column (bool) is True: N, S and U count these units only. If there are none, all
+    weights are 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,8 @@ class RunOptions:
     step_sources: Mapping[str, float] = field(default_factory=dict)
     """{reward source with ``credit = "step"``: its weight}. An algorithm on prompts passes it to
     :func:`rlhf.ops.trajectories.assemble`."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources in ``data.train`` (:attr:`Row.source`). Empty: not known, outside of a run."""
 
 
 @dataclass(frozen=True, slots=True)

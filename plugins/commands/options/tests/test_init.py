@@ -83,6 +83,9 @@ def given(algorithm, model):
     cls = Plugins.discover().resolve("algorithm", algorithm).cls
     words = ["--model", model, "--data", f"{cls.data}.jsonl"]
     words += ["--reward", "math"] if cls.data == "prompts" and algorithm != "distill_on_policy" else []
+    words += ["--algorithm.members.all.use", "grpo", "--algorithm.members.all.sources", '["prompts"]'] * (
+        algorithm == "per_source"
+    )
     return words + (["--roles.teacher.model", model] if algorithm.startswith("distill") else [])
 
 

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-from rlhf.errors import ConfigError, PluginError, PluginNotFound, boundary
-from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
+from rlhf.errors import ConfigError, PluginError, PluginNotFound
+from rlhf.interfaces import Algorithm
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import RunOptions
 
-from rlhf_runtime.config.flag_values import FlagText, plain, read
-from rlhf_runtime.config.problems import describe, got, origin, unknown_keys
+from rlhf_runtime.config.algorithm_selection import select_algorithm
+from rlhf_runtime.config.plugin_selection import Selection, dumped, options_config, refuse
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import ROLES, Chosen, Suggestions
 from rlhf_runtime.config.validation import check
 
 __all__ = ["Selection", "build", "build_algorithm", "check", "component_config", "resolved_run", "select"]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """A resolved plugin with its checked config; picklable, so that workers can build it again."""
-
-    resolved: Resolved
-    config: ComponentConfig
-
-    def build(self, *args: Any, **kwargs: Any) -> Any:
-        """``cls(config, *args, **kwargs)``. Errors of the constructor are attributed to the plugin."""
-        with boundary(PluginError, f"building {self.resolved}"):
-            return self.resolved.cls(self.config, *args, **kwargs)
 
 
 def component_config(
@@ -57,9 +42,11 @@ def component_config(
     kind = where.partition(".")[0]
     section = {**SINGLE, **LISTS}.get(kind)  # fields such as `weight` of a reward are beside the plugin's own options
     beside = [name for name in section.model_fields if name not in ("use", "options")] if section is not None else []
-    config, problems = _config(resolved, options, where, origins or {}, dict.fromkeys(beside), suggestions=suggestions)
+    config, problems = options_config(
+        resolved, options, where, origins or {}, dict.fromkeys(beside), suggestions=suggestions
+    )
     if config is None:
-        _refuse([(resolved, problems)])
+        refuse([(resolved, problems)])
     return config
 
 
@@ -93,14 +80,14 @@ def build(
 def build_algorithm(
     plugins: Plugins, choice: Choice, origins: Mapping[str, str] | None = None, run: RunOptions | None = None
 ) -> tuple[Algorithm, list[Resolved]]:
-    """The algorithm with a component in each of its slots, and the plugins: the algorithm first, then the slots.
+    """The algorithm with a component in each of its slots, and the plugins: the algorithm first, then the slots, then
+    the members.
 
     ``[algorithm.<slot>] use = "..."`` replaces a slot's plugin and with it the algorithm's defaults for that slot.
     Raises ConfigError with the problems of the algorithm and all slots at once.
     """
-    algorithm, slots = _select_algorithm(plugins, choice, origins or {})
-    parts: dict[str, Component] = {name: selection.build() for name, selection in slots.items()}
-    return algorithm.build(parts, run), [algorithm.resolved, *(s.resolved for s in slots.values())]
+    selected = select_algorithm(plugins, choice, origins or {})
+    return selected.build(run), selected.plugins()
 
 
 def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]) -> list[str]:
@@ -111,7 +98,7 @@ def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]
     for kind, where, choice in chosen:
         try:
             if where == "algorithm":
-                _select_algorithm(plugins, choice, origins, suggestions)
+                select_algorithm(plugins, choice, origins, suggestions)
             else:
                 select(plugins, kind, choice, where, origins, suggestions)
         except ConfigError as error:
@@ -144,14 +131,11 @@ def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
     origins = run.origins
     if problems := option_problems(plugins, chosen_by(run), origins):
         raise ConfigError("\n".join(problems))
-    algorithm, slots = _select_algorithm(plugins, run.algorithm, origins)
-    options = _dump(algorithm.config)
-    for name, selection in slots.items():
-        options[name] = {"use": selection.resolved.ref, **_dump(selection.config)}
-    changed: dict[str, Any] = {"algorithm": run.algorithm.model_copy(update={"options": options})}
+    selected = select_algorithm(plugins, run.algorithm, origins)
+    changed: dict[str, Any] = {"algorithm": run.algorithm.model_copy(update={"options": selected.options()})}
     for kind in SINGLE:
         section: Choice | None = getattr(run, kind)
-        unused = kind in ("rollout", "generator") and algorithm.resolved.cls.data != "prompts"
+        unused = kind in ("rollout", "generator") and selected.own.resolved.cls.data != "prompts"
         if section is None or kind == "algorithm" or (unused and section == RunFile.model_fields[kind].default):
             continue
         changed[kind] = _filled(plugins, kind, section, kind, origins)
@@ -163,7 +147,7 @@ def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
         if role.trainer:
             where = f"{name}.trainer" if name not in run.roles else f"roles.{name}.trainer"
             merged = component_config(trainer, {**run.trainer.options, **role.trainer}, where, origins)
-            role = role.model_copy(update={"trainer": {k: v for k, v in _dump(merged).items() if k in role.trainer}})
+            role = role.model_copy(update={"trainer": {k: v for k, v in dumped(merged).items() if k in role.trainer}})
         if name in run.roles:
             changed.setdefault("roles", dict(run.roles))[name] = role
         else:
@@ -176,110 +160,4 @@ def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
 
 def _filled(plugins: Plugins, kind: str, section: Choice, where: str, origins: Mapping[str, str]) -> Choice:
     selection = select(plugins, kind, section, where, origins)
-    return section.model_copy(update={"options": _dump(selection.config)})
-
-
-def _dump(config: ComponentConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True)
-
-
-def _select_algorithm(
-    plugins: Plugins, choice: Choice, origins: Mapping[str, str], suggestions: Suggestions | None = None
-) -> tuple[Selection, dict[str, Selection]]:
-    resolved = plugins.resolve("algorithm", choice.use)
-    declared: Mapping[str, Slot] = resolved.cls.slots
-    own = {k: v for k, v in choice.options.items() if k not in declared}
-    slots: dict[str, Selection] = {}
-    found: list[tuple[Resolved, list[str]]] = []
-    fields: dict[str, str] = {}
-    for name, slot in declared.items():
-        part, options = _slot(plugins, slot, choice.options.get(name, {}), f"algorithm.{name}", origins)
-        fields |= dict.fromkeys(part.cls.Config.model_fields, name)
-        config, problems = _config(part, options, f"algorithm.{name}", origins, suggestions=suggestions)
-        if config is None:
-            found.append((part, problems))
-        else:
-            slots[name] = Selection(part, config)
-    config, problems = _config(resolved, own, "algorithm", origins, declared, fields, suggestions)
-    if config is None:
-        found.insert(0, (resolved, problems))
-    if config is None or found:
-        _refuse(found)
-        raise AssertionError
-    return Selection(resolved, config), slots
-
-
-def _slot(
-    plugins: Plugins, slot: Slot, given: Any, where: str, origins: Mapping[str, str]
-) -> tuple[Resolved, dict[str, Any]]:
-    """The plugin of a slot and its options, with the algorithm's defaults if they apply."""
-    if isinstance(given, str):
-        given = {"use": str(given)}
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"{where}{origin(where, origins)}: a slot is a table or the name of a plugin of kind {slot.kind!r}, got "
-            f'{got(plain(given))}. Write `[{where}] use = "{slot.use}"`.'
-        )
-    options = {k: v for k, v in given.items() if k != "use"}
-    use = given.get("use", slot.use)
-    if not isinstance(use, str):
-        raise ConfigError(f"{where}.use{origin(f'{where}.use', origins)}: the name of a plugin, got {got(use)}")
-    resolved = plugins.resolve(slot.kind, str(use))
-    if _same(plugins, slot, resolved):
-        options = {**slot.defaults, **options}
-    return resolved, options
-
-
-def _same(plugins: Plugins, slot: Slot, chosen: Resolved) -> bool:
-    if chosen.ref.removeprefix("plugin:") == slot.use:
-        return True
-    try:
-        return bool(plugins.resolve(slot.kind, slot.use).cls is chosen.cls)
-    except PluginError:  # the default is not installed or ambiguous, so it was not chosen
-        return False
-
-
-def _config(
-    resolved: Resolved,
-    options: Mapping[str, Any],
-    where: str,
-    origins: Mapping[str, str],
-    extra: Mapping[str, Any] | None = None,
-    elsewhere: Mapping[str, str] | None = None,
-    suggestions: Suggestions | None = None,
-) -> tuple[ComponentConfig | None, list[str]]:
-    """The config, or None and the problems. ``extra``: further keys that the section may have; ``elsewhere``: {field:
-    slot} of fields that belong into a slot's section."""
-    problems = []
-    model = resolved.cls.Config
-    merged = dict(resolved.options)
-    for key, value in options.items():
-        if key in merged and plain(value) != merged[key]:
-            problems.append(
-                f"{where}.{key}{origin(f'{where}.{key}', origins)}: {got(plain(value))}, but the reference "
-                f"{resolved.ref!r} already sets it to {merged[key]!r}. Keep one of them."
-            )
-        merged[key] = value
-    for key in [k for k in merged if k not in model.model_fields]:
-        path = f"{where}.{key}"
-        value = merged.pop(key)
-        if elsewhere and key in elsewhere:
-            problems.append(
-                f"{path}{origin(path, origins)}: belongs to {where}.{elsewhere[key]}; write "
-                f"--{where}.{elsewhere[key]}.{key} {value if isinstance(value, FlagText) else plain(value)}."
-            )
-        else:
-            allowed = [*model.model_fields, *(extra or ())]
-            problems += unknown_keys(path, value, allowed, origins, suggestions)
-    try:
-        config = model.model_validate(read(model, merged))
-    except ValidationError as error:
-        return None, problems + describe(error, model, where, origins, suggestions)
-    return (None if problems else config), problems
-
-
-def _refuse(found: list[tuple[Resolved, list[str]]]) -> None:
-    lines = []
-    for resolved, problems in found:
-        lines += [f"{resolved} cannot be configured like this:", *(f"  {p}" for p in problems)]
-    raise ConfigError("\n".join(lines))
+    return section.model_copy(update={"options": dumped(selection.config)})

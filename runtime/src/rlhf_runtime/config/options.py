@@ -126,6 +126,8 @@ def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> l
         item = item_of(field.annotation)
         entry = "" if item is None else "NAME." if item[0] is dict else "0."
         held = options_of(inner, f"{path}.{entry}", plugin)
+        if item is not None and item[0] is dict and config is not RunFile:
+            held = [replace(o, table=f"{path}.NAME") for o in held]
         if item is None and field.default is None and config is not RunFile:
             held = [option(path, field, plugin), *(replace(o, table=path) for o in held)]
         found += held

@@ -128,7 +128,12 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     kind, value = error["type"], error["input"]
     at = f"{path}{origin(path, origins)}"
     if kind == "missing":
-        return f"{at}: required, and not given.{_how_to_give(path)}"
+        parent = _model_at(model, location[:-1])
+        field = parent.model_fields.get(location[-1]) if parent is not None else None
+        item = item_of(field.annotation) if field is not None else None
+        tables = item is not None and item[0] is dict and model_of(item[1]) is not None
+        how = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path)
+        return f"{at}: required, and not given.{how}"
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -161,6 +161,8 @@ class RewardSection(Choice):
     worker processes, one per processor and at most 4."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
+    sources: tuple[str, ...] = ()
+    """Names of the sources in ``[data]`` whose rows it scores; empty: all rows."""
     credit: Literal["outcome", "step"] = "outcome"
     """Credit of process rewards. ``outcome``: their sum is added to the reward at the end. ``step``: each is placed at
     its (turn, token)."""

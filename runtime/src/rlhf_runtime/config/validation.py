@@ -11,6 +11,7 @@ from rlhf_runtime.config.curriculum_validation import curriculum_problems
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.online_validation import capability_problems, env_problems, sampling_problems
 from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.reward_validation import reward_source_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 from rlhf_runtime.config.stream_validation import stream_problems
@@ -87,6 +88,7 @@ def check(
             problems += env_problems(run, rollout_needs_env, rollout_replays_env)
     if curriculum is not None:
         problems += curriculum_problems(run, algorithm, curriculum, scored)
+    problems += reward_source_problems(run, scored and needs.reward and algorithm.data == "prompts")
     problems += capability_problems(algorithm, needs, generator, trainer)
     if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
         why = (

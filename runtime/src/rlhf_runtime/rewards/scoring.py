@@ -61,6 +61,8 @@ class ActiveReward:
     concurrency: int | None = None
     """Maximum concurrent calls of ``score``; None: :data:`CALLS`, or the default number of workers for a plain ``def``.
     """
+    sources: tuple[str, ...] = ()
+    """Sources of the rows that it scores; empty: all."""
 
     def __post_init__(self) -> None:
         if not self.in_worker:
@@ -161,7 +163,10 @@ class Scorer:
             pool.close()
 
     async def _ask(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
-        """One result or error text per trajectory."""
+        """One result or error text per trajectory. A source that does not score these rows gives results without a
+        value."""
+        if reward.sources and group.row.source not in reward.sources:
+            return [RewardResult(None) for _ in group.trajectories]
         if not reward.instance.per_sample:
             return await self._call(reward, group)
         alone = [replace(group, trajectories=[t]) for t in group.trajectories]

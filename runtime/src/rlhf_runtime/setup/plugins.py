@@ -177,7 +177,7 @@ def run_options(config: RunFile) -> RunOptions:
     step_sources = {section.label: section.weight for section in config.reward if section.credit == "step"}
     if config.env is not None and config.env.credit == "step":
         step_sources[ENV] = 1.0
-    return RunOptions(config.data.max_tokens, step_sources)
+    return RunOptions(config.data.max_tokens, step_sources, tuple(source.label for source in config.data.train))
 
 
 def where_trainer(role: str) -> str:
@@ -219,6 +219,7 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
         section.retries,
         section.credit,
         section.concurrency,
+        section.sources,
     )
 
 

@@ -1,0 +1,227 @@
+"""The algorithm ``per_source``: splits every batch by source, and adds the losses of the sources' algorithms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError, TrainingError
+from rlhf.interfaces import Algorithm, ComponentConfig
+from rlhf.types import Annotation, Group, Needs, OnlineShape, RoleSpec, RunOptions, Update
+
+from rlhf_plugin_per_source.config import PerSourceConfig
+from rlhf_plugin_per_source.membership import check_member, metrics_of, planned_update, policy_update
+
+if TYPE_CHECKING:
+    from rlhf.interfaces.tokens import Tokens
+    from rlhf.ops.batch import Batch
+
+
+class PerSource(Algorithm):
+    """Every row is trained on by the algorithm of its source. All share the policy and the optimizer step::
+
+        loss = sum over members m of weight_m * loss_m
+
+    loss_m is the loss of member m, computed on the samples of its sources only: its own groups, its own advantages and
+    their normalisation, its own columns, and its own number of tokens or samples in the optimizer batch as divisor. A
+    member without samples in an optimizer batch adds 0; the others keep their weights.
+
+    Metrics of a member begin with its name: ``math/reward/mean``, ``policy/math/clip_fraction``,
+    ``policy/loss/math/policy``.
+
+    Restrictions, refused before the run: members learn from samples (``prompts``) with a reward, train the policy alone
+    (no critic), copy no weights (no ``kl.snapshot_every``), and agree on epochs and minibatches. All prompts get
+    ``sampling.samples_per_prompt`` samples.
+    """
+
+    name = "per_source"
+    Config = PerSourceConfig
+    has_members = True
+
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
+        self.members: dict[str, Algorithm] = {name: self.parts[f"members.{name}"] for name in self.config.members}
+        self._owner = {source: name for name, m in self.config.members.items() for source in m.sources}
+        self._check_sources()
+        for name, member in self.members.items():
+            check_member(name, member)
+        self._check_updates(0)
+        self.annotations(0)  # refuses outputs that cannot be joined
+        from rlhf_plugin_per_source.loss import LossOfMembers
+
+        self.needs()  # refuses roles that differ
+        losses = {name: member.parts[planned_update(name, member, 0).loss] for name, member in self.members.items()}
+        self.parts = {f"members.{name}.{slot}": p for name, m in self.members.items() for slot, p in m.parts.items()}
+        self.parts["loss"] = LossOfMembers(losses, {n: m.weight for n, m in self.config.members.items()})
+
+    def _check_sources(self) -> None:
+        """Raises ConfigError where the members' sources are not those of ``data.train``."""
+        there = self.run.sources
+        if not there:  # not in a run
+            return
+        if unknown := [source for source in self._owner if source not in there]:
+            raise ConfigError(
+                f"algorithm.members: {', '.join(map(repr, unknown))} is no source of data.train; there are "
+                f"{', '.join(map(repr, there))}. A source's name is its `name`, or the stem of its file"
+            )
+        if missing := [source for source in there if source not in self._owner]:
+            raise ConfigError(
+                f"algorithm.members: no member trains on {', '.join(map(repr, missing))} of data.train. Add it to the "
+                "`sources` of a member"
+            )
+
+    # ------------------------------------------------------------------------------------ declared
+
+    def needs(self) -> Needs:
+        """What all members need together. Samples may come from another distribution only if every member's loss
+        corrects for it (feature ``correction``)."""
+        roles: dict[str, tuple[RoleSpec, str]] = {}
+        needs = {name: member.needs() for name, member in self.members.items()}
+        for name, of_member in needs.items():
+            for role in of_member.roles:
+                first, other = roles.setdefault(role.name, (role, name))
+                if first != role:
+                    raise ConfigError(
+                        f"members {other!r} and {name!r} declare the role {role.name!r} differently: {first} and {role}"
+                    )
+        features = [set(each.features) for each in needs.values()]
+        return Needs(
+            tuple(role for role, _ in roles.values()),
+            max(each.group_min for each in needs.values()),
+            any(each.generator_logprobs for each in needs.values()),
+            tuple(sorted(set.intersection(*features))),
+            max(each.rows_min for each in needs.values()),
+        )
+
+    def use_tokens(self, tokens: Tokens) -> None:
+        for member in self.members.values():
+            member.use_tokens(tokens)
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        return [
+            re.sub(r"\balgorithm\.(?=\w)", f"algorithm.members.{name}.", line)
+            for name, member in self.members.items()
+            for line in member.misfits(shape)
+        ]
+
+    # ---------------------------------------------------------------------------------------- work
+
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+        from rlhf_plugin_per_source.parts import join
+
+        groups: dict[str, list[Group]] = {name: [] for name in self.members}
+        for group in examples:
+            if group.row.source not in self._owner:
+                raise TrainingError(
+                    f"row {group.row.index} is of source {group.row.source!r}, and no member of per_source trains on it"
+                )
+            groups[self._owner[group.row.source]].append(group)
+        parts: dict[str, Batch] = {}
+        metrics: dict[str, float] = {}
+        for name, own in groups.items():
+            made, counts = self.members[name].assemble(own) if own else (None, {})
+            metrics |= {f"{name}/{key}": value for key, value in counts.items()}
+            if made is not None:
+                parts[name] = made
+        return (join(parts, self.members) if parts else None), metrics
+
+    def annotations(self, step: int) -> list[Annotation]:
+        """Those of every member, at its own units only."""
+        from rlhf.ops.heads import resolve_head
+
+        wanted = []
+        for name, member in self.members.items():
+            for a in member.annotations(step):
+                head = resolve_head(a.output)
+                if head.over != "loss_mask" or head.columns:
+                    raise ConfigError(
+                        f"member {name!r}: its algorithm {member.name!r} reads {head.name!r} of the role {a.role!r}, "
+                        "which is not of tokens under loss_mask alone; per_source cannot join it"
+                    )
+                own = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
+                wanted.append(replace(a, output=own, column=f"{name}/{a.column}"))
+        return wanted
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        from rlhf_plugin_per_source.parts import join
+
+        parts: dict[str, Batch] = {}
+        metrics: dict[str, float] = {}
+        for name, member, own in self._parts(batch):
+            parts[name], counts = member.credit(own)
+            metrics |= {f"{name}/{key}": value for key, value in counts.items()}
+        return join(parts, self.members), metrics
+
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+        """One update of the policy. A step with fewer samples than minibatches takes as many as the member that takes
+        most."""
+        planned = self._check_updates(step)
+        found = {name: planned_update(name, member, step) for name, member in self.members.items()}
+        idle: dict[str, float] = {}
+        if batch is not None:
+            from rlhf_plugin_per_source.loss import TRAINED
+
+            now = {name: member.updates(step, own) for name, member, own in self._parts(batch)}
+            idle = {f"{name}/{TRAINED}": 0.0 for name, updates in now.items() if not updates}
+            taken = {name: policy_update(name, self.members[name], updates) for name, updates in now.items() if updates}
+            if not taken:
+                return []
+            planned = replace(planned, minibatches=max(update.minibatches for update in taken.values()))
+            found = {name: taken.get(name, found[name]) for name in now}
+        coef = {f"{name}/{key}": value for name, u in found.items() for key, value in u.coef.items()}
+        live = {f"{name}/{column}": output for name, u in found.items() for column, output in u.live.items()}
+        return [replace(planned, coef=coef | idle, live=live)]
+
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, member, own in self._parts(batch):
+            of_member = member.finish(step, own, metrics_of(name, tuple(self.members), metrics))
+            found |= {f"{name}/{key}": value for key, value in of_member.items()}
+        return found
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        for member in self.members.values():
+            member.evaluated(metrics)
+
+    def model_config(self) -> dict[str, Any]:
+        return {key: value for member in self.members.values() for key, value in member.model_config().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: member.state_dict() for name, member in self.members.items()}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, member in self.members.items():
+            member.load_state_dict(state.get(name, {}))
+        super().load_state_dict({name: value for name, value in state.items() if name not in self.members})
+
+    # ------------------------------------------------------------------------------------- derived
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[str, Algorithm, Batch]]:
+        """Each member with units in the batch, and its part."""
+        from rlhf_plugin_per_source.parts import part
+
+        for name, member in self.members.items():
+            own = part(batch, name)
+            if own is not None:
+                yield name, member, own
+
+    def _check_updates(self, step: int) -> Update:
+        """The passes of a step, on which all members must agree. Raises ConfigError where they do not."""
+        found = {name: planned_update(name, member, step) for name, member in self.members.items()}
+        passes = {name: (update.epochs, update.minibatches) for name, update in found.items()}
+        if len(set(passes.values())) > 1:
+            said = ", ".join(f"{name!r} {e} and {m}" for name, (e, m) in passes.items())
+            raise ConfigError(
+                f"algorithm.members: all members share each optimizer step, so their epochs and minibatches must be "
+                f"equal. They are {said}. Set --algorithm.members.NAME.epochs and --algorithm.members.NAME.minibatches"
+            )
+        epochs, minibatches = next(iter(passes.values()))
+        return Update("policy", "loss", epochs, minibatches)

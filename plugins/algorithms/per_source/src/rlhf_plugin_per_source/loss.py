@@ -1,0 +1,110 @@
+"""The loss of all members: each member's own loss on its own units, times its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Loss
+from rlhf.ops.reduce import LEVEL
+from rlhf.types import Head, LossOutput, Reduce
+
+from rlhf_plugin_per_source.parts import PART, join, part
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.losses import LossInput
+    from torch import Tensor
+
+TRAINED = "trained"
+"""Coefficient of an update: 0 for a member that trains nothing in this step."""
+
+
+class LossOfMembers(Loss):
+    """Sum over members of ``weight`` times the member's loss. Each term is normalised over the member's units of the
+    optimizer batch (``Reduce.where``). Terms and metrics are called ``MEMBER/<name>``.
+
+    Raises ConfigError for a loss that cannot be computed on a part of a micro-batch.
+    """
+
+    name = "per_source"
+
+    def __init__(self, losses: Mapping[str, Loss], weights: Mapping[str, float]) -> None:
+        super().__init__()
+        self.losses, self.weights = dict(losses), dict(weights)
+        heads: dict[str, str | Head] = {}
+        for name, loss in self.losses.items():
+            over = {reduce.over for reduce in loss.reduce().values()}
+            if over != {"loss_mask"}:
+                raise _unfit(name, loss, f"reads tokens under the mask {', '.join(sorted(over))}")
+            if loss.prepass():
+                raise _unfit(name, loss, "asks for columns before each optimizer step (prepass)")
+            for output in loss.outputs():
+                head = output.name if isinstance(output, Head) else output
+                if head == "scores" or (isinstance(output, Head) and (output.columns or output.over != "loss_mask")):
+                    raise _unfit(name, loss, f"reads the output {head!r}, which is not of tokens under loss_mask alone")
+                if heads.setdefault(head, output) != output:
+                    raise _unfit(name, loss, f"means another output by {head!r} than another member")
+        self._outputs = tuple(heads.values())
+
+    @property
+    def generator_logprobs(self) -> bool:
+        return any(loss.generator_logprobs for loss in self.losses.values())
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        return self._outputs
+
+    def columns(self) -> tuple[str, ...]:
+        return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in (PART, *loss.columns()))
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {
+            f"{name}/{term}": replace(reduce, coef=reduce.coef * self.weights[name], where=f"{name}/{PART}")
+            for name, loss in self.losses.items()
+            for term, reduce in loss.reduce().items()
+        }
+
+    def prepare(self, batch: Batch) -> Batch:
+        parts = {name: part(batch, name) for name in self.losses}
+        return join({name: self.losses[name].prepare(p) for name, p in parts.items() if p is not None}, self.losses)
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        terms: dict[str, Tensor] = {}
+        metrics: dict[str, tuple[str, Tensor, Tensor]] = {}
+        for name, loss in self.losses.items():
+            keep_U = x[f"{name}/{PART}"]
+            keep = {"token": keep_U[x.unit_A], "sequence": keep_U[x.unit_S], "unit": keep_U}
+            if bool(keep_U.any()):
+                found = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
+            else:
+                found = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, loss)))
+            trained = x.coef.get(f"{name}/{TRAINED}", 1.0)
+            for term, reduce in loss.reduce().items():
+                level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
+                values = found.terms[term] if trained == 1.0 else found.terms[term] * trained
+                terms[f"{name}/{term}"] = _spread(values, keep[level])
+            for metric, (level, values, *where) in found.metrics.items():
+                counted = _spread(where[0], keep[level]) if where else keep[level]
+                metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), counted)
+        return LossOutput(terms, metrics)  # type: ignore[arg-type]
+
+
+def _nothing(x: LossInput, loss: Loss) -> Tensor:
+    """[0], with a gradient of zero for each output of the loss. Every micro-batch must reach the same outputs: stage 3
+    of ZeRO compares the order of backward passes between ranks."""
+    outputs = [output.name if isinstance(output, Head) else output for output in loss.outputs()]
+    return torch.cat([x[output][:0].reshape(-1) for output in outputs])
+
+
+def _spread(values: Tensor, keep: Tensor) -> Tensor:
+    """The values at the places where ``keep`` is True, 0 elsewhere."""
+    spread = values.new_zeros(keep.shape)
+    spread[keep] = values
+    return spread
+
+
+def _unfit(name: str, loss: Loss, why: str) -> ConfigError:
+    return ConfigError(f"member {name!r}: the loss {loss.name!r} {why}, which per_source cannot join. Use another loss")

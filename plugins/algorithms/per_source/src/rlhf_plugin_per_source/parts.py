@@ -1,0 +1,77 @@
+"""Several batches as one, and back. The *part* of a member is what the batch holds for its units.
+
+The columns of member M are called ``M/<column>`` in the joined batch, and are zero at units of other members.
+``M/part`` is the unit column that says which units are its own. ``loss_mask`` and ``temperature``, which trainers read,
+are also there for all units together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.ops.batch import Batch, concat
+from torch import Tensor
+
+PART = "part"
+SHARED = ("loss_mask", "temperature")
+
+
+def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
+    """The parts, one after another.
+
+    Args:
+        names: of all members, also of those without a part.
+    """
+    bare = [Batch(b.ids_N, b.lens_B, b.unit_B, b.role_B, _shared(b, parts.values())) for b in parts.values()]
+    joined = concat(bare)
+    tok, seq, unit = dict(joined.tok), dict(joined.seq), dict(joined.unit)
+    token = sequence = first = 0
+    here = {name: torch.zeros(joined.units, dtype=torch.bool) for name in names}
+    tok |= {f"{name}/loss_mask": torch.zeros(joined.tokens, dtype=torch.bool) for name in here}
+    for name, b in parts.items():
+        if PART in b.unit or any("/" in column for column in (*b.tok, *b.seq, *b.unit)):
+            raise TrainingError(f"member {name!r} makes a column {PART!r}, or one with '/' in its name")
+        for made, columns, start, size in (
+            (tok, b.tok, token, joined.tokens),
+            (seq, b.seq, sequence, joined.sequences),
+            (unit, b.unit, first, joined.units),
+        ):
+            made |= {f"{name}/{c}": _padded(v, start, size) for c, v in columns.items() if c != "temperature"}
+        here[name][first : first + b.units] = True
+        token, sequence, first = token + b.tokens, sequence + b.sequences, first + b.units
+    unit |= {f"{name}/{PART}": here_U for name, here_U in here.items()}
+    return replace(joined, tok=tok, seq=seq, unit=unit)
+
+
+def part(batch: Batch, name: str) -> Batch | None:
+    """What was joined for this member, with its columns of now; None where the batch has no unit of it."""
+    here_U = batch.unit[f"{name}/{PART}"]
+    if not bool(here_U.any()):
+        return None
+    kept = batch if bool(here_U.all()) else batch.keep(here_U[batch.unit_B])
+
+    def own(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {c.removeprefix(f"{name}/"): v for c, v in columns.items() if c.startswith(f"{name}/")}
+
+    shared = {c: kept.tok[c] for c in SHARED if c in kept.tok}
+    unit = {c: v for c, v in own(kept.unit).items() if c != PART}
+    return replace(kept, tok={**own(kept.tok), **shared}, seq=own(kept.seq), unit=unit)
+
+
+def _shared(b: Batch, parts: Iterable[Batch]) -> dict[str, Tensor]:
+    """``temperature`` is 1 where a part has none and another one has: what its absence means."""
+    shared = {"loss_mask": b.tok["loss_mask"]}
+    if any("temperature" in other.tok for other in parts):
+        shared["temperature"] = b.tok.get("temperature", torch.ones(b.tokens))
+    return shared
+
+
+def _padded(values: Tensor, start: int, size: int) -> Tensor:
+    if values.shape[0] == size:
+        return values
+    padded = values.new_zeros((size, *values.shape[1:]))
+    padded[start : start + values.shape[0]] = values
+    return padded

@@ -1,0 +1,54 @@
+"""Members for tests, and samples of two sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlhf.interfaces import Algorithm
+from rlhf.plugins import Plugins
+from rlhf.types import Group, RunOptions
+from rlhf_plugin_per_source import Member, PerSource, PerSourceConfig
+from rlhf_runtime.config.components import build_algorithm
+from rlhf_runtime.config.sections import Choice
+
+SOURCES = ("math", "chat")
+WEIGHTS = {"math": 1.0, "chat": 0.25}
+
+
+def member(use: str, **options: Any) -> Callable[[], Algorithm]:
+    return lambda: build_algorithm(Plugins.discover(), Choice(use=use, options=options))[0]
+
+
+LAYOUTS = {
+    "clipped": {
+        "members.math": member("grpo", loss={"entropy_coef": 0.05}),
+        "members.chat": member("dr_grpo", loss={"correction": {"preset": "tis"}}),
+    },
+    "several passes": {
+        "members.math": member("reinforce_pp", minibatches=2, mask_truncated=True),
+        "members.chat": member("rloo", minibatches=2, kl={"coef": 0.3, "where": "loss", "target": 0.1}),
+    },
+    "pairs": {"members.math": member("grpo"), "members.chat": member("online_dpo")},
+}
+"""{name: {part: a function that builds it}}."""
+
+
+def config_of(layout: str) -> PerSourceConfig:
+    made = {name: LAYOUTS[layout][f"members.{name}"]() for name in SOURCES}
+    return PerSourceConfig(members={n: Member(use=made[n].name, sources=(n,), weight=WEIGHTS[n]) for n in SOURCES})
+
+
+def algorithm(layout: str, run: RunOptions | None = None) -> PerSource:
+    return PerSource(config_of(layout), {name: make() for name, make in LAYOUTS[layout].items()}, run)
+
+
+def with_sources(groups: Sequence[Group], sources: Sequence[str] = SOURCES) -> list[Group]:
+    """The groups, the first of the first source, the second of the second, and so on in turn."""
+    for group in groups:
+        row = replace(group.row, source=sources[group.number % len(sources)])
+        group.row = row
+        for trajectory in group.trajectories:
+            trajectory.row = row
+    return list(groups)

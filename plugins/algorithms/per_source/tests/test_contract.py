@@ -1,0 +1,42 @@
+"""The conformance suite on pairs of members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from per_source_members import LAYOUTS, algorithm, config_of, with_sources
+from rlhf_plugin_per_source import PerSource
+from rlhf_testing.algorithm import AlgorithmContract
+
+
+class OnTwoSources(AlgorithmContract):
+    algorithm = PerSource
+
+    def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
+        return with_sources(super().data(algorithm, seed, **options))
+
+
+class TestDifferentAdvantages(OnTwoSources):
+    configs = (config_of("clipped"),)
+    parts = LAYOUTS["clipped"]
+
+
+class TestDifferentReferencesAndPasses(OnTwoSources):
+    """A reference for one member only; old log-probs before several optimizer steps; masked samples."""
+
+    configs = (config_of("several passes"),)
+    parts = LAYOUTS["several passes"]
+
+
+class TestPairsAndAnswers(OnTwoSources):
+    """Units of one sequence and of two; columns that only one member has."""
+
+    configs = (config_of("pairs"),)
+    parts = LAYOUTS["pairs"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_of_the_members_are_parts_of_the_algorithm(layout: str) -> None:
+    parts = algorithm(layout).parts
+    assert {"loss", "members.math.loss", "members.chat.loss"} <= parts.keys()

@@ -1,0 +1,189 @@
+"""What members make together is the weighted sum of what each makes alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from per_source_members import LAYOUTS, SOURCES, WEIGHTS, algorithm, member, with_sources
+from pydantic import ValidationError
+from rlhf.errors import ConfigError, TrainingError
+from rlhf.ops.loss_value import evaluate
+from rlhf.ops.reduce import weigh
+from rlhf.types import OnlineShape, RunOptions
+from rlhf_plugin_per_source import Member, PerSource, PerSourceConfig
+from rlhf_testing import fabricate
+from rlhf_testing.algorithm_step import Step, model_step
+
+SHARE = 1e-6
+"""Largest norm of a difference of gradients, relative to the norm. Sums of fp32 in another order differ by less."""
+
+
+def groups(count: int = 5, **options: Any) -> list[Any]:
+    return with_sources(fabricate.groups(3, count=count, samples=4, **options))
+
+
+def gradients(step: Step) -> dict[str, torch.Tensor]:
+    """Of the one update of the policy."""
+    [run] = step.runs.values()
+    return run.gradients
+
+
+def check_sum(step: Step, alone: dict[str, Step]) -> None:
+    """The gradient is the weighted sum of the gradients of the members alone."""
+    found = gradients(step)
+    for name, gradient in found.items():
+        expected = sum(WEIGHTS[m] * gradients(s)[name] for m, s in alone.items())
+        assert float((gradient - expected).norm()) <= SHARE * float(gradient.norm())
+    assert all(float(g.norm()) > 0 for s in alone.values() for g in gradients(s).values())
+
+
+def steps_alone(layout: str, data: list[Any]) -> dict[str, Step]:
+    """A step of each member on its own groups, as if it were the only algorithm."""
+    made = {m: LAYOUTS[layout][f"members.{m}"]() for m in SOURCES}
+    own = {m: [group for group in data if group.row.source == m] for m in SOURCES}
+    return {m: model_step(made[m], own[m], 0) for m in SOURCES if own[m]}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_is_the_weighted_sum_of_the_members_alone(layout: str) -> None:
+    data = groups()
+    check_sum(model_step(algorithm(layout), data, 0), steps_alone(layout, data))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_without_samples_of_a_source_trains_the_others(layout: str, source: str) -> None:
+    data = [group for group in groups() if group.row.source != source]
+    step = model_step(algorithm(layout), data, 0)
+    check_sum(step, steps_alone(layout, data))
+    assert not any(key.startswith(f"{source}/") for key in step.metrics)
+
+
+def test_a_member_without_anything_to_train_adds_nothing() -> None:
+    """All samples of one member are truncated and masked: alone it would take no step."""
+    data = groups()
+    for group in data:
+        for trajectory in group.trajectories:
+            trajectory.status = "truncated" if group.row.source == "math" else trajectory.status
+    step, others = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
+    assert others.pop("math").updates == []
+    check_sum(step, others)
+    assert step.updates[0].coef["math/trained"] == 0.0
+
+
+def test_metrics_of_a_member_are_those_of_its_algorithm_alone() -> None:
+    data = groups()
+    step, alone = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
+    for name, one in alone.items():
+        for key, value in one.metrics.items():
+            if key in ("policy/loss",):
+                continue
+            start = next((s for s in ("policy/loss/", "policy/") if key.startswith(s)), "")
+            weight = WEIGHTS[name] if start == "policy/loss/" else 1.0
+            got = step.metrics[f"{start}{name}/{key.removeprefix(start)}"]
+            assert got == pytest.approx(weight * value, rel=1e-5, abs=1e-7), key
+        assert {k.removeprefix(f"{name}/"): v for k, v in step.finished.items() if k.startswith(f"{name}/")} == (
+            pytest.approx(one.finished)
+        )
+
+
+def test_a_micro_batch_without_a_member_reaches_all_outputs() -> None:
+    """Stage 3 of ZeRO fails where one rank's backward pass does not reach an output that another one's reaches."""
+    made = algorithm("clipped")
+    batch, _ = made.assemble([group for group in groups() if group.row.source == "chat"])
+    assert batch is not None
+    batch, _ = made.credit(batch)
+    loss, [update] = made.parts["loss"], made.updates(0, batch)
+    tokens = int(batch.tok["loss_mask"].sum())
+    outputs = {name: torch.full((tokens,), -1.0, requires_grad=True) for name in loss.outputs()}
+    assert outputs.keys() == {"logprobs", "entropy"}, "only the member without samples reads entropy"
+    total, _ = evaluate(loss, weigh(loss.prepare(batch), loss.reduce()), outputs, update.coef, update.live)
+    total.backward()
+    assert outputs["logprobs"].grad is not None
+    assert outputs["logprobs"].grad.any()
+    assert outputs["entropy"].grad is not None
+    assert not outputs["entropy"].grad.any()
+
+
+def test_state_of_each_member_is_kept() -> None:
+    made, fresh = algorithm("several passes"), algorithm("several passes")
+    model_step(made, groups(), 0)
+    assert made.state_dict()["chat"]["kl"]["beta"] != 0.3
+    fresh.load_state_dict(made.state_dict())
+    assert fresh.updates(1) == made.updates(1)
+
+
+# -------------------------------------------------------------------------------------------- refused
+
+
+def refused(run: RunOptions | None = None, **members: Any) -> str:
+    """The message for members ``NAME = (sources, function that builds the algorithm)``."""
+    built = {name: make() for name, (_, make) in members.items()}
+    config = PerSourceConfig(
+        members={n: Member(use=built[n].name, sources=sources) for n, (sources, _) in members.items()}
+    )
+    with pytest.raises(ConfigError) as error:
+        PerSource(config, {f"members.{name}": one for name, one in built.items()}, run)
+    return str(error.value)
+
+
+GRPO, RLOO = member("grpo"), member("rloo")
+REFUSED = {
+    "a critic": ({"a": (("math",), member("ppo"))}, "'a': algorithm 'ppo' trains critic"),
+    "rows": ({"a": (("math",), member("sft"))}, "learns from demonstrations"),
+    "a copied reference": (
+        {"a": (("math",), member("grpo", kl={"coef": 0.1, "snapshot_every": 1}))},
+        "copies no weights (leave out kl.snapshot_every",
+    ),
+    "other passes": (
+        {"a": (("math",), GRPO), "b": (("chat",), member("rloo", minibatches=2))},
+        "'a' 1 and 1, 'b' 1 and 2",
+    ),
+    "samples without a reward": ({"a": (("math",), member("distill_on_policy"))}, "learns from samples without a"),
+}
+
+
+@pytest.mark.parametrize(("members", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_members_that_cannot_share_a_step_are_refused(members: dict[str, Any], said: str) -> None:
+    assert said in refused(**members)
+
+
+def test_sources_must_be_those_of_the_run() -> None:
+    run = RunOptions(sources=("math", "chat"))
+    assert "no member trains on 'chat' of data.train" in refused(run, a=(("math",), GRPO))
+    assert "'code' is no source of data.train; there are 'math', 'chat'" in refused(run, a=(("math", "code"), GRPO))
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({}, "at least 1 item"),
+        ({"a": {"use": "grpo", "sources": []}}, "at least 1 item"),
+        ({"a": {"use": "grpo", "sources": ["x"], "weight": 0.0}}, "greater than 0"),
+        ({"policy": {"use": "grpo", "sources": ["x"]}}, "the name 'policy' is not allowed"),
+        ({"a/b": {"use": "grpo", "sources": ["x"]}}, "the name 'a/b' is not allowed"),
+        (
+            {"a": {"use": "grpo", "sources": ["x"]}, "b": {"use": "rloo", "sources": ["x"]}},
+            "the source 'x' is named by both 'a' and 'b'",
+        ),
+    ],
+)
+def test_options_that_are_refused(members: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        PerSourceConfig.model_validate_json(json.dumps({"members": members}))
+
+
+def test_a_row_of_a_source_without_a_member_ends_the_run() -> None:
+    data = groups(2)
+    data[0].row = replace(data[0].row, source="code")
+    with pytest.raises(TrainingError, match="source 'code', and no member"):
+        algorithm("clipped").assemble(data)
+
+
+def test_advice_names_the_option_of_the_member() -> None:
+    [told] = algorithm("clipped").misfits(OnlineShape(8, 512, 2047))
+    assert "--algorithm.members.chat.loss.max_length 512" in told

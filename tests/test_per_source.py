@@ -1,0 +1,197 @@
+"""Whole runs with an algorithm for each data source."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from typing import Any
+
+import pytest
+import torch
+from rlhf_testing.tiny import tiny_model
+from transformers import AutoModelForCausalLM
+
+from tests.forks import Forks
+from tests.runs import PROMPTS, Workshop, assert_same_run, merged
+from tests.test_first_step import SAMPLING, TEMPERATURE, close, first_step, norm
+from tests.test_resume import KILLER, Runs
+
+CHAT = [{"prompt": f"{a}-{b}=", "answer": str(a - b)} for a in range(4, 7) for b in range(4)]
+GRPO = {"use": "grpo", "sources": ["math"], "loss": {"entropy_coef": 0.05}}
+RLOO = {"use": "rloo", "sources": ["chat"], "weight": 0.5, "kl": {"coef": 0.3, "where": "loss", "target": 0.1}}
+BOTH = {"members": {"math": GRPO, "chat": RLOO}}
+
+
+def config(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
+    """A run on two sources."""
+    rows = {name: [{**row, "of": name} for row in rows] for name, rows in (("math", PROMPTS), ("chat", CHAT))}
+    train = [{"path": str(shop.rows(f"{name}.jsonl", own))} for name, own in rows.items()]
+    base = shop.config("per_source", output, data={"train": train, "batch_size": 6}, algorithm=BOTH)
+    return merged(base, changes)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rloo"])
+def test_one_member_trains_as_its_algorithm_alone(shop: Workshop, algo: str) -> None:
+    options = {"kl": {"coef": 0.2, "target": 0.1, "where": "loss"}, "minibatches": 2, "mask_truncated": True}
+    shared = {"sampling": {"temperature": TEMPERATURE}, "policy": {"micro_tokens": 40}}
+    alone = shop.train(algo, "alone", algorithm=options, **shared)
+    member = {"use": algo, "sources": ["data"], **options}
+    split = shop.train("per_source", "split", algorithm={"members": {"all": member}}, **shared)
+    assert split.weights == alone.weights
+    ours, theirs = split.lines()[-1], alone.lines()[-1]
+    assert ours["policy/all/kl_reference"] == theirs["policy/kl_reference"] > 0
+    assert ours["all/kl/coef"] == theirs["kl/coef"] != 0.2
+    assert ours["all/reward/mean"] == theirs["reward/mean"]
+
+
+def test_the_first_step_is_the_weighted_sum_of_two_losses(shop: Workshop) -> None:
+    """Computed again with transformers and plain loops: each part has its own groups, and its own number of tokens as
+    divisor."""
+    reference = tiny_model(shop.folder / "reference", hidden=16, heads=2, kv_heads=1, seed=5)
+    run = shop.run_config(
+        config(
+            shop,
+            "run",
+            sampling=SAMPLING,
+            reference={"model": str(reference)},
+            policy={"micro_tokens": 40},
+            run={"steps": 1},
+        )
+    )
+    assert run.code == 0, run.said
+    rows = list(run.samples_of("step-000001.arrow"))
+    found, samples = first_step(run)
+    model, other = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (shop.model, reference))
+    values: dict[str, list[torch.Tensor]] = {"math": [], "chat": []}
+    entropies, kls = [], []
+    for row, sample in zip(rows, samples, strict=True):
+        source = row["row"]["source"]
+        rewards = [s.reward for s in samples if s.group == sample.group]
+        logp, entropy = sample.log_probs(model)
+        ratio = (logp - logp.detach()).exp()
+        if source == "math":
+            advantage = (sample.reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-9)
+            values["math"].append(-ratio * advantage - 0.05 * entropy)
+            entropies.append(entropy)
+        else:
+            advantage = sample.reward - (sum(rewards) - sample.reward) / (len(rewards) - 1)
+            with torch.no_grad():
+                d = logp - sample.log_probs(other)[0]
+            d = logp - logp.detach() + d
+            k3 = (-d).exp() - 1 + d
+            values["chat"].append(-ratio * advantage + 0.3 * k3)
+            kls.append(k3)
+    assert min(map(len, values.values())) >= 3, "both sources are in the batch"
+    total = 1.0 * torch.cat(values["math"]).mean() + 0.5 * torch.cat(values["chat"]).mean()
+    total.backward()
+    assert found["policy/loss"] == close(float(total.detach()))
+    assert found["policy/grad_norm"] == close(norm(model))
+    assert found["policy/math/entropy"] == close(float(torch.cat(entropies).mean()))
+    assert found["policy/chat/kl_reference"] == close(float(torch.cat(kls).mean()))
+    assert math.isclose(found["chat/kl/coef"], 0.3)
+
+
+def test_micro_batches_change_no_step(shop: Workshop) -> None:
+    """Weights after three steps: the sums of fp32 differ in their order only, by at most 1e-5 here."""
+    small, large = (
+        shop.run_config(config(shop, f"micro {tokens}", policy={"micro_tokens": tokens})) for tokens in (20, 4000)
+    )
+    a, b = (AutoModelForCausalLM.from_pretrained(run.path / "model").state_dict() for run in (small, large))
+    assert max(float((a[name] - b[name]).abs().max()) for name in a) <= 1e-5
+
+
+def test_members_are_options_of_the_run(shop: Workshop) -> None:
+    """Flags reach options of members; the resolved configuration starts the same run again."""
+    made = config(shop, "run", run={"steps": 1})
+    run = shop.run_config(
+        made, "--algorithm.members.math.loss.clip_high", "0.28", "--algorithm.members.chat.weight", "2"
+    )
+    assert run.code == 0, run.said
+    resolved = tomllib.loads((run.path / "config.toml").read_text())["algorithm"]["members"]
+    assert resolved["math"]["loss"]["clip_high"] == 0.28
+    assert resolved["math"]["loss"]["clip_low"] == 0.2, "the defaults of the member's algorithm hold"
+    assert (resolved["chat"]["weight"], resolved["chat"]["kl"]["coef"]) == (2.0, 0.3)
+    again = shop.command("train", str(run.path / "config.toml"), "--run.output", str(shop.folder / "again"),
+                         output=shop.folder / "again")  # fmt: skip
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"members": {"math": {"sources": ["maths"]}}}, "'maths' is no source of data.train; there are 'math', 'chat'"),
+        ({"members": {"chat": None}}, "no member trains on 'chat' of data.train"),
+        ({"members": {"chat": {"sources": ["chat", "math"]}}}, "'math' is named by both 'math' and 'chat'"),
+        ({"members": {"chat": {"use": "gone"}}}, "'gone'"),
+        ({"members": {"chat": {"clip": 1}}}, "algorithm.members.chat.clip"),
+        ({"members": {"math": {"loss": {"clip_hihg": 0.3}}}}, "algorithm.members.math.loss.clip_hihg"),
+        ({"members": {"math": {"use": None}}}, "algorithm.members.math.use"),
+        ({"members": {"math": "grpo"}}, "algorithm.members.math"),
+        ({"members": None}, "required, and not given. Write a table [algorithm.members.NAME] for each"),
+        ({"members": {"math": {"critic_warmup": 2}}}, "algorithm.members.math.critic_warmup = 2 needs a critic"),
+        ({"members": {"math": {"minibatches": 500}, "chat": {"minibatches": 500}}}, "--algorithm.members.math.minib"),
+    ],
+)
+def test_wrong_members_are_refused_with_their_path(shop: Workshop, changes: dict[str, Any], said: str) -> None:
+    run = shop.run_config(config(shop, "run", algorithm=changes), "--dry-run")
+    assert run.code != 0
+    assert said in run.said
+
+
+def rewards(shop: Workshop) -> list[dict[str, Any]]:
+    """A reward for each source, which fails on rows of the other one."""
+    start = "async def score(prompt, completion, row):"
+    texts = {
+        "digits": f"{start}\n    assert row['of'] == 'math'\n    return float('1' in completion)\n",
+        "short": f"{start}\n    assert row['of'] == 'chat'\n    return -len(completion) / 9\n",
+    }
+    files = {name: shop.file(f"{name}.py", text) for name, text in texts.items()}
+    sources = {"digits": ["math"], "short": ["chat"]}
+    return [{"use": f"file:{files[name]}", "sources": of} for name, of in sources.items()]
+
+
+def test_a_reward_scores_the_rows_of_its_sources_only(shop: Workshop) -> None:
+    run = shop.run_config(config(shop, "run", reward=rewards(shop), run={"steps": 2}))
+    assert run.code == 0, run.said
+    samples = list(run.samples())
+    values = {s: {row["reward"] for row in samples if row["row"]["source"] == s} for s in ("math", "chat")}
+    assert values["math"] <= {0.0, 1.0}
+    assert max(values["chat"]) <= 0.0 > min(values["chat"])
+
+
+@pytest.mark.parametrize(
+    ("sources", "said"),
+    [
+        ((["math"], ["math"]), "no reward scores the rows of 'chat' of data.train"),
+        (
+            (["math"], ["chta"]),
+            "reward.short.sources: 'chta' is no source of data.train or data.eval; there are 'math'",
+        ),
+    ],
+)
+def test_sources_of_rewards_are_checked(shop: Workshop, sources: Any, said: str) -> None:
+    given = [{**reward, "sources": of} for reward, of in zip(rewards(shop), sources, strict=True)]
+    run = shop.run_config(config(shop, "run", reward=given), "--dry-run")
+    assert run.code != 0
+    assert said in run.said
+
+
+def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Forks, shop: Workshop) -> None:
+    """The state of a member, its adaptive KL coefficient, is in the checkpoint."""
+    runs = Runs(forks, shop)
+    more = {
+        "run": {"steps": 5},
+        "checkpoint": {"every": 2, "keep": 2},
+        "observer": [{"use": f"file:{shop.file('killer.py', KILLER)}"}],
+        "algorithm": {"members": {"math": {"minibatches": 2}, "chat": {"minibatches": 2}}},
+    }
+    whole, broken = (config(shop, name, **more) for name in ("whole", "broken"))
+    runs.die_at(broken, "step 4")
+    finished, expected = runs.resume(broken), runs.end(whole)
+    assert "resumed after step 2" in finished.err
+    assert expected.code == 0, expected.err
+    assert_same_run(finished, expected)
+    coefficients = [line["chat/kl/coef"] for line in expected.lines() if "chat/kl/coef" in line]
+    assert len(set(coefficients)) == len(coefficients) > 2
