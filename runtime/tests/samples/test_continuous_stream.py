@@ -94,6 +94,9 @@ class Engine:
         self.stopped = asyncio.Semaphore(0)
         """One for every sample that is held."""
 
+    def idle(self) -> tuple[float, float]:
+        return 1.0, 4.0
+
     async def answer(self, request: GenerationRequest) -> Turn:
         index, number = request.ids[0], len(request.ids) // 2  # prompt, then an answer and an observation a turn
         if self.held.get(index) == number:
@@ -208,7 +211,9 @@ def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
     ready = late.take(1)
     assert [(group.number, group.row.index) for group in ready.groups] == [(0, 0), (2, 1)]
     assert ready.counts["stale"] == 1.0
+    assert ready.counts["tokens_stale"] == SAMPLES * TURNS, "each turn has one token"
     assert ready.counts["oldest"] == 0.0
+    assert ready.counts["idle"] == 0.25
     assert engine.answers == {0: SAMPLES * TURNS, 1: 2 * SAMPLES * TURNS}
 
 

@@ -158,6 +158,11 @@ class Generator(Component):
         thread, again and again while it waits for samples."""
         return
 
+    def idle(self) -> tuple[float, float] | None:
+        """(engine seconds without a request, engine seconds) since the last call; None: it does not know. Called on
+        the main thread."""
+        return None
+
     def load(self, source: Any, version: int) -> Proof:
         """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""
         raise CapabilityError(f"generator {self.name!r} holds its own copy of the weights: it takes tensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from rlhf.errors import TrainingError, boundary
@@ -29,19 +30,22 @@ def learn(
     seed: int,
     step: int,
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
+    timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
 ) -> Metrics:
     """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
 
     Args:
         keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient is not finite. Such a
             step changes no weights, and its batch is kept for inspection.
+        timed: measures the time of a phase.
 
     Returns: the metrics of ``credit`` and of the updates.
     """
     wanted = algorithm.annotations(step)
-    for name in dict.fromkeys(a.role for a in wanted):
-        role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
-        batch = role.annotate(batch, [a for a in wanted if a.role == name])
+    with timed("annotate") if wanted else nullcontext():
+        for name in dict.fromkeys(a.role for a in wanted):
+            role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
+            batch = role.annotate(batch, [a for a in wanted if a.role == name])
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step, batch)

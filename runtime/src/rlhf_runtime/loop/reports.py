@@ -16,6 +16,7 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.metrics import TIME
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 
 
 class Reports:
@@ -23,19 +24,27 @@ class Reports:
 
     Args:
         store: writes the error message if the disk is full.
+        timeline: shows the phases of steps.
     """
 
     def __init__(
-        self, directory: RunDirectory, progress: Progress, observers: Mapping[str, Observer], store: CheckpointStore
+        self,
+        directory: RunDirectory,
+        progress: Progress,
+        observers: Mapping[str, Observer],
+        store: CheckpointStore,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
+        self.timeline = timeline
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
         self._said_equal = False
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Start measuring the times of the next line."""
+        self.timeline.step(step)
         self._times = {}
         self._started = time.perf_counter()
 
@@ -44,7 +53,8 @@ class Reports:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
         start = time.perf_counter()
         try:
-            yield
+            with self.timeline.phase(phase):
+                yield
         finally:
             self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
 

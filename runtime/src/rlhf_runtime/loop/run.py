@@ -105,8 +105,9 @@ class Run:
         self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
-                self.reports.begin_step()
+                self.reports.begin_step(self.done)
                 yield self.done
+        self.reports.timeline.step(None)
         self.status = "finished" if self.done == self.total_steps else "stopped"
 
     @property
@@ -146,7 +147,9 @@ class Run:
         if not used and version != self.first_step:  # the first sync of a process is always made
             return {}
         self.sampler.phases.begin_sync()
-        return self.sampler.weights.push(version)
+        metrics = self.sampler.weights.push(version)
+        self.reports.timeline.instant("weights", version=version)
+        return metrics
 
     def trains_on(self, version: int) -> bool:
         """Whether training samples are drawn with the weights of ``version``."""

@@ -60,7 +60,9 @@ class Saves:
         state, self._intact = self._state, None
         self._take_devices_back()
         mark = {"metric": state.best.metric, "value": state.best.value} if best and state.best is not None else None
-        path = self._store.save(step, lambda folder: state.write(folder, step), self._meta, mark)
+        with self._reports.timeline.phase("save"):
+            path = self._store.save(step, lambda folder: state.write(folder, step), self._meta, mark)
+        self._reports.timeline.instant("checkpoint", step=step)
         self._reports.observe("checkpoint_saved", step, path)
 
     def export(self, done: int, last: bool) -> None:
@@ -73,7 +75,7 @@ class Saves:
         path, every = self._directory.exports(done), section.export_every
         if last or not done or every is None or done % every or path.exists():
             return
-        with self._store.writing(path):
+        with self._store.writing(path), self._reports.timeline.phase("export"):
             self._directory.export(done, self.write_model, section.keep)
 
     def write_model(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The run directory: one run, one folder, one process at a time.
 
-config.toml  manifest.json  metrics.jsonl  rollouts/step-000012.arrow  checkpoints/step-000012/  exports/step-000012/
-skipped/  model/
+config.toml  manifest.json  metrics.jsonl  timeline.json  rollouts/step-000012.arrow  checkpoints/step-000012/
+exports/step-000012/  skipped/  model/
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed")
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json")
 """The names that a run writes, in addition to ``model-<role>``."""
 GIVEN = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
@@ -185,6 +185,11 @@ class RunDirectory:
     def exports(self, step: int) -> Path:
         """Folder for the model after ``step``. :meth:`export` fills it atomically."""
         return self.path / "exports" / f"step-{step:06d}"
+
+    @property
+    def timeline(self) -> Path:
+        """The file for the run's timeline."""
+        return self.path / "timeline.json"
 
     @property
     def model(self) -> Path:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlhf.types import Group
+from rlhf.types import Group, Trajectory
 
 from rlhf_runtime.config.sections import FilterSection
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Acceptance:
     """Smallest number of samples in a group."""
     scored: bool = True
     """Samples without a reward are left out."""
+    timeline: Timeline = NO_TIMELINE
+    """Gets an event for every group that is rejected."""
 
     @property
     def refills(self) -> int:
@@ -35,6 +38,7 @@ class Acceptance:
             given: some groups hold answers of the data (``Needs.given``).
         """
         names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
+        names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
         return dict.fromkeys([*names, "given"] if given else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
@@ -43,20 +47,43 @@ class Acceptance:
             counts["given"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]
+        live = [t for t in group.trajectories if t.status != "failed"]
         counts["failed_samples"] += len(failed)
         if failed and self.on_failed_sample == "drop_group":
-            counts["failed_groups"] += 1
+            self.reject(group, counts, "failed", group.trajectories)
             return None
-        live = [t for t in group.trajectories if t.status != "failed"]
         kept = [t for t in live if t.reward is not None or not self.scored]
         counts["unscored"] += len(live) - len(kept)
+        counts["tokens_failed"] += sampled_tokens(failed)
+        counts["tokens_unscored"] += sampled_tokens(live) - sampled_tokens(kept)
         if len(kept) < max(1, self.group_min):
-            counts["failed_groups"] += 1
+            self.reject(group, counts, "failed", kept)
             return None
         if self.filter is not None and not passes(self.filter, [t.score for t in kept if t.score is not None]):
-            counts["filtered"] += 1
+            self.reject(group, counts, "filtered", kept)
             return None
         return Group(group.row, group.number, kept)
+
+    def reject(
+        self,
+        group: Group,
+        counts: dict[str, float],
+        why: Literal["filtered", "failed", "stale"],
+        samples: Sequence[Trajectory],
+    ) -> None:
+        """Count a group that is not trained on.
+
+        Args:
+            samples: those of its samples that are not counted yet.
+        """
+        counts["failed_groups" if why == "failed" else why] += 1
+        counts[f"tokens_{why}"] += sampled_tokens(samples)
+        self.timeline.instant(f"group {why}", group=group.number)
+
+
+def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
+    """Number of tokens that the policy sampled."""
+    return sum(trajectory.sampled_tokens for trajectory in trajectories)
 
 
 def left_out(counts: Mapping[str, float]) -> str:

@@ -86,13 +86,18 @@ class ContinuousStream(Stream):
 
     def start(self, step: int) -> None:
         """Start groups with the new weights. Nothing is waited for."""
+        if self._requests is None:
+            self.rollouts.generator.idle()  # the share of idle time counts from here on
         self._run(self._begin())
 
     def take(self, step: int) -> ReadyBatch:
         """Wait for the batch of ``step``. Raises what a sample raised, if that ends the run."""
         if step != self.taken:
             raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
-        return self._run(self._take(step))
+        ready = self._run(self._take(step))
+        if (seconds := self.rollouts.generator.idle()) is not None and seconds[1] > 0:
+            ready.counts["idle"] = seconds[0] / seconds[1]
+        return ready
 
     def samples_with(self, version: int) -> bool:
         return True
@@ -109,7 +114,7 @@ class ContinuousStream(Stream):
         self.rows.load_state_dict(state["rows"])
         self.next_number, self.taken, self._finished = state["next_number"], state["taken"], state["finished"]
         self._rejected = state["rejected"]
-        self._counts = dict(state["counts"])
+        self._counts |= state["counts"]
         for saved, group in zip(state["pending"], groups, strict=True):
             self.pending.add(Pending.restored(saved, group))
 
@@ -206,8 +211,9 @@ class ContinuousStream(Stream):
                 old.append(pending)
         for pending in old:
             self.pending.remove(pending)
-            self._counts["stale"] += 1
+            assert pending.group is not None
             assert self._requests is not None
+            self.acceptance.reject(pending.group, self._counts, "stale", pending.group.trajectories)
             self._start_group(pending.row, self.rollouts.generator.version, self._requests)
         return chosen if not old else None
 
@@ -223,7 +229,7 @@ class ContinuousStream(Stream):
         return ReadyBatch(groups, version, counts)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.given > 0) | {"stale": 0.0}
+        return self.acceptance.new_counts(self.settings.given > 0) | {"stale": 0.0, "tokens_stale": 0.0}
 
     @property
     def _exhausted(self) -> bool:

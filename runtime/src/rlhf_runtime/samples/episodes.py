@@ -12,6 +12,7 @@ from rlhf.plugins import Resolved
 from rlhf.types import EnvStep, Row
 
 from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.workers.returned_values import InvalidResult, check_observation, check_step, step_from_json
 from rlhf_runtime.workers.worker import Worker
@@ -47,9 +48,13 @@ class Episodes:
         forever."""
         self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, self.limit)
 
-    def open(self) -> Episode:
-        """A fresh episode. Its environment or worker process starts in ``reset``."""
-        return Episode(self.resolved, self.config, self.section, self._pool)
+    def open(self, sample: Slice | None = None) -> Episode:
+        """A fresh episode. Its environment or worker process starts in ``reset``.
+
+        Args:
+            sample: the slice of the timeline that shows the calls.
+        """
+        return Episode(self.resolved, self.config, self.section, self._pool, sample or Slice())
 
     def close(self) -> None:
         """End the worker processes."""
@@ -65,10 +70,16 @@ class Episode(Env):
     """
 
     def __init__(
-        self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection, pool: WorkerPool | None
+        self,
+        resolved: Resolved,
+        config: ComponentConfig | None,
+        section: EnvSection,
+        pool: WorkerPool | None,
+        sample: Slice,
     ) -> None:
         self.name = resolved.cls.name  # type: ignore[misc]
         self._resolved, self._config, self._section, self._pool = resolved, config, section, pool
+        self._sample = sample
         self._env: Env | None = None
         self._worker: Worker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
@@ -127,7 +138,8 @@ class Episode(Env):
         assert self._worker is not None
         check = {"reset": check_observation, "step": step_from_json}[method]
         try:
-            with boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()"):
+            asking = boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()")
+            with asking, self._sample.child(f"environment {method}"):
                 answer = await self._worker.call(method, *arguments, deadline=self._section.deadline)
             return check(answer)
         except InvalidResult as error:
@@ -144,7 +156,8 @@ class Episode(Env):
         try:
             self._env.sampling = self.sampling
             call: Any = getattr(self._env, method)(*arguments)
-            return check(None if call is None else await within(call, deadline))
+            with self._sample.child(f"environment {method}"):
+                return check(None if call is None else await within(call, deadline))
         except BaseException as error:
             self._failed = True
             if isinstance(error, DeadlineExpired):

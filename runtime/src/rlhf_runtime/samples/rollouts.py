@@ -16,6 +16,7 @@ from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 
 from rlhf_runtime.models.shared_devices import Phases
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
 from rlhf_runtime.samples.failures import Failures, describe
 from rlhf_runtime.samples.single_requests import SingleRequests
 from rlhf_runtime.samples.turn_log import TurnLog
@@ -97,10 +98,11 @@ class Rollouts:
         template: PromptTemplate,
         scorer: GroupScorer,
         main: MainThread,
-        open_env: Callable[[], Env] | None = None,
+        open_env: Callable[[Slice], Env] | None = None,
         limit: int | None = None,
         phases: Phases | None = None,
         single_requests: bool = False,
+        timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
@@ -109,6 +111,7 @@ class Rollouts:
         """Largest number of samples under way at once, if the environment has such a limit."""
         self.single_requests = single_requests
         """Each sample is answered by itself, in place of waves."""
+        self.timeline = timeline
 
     def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
         """Blocks until every group is complete and scored. A failed sample raises if ``settings.abort_on_failure``;
@@ -147,10 +150,11 @@ class Rollouts:
         if settings.gives(number):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.samples)]
-        samples = [self._sample(row, (number, s), settings, requests, log) for s, log in enumerate(logs)]
+        samples = [self._admitted(row, (number, s), settings, requests, log) for s, log in enumerate(logs)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):
-            await self.scorer.score(group, settings.purpose == TRAINING)
+            with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
+                await self.scorer.score(group, settings.purpose == TRAINING)
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
@@ -162,14 +166,33 @@ class Rollouts:
                 settings.failures.add(trajectory)
         return group
 
-    async def _sample(
+    async def _admitted(
         self, row: Row, index: tuple[int, int], settings: RolloutSettings, requests: Requests, log: TurnLog
     ) -> Trajectory:
-        context = _Context(self, row, index, settings, requests, log)
+        """A sample, once it may begin."""
+        await requests.enter(index)
+        try:
+            about = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
+            with self.timeline.slice("samples", "sample", **about) as slice:
+                trajectory = await self._sample(row, index, settings, requests, log, slice)
+                slice.add(status=trajectory.status, tokens=trajectory.sampled_tokens)
+            return trajectory
+        finally:
+            requests.leave()
+
+    async def _sample(
+        self,
+        row: Row,
+        index: tuple[int, int],
+        settings: RolloutSettings,
+        requests: Requests,
+        log: TurnLog,
+        slice: Slice,
+    ) -> Trajectory:
+        context = _Context(self, row, index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         what = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
-        await requests.enter(index)
         try:
             with boundary(RolloutError, what):
                 async with asyncio.timeout(settings.deadline) as context.clock:
@@ -189,7 +212,8 @@ class Rollouts:
                 await context.close()
             except RlhfError as error:
                 trajectory.status, trajectory.error = "failed", trajectory.error or f"{type(error).__name__}: {error}"
-            requests.leave()
+        if trajectory.status == "failed" and not trajectory.turns and settings.purpose == TRAINING:
+            trajectory.turns = [turn for _, _, turn in log.entries()]  # so that its tokens can be counted
         return trajectory
 
 
@@ -204,9 +228,10 @@ class _Context(RolloutContext):
         settings: RolloutSettings,
         requests: Requests,
         log: TurnLog,
+        slice: Slice,
     ) -> None:
         self._run, self._row, self._index, self._settings, self._requests = run, row, index, settings, requests
-        self._log = log
+        self._log, self._slice = log, slice
         self._envs: list[Env] = []
         self._closed, self._generating = True, False
         self.clock: asyncio.Timeout | None = None
@@ -251,7 +276,11 @@ class _Context(RolloutContext):
     async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:
         remaining, self._generating = self._stop_clock(), True
         try:
-            return await self._requests.generate((*self._index, turn_number), request)
+            about = {"group": self._index[0], "sample": self._index[1], "turn": turn_number}
+            with self._slice.child("turn", context=len(request.ids), **about) as slice:
+                turn = await self._requests.generate((*self._index, turn_number), request)
+                slice.add(tokens=len(turn.ids), versions=[version for _, version in turn.versions])
+            return turn
         finally:
             self._generating = False
             self._start_clock(remaining)
@@ -271,7 +300,7 @@ class _Context(RolloutContext):
     async def open_env(self) -> Env:
         if self._run.open_env is None:
             raise RolloutError(f"rollout {self._run.rollout.name!r} opens an environment; set [env] use = ...")
-        env = self._run.open_env()
+        env = self._run.open_env(self._slice)
         self._envs.append(env)
         return env
 

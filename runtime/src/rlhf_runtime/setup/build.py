@@ -36,6 +36,7 @@ from rlhf_runtime.observe.numbered_folders import link_latest
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.failures import Failures
@@ -114,14 +115,16 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
     checked.wait()
     stop = StopRequest()
+    timeline = _timeline(prepared, directory, progress)
+    resources.callback(timeline.close)
     sampler: Sampler | None = None
     if prepared.rollout is not None:
-        sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, progress.note, resources, stop)
+        sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, progress.note, resources, stop, timeline)
     failures: list[Failures] = []
     stream: Stream | None = None
     if sampler is not None and prepared.online:
         failures.append(training_failures(config, progress.note))
-        stream = _stream(prepared, sampler, failures[0])
+        stream = _stream(prepared, sampler, failures[0], timeline)
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows()[: config.eval.max_rows]:
@@ -145,7 +148,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
         control,
         prepared.curriculum,
     )
-    reports = Reports(directory, progress, prepared.observers, store)
+    reports = Reports(directory, progress, prepared.observers, store, timeline)
     meta = _meta(prepared, roles["policy"])
     saves = Saves(
         config,
@@ -230,7 +233,15 @@ def row_check(prepared: Prepared) -> RowCheck:
     return RowCheck(prepared.data, 0 if config.run.resume else taken)
 
 
-def _stream(prepared: Prepared, sampler: Sampler, failures: Failures) -> Stream:
+def _timeline(prepared: Prepared, directory: RunDirectory, progress: Progress) -> Timeline:
+    """The timeline of this start of the run, if the run file asks for one."""
+    steps = prepared.config.run.timeline
+    if steps is None:
+        return NO_TIMELINE
+    return TimelineFile(directory.timeline, len(directory.starts()) + 1, steps, progress.note)
+
+
+def _stream(prepared: Prepared, sampler: Sampler, failures: Failures, timeline: Timeline) -> Stream:
     """The training batches of an online run."""
     config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
     if section.replay is not None:
@@ -241,7 +252,7 @@ def _stream(prepared: Prepared, sampler: Sampler, failures: Failures) -> Stream:
         "batch_size": config.data.batch_size,
         "total_steps": prepared.total_steps,
         "staleness": section.staleness,
-        "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward),
+        "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
     }
     if section.mode == "waves":
         chosen = prepared.data.chosen

@@ -24,6 +24,7 @@ from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.shared_heads import lend
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.rollouts import Rollouts
@@ -84,12 +85,14 @@ def launch_sampler(
     note: Callable[[str], None],
     resources: ExitStack,
     stop: StopRequest | None = None,
+    timeline: Timeline = NO_TIMELINE,
 ) -> Sampler:
     """Start the generator and set up the rewards.
 
     Args:
         resources: receives the callbacks that release everything that was started.
         stop: tells whether the run was asked to stop.
+        timeline: shows samples and rewards.
     """
     policy, config, template, episodes = roles["policy"], prepared.config, prepared.data.template, prepared.episodes
     spec = GeneratorSpec(
@@ -129,6 +132,7 @@ def launch_sampler(
         episodes.limit if episodes is not None else None,
         phases,
         single_requests=config.stream.mode == "continuous" and config.stream.replay is None,
+        timeline=timeline,
     )
     return Sampler(rollouts, weights, phases)
 

@@ -17,6 +17,7 @@ from rlhf.types import GenerationRequest, Turn
 from rlhf.weights.bucket import Bucket
 
 from rlhf_plugin_simulated.delays import log_normal
+from rlhf_plugin_simulated.engines import Engines
 from rlhf_plugin_simulated.samples import Sample, Samples
 
 SLICE = 0.05
@@ -64,6 +65,7 @@ class SimulatedGenerator(Generator):
         self.config: SimulatedGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]
         self.spec = spec
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._engines = Engines(self.config.engines)
         self._slots = asyncio.Semaphore(self.config.engines * self.config.slots)
         self._open = asyncio.Event()
         self._open.set()
@@ -109,14 +111,14 @@ class SimulatedGenerator(Generator):
         self._loop = asyncio.get_running_loop()
         async with self._slots:
             await self._open.wait()
-            self._begin()
+            engine = self._begin()
             try:
                 while True:
                     versions = await self._sample(self._seconds(request))
                     if not self._dies():
                         return self._turn(request, versions)
             finally:
-                self._end()
+                self._end(engine)
 
     async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...]:
         """Wait until the tokens are drawn. Returns which weights drew them."""
@@ -141,11 +143,16 @@ class SimulatedGenerator(Generator):
             left = seconds - drawn - (time.monotonic() - start)
         return tuple(versions)
 
-    def _begin(self) -> None:
+    def idle(self) -> tuple[float, float]:
+        return self._engines.idle()
+
+    def _begin(self) -> int:
         self._under_way += 1
         self._idle.clear()
+        return self._engines.begin()
 
-    def _end(self) -> None:
+    def _end(self, engine: int) -> None:
+        self._engines.end(engine)
         self._under_way -= 1
         if not self._under_way:
             self._idle.set()

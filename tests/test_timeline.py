@@ -1,0 +1,182 @@
+"""The timeline of whole runs on the simulated runtime."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.continuous import simulated
+from tests.forks import Forks
+from tests.runs import Finished, Workshop
+from tests.timelines import Slice, events, slices
+
+WAITS = """
+import asyncio
+from pathlib import Path
+
+
+async def score(prompt, completion, row):
+    while int(row["answer"]) >= 4 and Path({marker!r}).exists():
+        await asyncio.sleep(0.01)
+    return float(len(completion) % 2)
+"""
+"""The rewards of the second step wait for as long as the file exists."""
+FAILING_REWARD = """
+async def score(prompt, completion, row):
+    assert int(row["answer"]) % 5 != 3
+    return 0.0
+"""
+FAILING_ENV = """
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+
+class Failing(Env):
+    async def reset(self, row, seed):
+        self.row, self.steps = row, 0
+        return ""
+
+    async def step(self, action):
+        self.steps += 1
+        assert self.row.index % 5 != 2 or self.steps < 2
+        return EnvStep("?", float(len(action) > 1), done=self.steps == 2)
+"""
+
+
+def run_of(shop: Workshop, **changes: Any) -> Finished:
+    run = shop.run_config(simulated(shop, "run", **changes))
+    assert run.code == 0, run.said
+    return run
+
+
+def recorded(run: Finished) -> list[Slice]:
+    found: list[dict[str, Any]] = json.loads((run.path / "timeline.json").read_text())
+    return slices(found)
+
+
+def named(found: list[Slice], *path: str) -> list[Slice]:
+    return [s for s in found if s.path[-len(path) :] == path]
+
+
+STREAMS = {
+    "waves": {"stream": {"mode": "waves", "staleness": None}},
+    "continuous": {"stream": {"staleness": 1}, "sync": {"in_flight": "continue"}},
+}
+
+
+@pytest.mark.parametrize("mode", STREAMS)
+def test_every_turn_of_a_run_is_in_its_timeline(shop: Workshop, mode: str) -> None:
+    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 10}, data={"batch_size": 4})
+    found = recorded(run)
+    turns = {(s.arguments["group"], s.arguments["sample"], s.arguments["turn"]): s for s in named(found, "turn")}
+    trained = {
+        (sample["group"], sample["sample"], n): turn
+        for sample in run.samples()
+        for n, turn in enumerate(turn for turn in sample["turns"] if turn["sampled"])
+    }
+    assert set(turns) == set(trained)
+    assert len(turns) == 4 * 4 * 2 * 2, "steps, groups, samples and turns"
+    for key, turn in trained.items():
+        assert turns[key].arguments["tokens"] == len(turn["ids"])
+        assert turns[key].arguments["versions"] == [version for _, version in turn["versions"]]
+        assert turns[key].path == ("samples", "sample", "turn")
+    assert Counter(s.path[-1] for s in found if s.path[0] == "samples") == {
+        "sample": 32,
+        "turn": 64,
+        "environment reset": 32,
+        "environment step": 64,
+        "environment close": 32,
+    }
+    assert sorted(s.arguments["group"] for s in named(found, "rewards")) == list(range(16))
+
+
+@pytest.mark.parametrize("mode", STREAMS)
+def test_the_driver_s_phases_are_inside_their_steps(shop: Workshop, mode: str) -> None:
+    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 10})
+    driver = [s for s in recorded(run) if s.path[0] == "driver"]
+    assert len({s.track for s in driver}) == 1
+    for step in range(1, 5):
+        inside = [s.path[2:] for s in driver if s.path[1] == f"step {step}"]
+        saved = [("save",)] if step % 2 == 0 else []
+        annotated = [("learn", "annotate")] if ("learn", "annotate") in inside else []
+        assert inside == [("generate",), *annotated, ("learn",), ("sync",), *saved, ()]
+    found = events(run.path / "timeline.json")
+    instants = [(e["name"], e.get("args", {})) for e in found if e["ph"] == "i"]
+    assert [about["version"] for name, about in instants if name == "weights"] == [0, 1, 2, 3, 4]
+    assert [about["step"] for name, about in instants if name == "checkpoint"] == [2, 4]
+
+
+def test_tokens_that_are_not_trained_on_are_counted_by_cause(shop: Workshop) -> None:
+    """All tokens that were sampled, as the timeline has them, are trained on or thrown away for a reason."""
+    config = simulated(
+        shop,
+        "run",
+        run={"steps": 3, "timeline": 10},
+        stream={"on_failed_sample": "drop_group", "max_failed": 1.0, "filter": {"min_std": 0.1, "max_rounds": 50}},
+        env=None,
+        reward=[{"use": f"file:{shop.file('fails.py', FAILING_REWARD)}"}],
+    )
+    config["env"] = {"use": f"file:{shop.file('env.py', FAILING_ENV)}"}
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    sampled = sum(s.arguments["tokens"] for s in named(recorded(run), "turn"))
+    trained = sum(len(t["ids"]) for sample in run.samples() for t in sample["turns"] if t["sampled"])
+    lost = Counter[str]()
+    for line in run.lines():
+        lost.update({name: value for name, value in line.items() if name.startswith("stream/tokens_")})
+    assert lost["stream/tokens_failed"] > 0
+    assert lost["stream/tokens_filtered"] > 0
+    assert trained + sum(lost.values()) == sampled
+    names = Counter(e["name"] for e in events(run.path / "timeline.json") if e["ph"] == "i")
+    for name, metric in (("group failed", "failed_groups"), ("group filtered", "filtered")):
+        assert names[name] == sum(line[f"stream/{metric}"] for line in run.lines()) > 0
+
+
+def test_the_timeline_of_a_killed_run_can_be_read_and_a_resume_continues_it(shop: Workshop, forks: Forks) -> None:
+    marker, output = shop.file("wait", ""), shop.folder / "run/timeline.json"
+    reward = [{"use": f"file:{shop.file('waits.py', WAITS.format(marker=str(marker)))}", "deadline": 600.0}]
+    config = simulated(
+        shop,
+        "run",
+        run={"steps": 2, "timeline": 10},
+        data={"shuffle": False},
+        checkpoint={"every": 1},
+        reward=reward,
+    )
+    process = forks.start(shop.arguments(config))
+    process.until(lambda: output.exists() and "checkpoint" in [e.get("name") for e in events(output)])
+    process.kill()
+    assert process.wait() == -9
+    killed = events(output)
+    before = slices(killed, unfinished=True)
+    assert len(named(before, "step 1", "learn")) == 1
+    assert named(before, "turn")
+    marker.unlink()
+    run = shop.run_config(config, "--run.resume")
+    assert run.code == 0, run.said
+    found = json.loads(output.read_text())
+    assert found[: len(killed)] == killed
+    after = [s.path for s in slices(found, unfinished=True)]
+    assert ("driver, start 2", "step 2", "learn") in after
+    assert ("driver, start 2", "step 1") not in after
+
+
+def test_only_the_steps_that_were_asked_for_are_recorded(shop: Workshop) -> None:
+    run = run_of(shop, run={"steps": 4, "timeline": 2})
+    steps = [s.path[1] for s in recorded(run) if s.path[0] == "driver" and len(s.path) == 2]
+    assert steps == ["step 1", "step 2"]
+
+
+def test_a_run_has_no_timeline_unless_asked(shop: Workshop) -> None:
+    run = run_of(shop, run={"steps": 1})
+    assert not (run.path / "timeline.json").exists()
+
+
+def test_the_share_of_idle_engines_is_reported_by_the_continuous_stream(shop: Workshop) -> None:
+    run = run_of(shop, run={"steps": 3})
+    assert all(0.0 <= line["stream/idle"] <= 1.0 for line in run.lines())
+    waves = shop.run_config(simulated(shop, "waves", **STREAMS["waves"], run={"steps": 1}))
+    assert "stream/idle" not in waves.lines()[0]
