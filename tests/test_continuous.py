@@ -10,6 +10,7 @@ import pytest
 from tests.continuous import BREAKS, check_ledger, drawn, groups_of, simulated
 from tests.forks import Forks
 from tests.runs import Finished, Workshop, merged
+from tests.test_resume import KILLER, Runs
 
 
 def run_and_check(shop: Workshop, output: str, **changes: Any) -> Finished:
@@ -53,14 +54,17 @@ def test_batches_are_in_submission_order_without_gaps(shop: Workshop) -> None:
     assert [number for _, number, _, _ in groups_of(run)] == list(range(24))
 
 
-def test_a_killed_process_goes_on_where_its_checkpoint_stood(shop: Workshop, forks: Forks) -> None:
-    config = simulated(shop, "run", run={"steps": 12}, stream={"staleness": 2}, trainer={"seconds": 10.0})
-    process = forks.start(shop.arguments(config))
-    process.until(lambda: (shop.folder / "run/checkpoints/step-000004").exists())
-    process.kill()
-    assert process.wait() == -9
-    run = shop.run_config(config, "--run.resume")
-    assert run.code == 0, run.said
+@pytest.mark.parametrize(("moment", "saved"), [("saved 4", 4), ("rollouts 7", 6)])
+def test_a_killed_process_goes_on_where_its_checkpoint_stood(
+    shop: Workshop, forks: Forks, moment: str, saved: int
+) -> None:
+    """Killed right after a checkpoint, and after a batch that no checkpoint knows of. Samples are under way."""
+    observer = [{"use": f"file:{shop.file('killer.py', KILLER)}"}]
+    config = simulated(shop, "run", run={"steps": 10}, stream={"staleness": 2}, observer=observer)
+    runs = Runs(forks, shop)
+    runs.die_at(config, moment)
+    run = runs.resume(config)
+    assert f"resumed after step {saved}" in run.err
     check_ledger(run, config)
 
 
