@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 
@@ -16,6 +17,10 @@ class Engines:
 
     def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests, self._clock, self._lock = [0] * count, clock, threading.Lock()
+        self._by_requests = [(0, engine) for engine in range(count)]
+        """(requests, engine), sorted: of a thousand engines not each is looked at for a request."""
+        self._without = count
+        """Engines without a request."""
         self._idle = self._all = 0.0
         self._counted = clock()
         """Time up to which the seconds are counted."""
@@ -24,15 +29,15 @@ class Engines:
         """A request goes to the engine with the fewest. Returns the engine."""
         with self._lock:
             self._count()
-            engine = min(range(len(self._requests)), key=self._requests.__getitem__)
-            self._requests[engine] += 1
+            engine = self._by_requests[0][1]
+            self._change(engine, 1)
         return engine
 
     def end(self, engine: int) -> None:
         """A request of ``engine`` is answered or dropped."""
         with self._lock:
             self._count()
-            self._requests[engine] -= 1
+            self._change(engine, -1)
 
     def idle(self) -> tuple[float, float]:
         """(engine seconds without a request, engine seconds) since the last call."""
@@ -42,8 +47,15 @@ class Engines:
             self._idle = self._all = 0.0
         return found
 
+    def _change(self, engine: int, by: int) -> None:
+        before = self._requests[engine]
+        self._requests[engine] = after = before + by
+        del self._by_requests[bisect_left(self._by_requests, (before, engine))]
+        insort(self._by_requests, (after, engine))
+        self._without += (after == 0) - (before == 0)
+
     def _count(self) -> None:
         now = self._clock()
         seconds, self._counted = now - self._counted, now
-        self._idle += seconds * self._requests.count(0)
+        self._idle += seconds * self._without
         self._all += seconds * len(self._requests)
