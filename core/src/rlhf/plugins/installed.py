@@ -51,11 +51,15 @@ def version(distribution: str, path: Sequence[str] | None = None) -> str | None:
     return requirements.installed_version(distribution)
 
 
+_requirement = cache(Requirement)
+"""Plugins share most of their requirements."""
+
+
 def _unmet(texts: Iterable[str], providers: Collection[str], version_of: Callable[[str], str | None]) -> str:
     """The first requirement on a distribution of this project, or on another plugin, that is not met."""
     for text in texts:
         try:
-            requirement = Requirement(text)
+            requirement = _requirement(text)
         except InvalidRequirement:
             return f"has the unreadable requirement {text!r}"
         name = canonicalize_name(requirement.name)
