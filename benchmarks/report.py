@@ -82,13 +82,15 @@ def tables(result: dict[str, Any]) -> str:
             f"| {r['ours_tokens_per_second']:.0f} | {r['trl_tokens_per_second']:.0f} | **{r['ratio']:.2f}** "
             f"| {r['target']}{met} | {r['ours_peak_mib']:.0f} | {r['trl_peak_mib']:.0f} |"
         )
-    lines += ["", "| TRL with its batch in 4 parts | | tokens/s | ours over it | MiB |", "|---|---|---|---|---|"]
-    lines += [
+    parts = [
         f"| {r['workload']} | {r['precision']} | {r['trl_parts_tokens_per_second']:.0f} "
         f"| {r['ours_tokens_per_second'] / r['trl_parts_tokens_per_second']:.2f} | {r['trl_parts_peak_mib']:.0f} |"
         for r in result["comparison"]
         if "trl_parts_peak_mib" in r
     ]
+    if parts:
+        lines += ["", "| TRL with its batch in 4 parts | | tokens/s | ours over it | MiB |", "|---|---|---|---|---|"]
+        lines += parts
     names = (*PHASES, "rest")
     lines += ["", f"| ours, ms per step | {' | '.join(names)} | update's share of the limit |"]
     lines += ["|---" * (len(names) + 2) + "|"]

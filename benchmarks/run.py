@@ -14,7 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,18 @@ from settings import THREADS, WORKLOADS, write
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
 PEERS = HERE.parent / ".venv-peers"
+
+
+@contextmanager
+def competing(count: int) -> Iterator[None]:
+    """``count`` other processes that never wait, beside what is timed."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def execute(python: str, script: str, *arguments: str) -> str:
@@ -67,7 +80,7 @@ def plan(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]]:
     return [
         (f"{workload}/{precision}/{who}", f"{who}_train.py", [workload, precision, *steps])
         for workload in arguments.workloads
-        for precision in ("fp32", "bf16")
+        for precision in arguments.precisions
         for who in ("ours", "trl")
     ]
 
@@ -79,7 +92,7 @@ def parts_plan(arguments: argparse.Namespace) -> list[tuple[str, str, list[str]]
         (f"{workload}/{precision}/trl in 4 parts", "trl_train.py", [workload, precision, *steps])
         for workload in arguments.workloads
         if workload.startswith("grpo")
-        for precision in ("fp32", "bf16")
+        for precision in arguments.precisions
     ]
 
 
@@ -132,11 +145,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     print(f"matrix products: {limit['fp32'] / 1e9:.0f} GFLOP/s fp32, {limit['bf16'] / 1e9:.0f} bf16", flush=True)
     arms: dict[str, report.Runs] = {}
     timed = [(r + 1, *job) for r in range(arguments.repeats) for job in plan(arguments)]
-    once = [(1, *job) for job in (*parts_plan(arguments), *scale_plan(arguments))]
+    once = [] if arguments.busy else [(1, *job) for job in (*parts_plan(arguments), *scale_plan(arguments))]
     for repeat, arm, script, options in [*timed, *once]:
         python = trl if script == "trl_train.py" else sys.executable
         result = work / "result.json"
-        execute(python, script, *options, "--work", str(work), "--result", str(result))
+        with competing(arguments.busy):
+            execute(python, script, *options, "--work", str(work), "--result", str(result))
         arms.setdefault(arm, []).append(json.loads(result.read_text()))
         latest = arms[arm][-1]
         print(
@@ -147,6 +161,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     ours = {name: runs for name, runs in arms.items() if name.endswith("/ours")}
     return {
         **circumstances(arguments, load_before),
+        "competing_processes": arguments.busy,
         "gradient_distance": distances,
         "limit": limit,
         "comparison": report.comparison(arms),
@@ -185,6 +200,8 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def main() -> None:
     parser = parser_of(__doc__.splitlines()[0], WORKLOADS, date.today().isoformat())
     parser.add_argument("--quick", action="store_true", help="one repeat of two steps: tests the script only")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="N other processes that compute all the time")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     arguments = parsed(parser)
     if arguments.quick:
         arguments.repeats, arguments.steps, arguments.warmup = 1, 2, 1

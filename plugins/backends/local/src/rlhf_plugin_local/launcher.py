@@ -10,6 +10,8 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Resolved
 
+from rlhf_plugin_local.short_waits import ShortWaits, applicable
+
 
 class LocalGroup(WorkerGroup):
     """One rank: the trainer itself."""
@@ -30,10 +32,11 @@ class LocalGroup(WorkerGroup):
 
 
 class LocalLauncher(Launcher):
-    """No processes, no copies, nothing to shut down."""
+    """No processes and no copies. Threads of torch wait briefly for each other while other processes use the cores."""
 
     name = "local"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "export:module"})
+    _waits: ShortWaits | None = None
 
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
@@ -59,6 +62,9 @@ class LocalLauncher(Launcher):
                 f"launcher 'local' has one rank, role {spec.role.name!r} asks for {spec.world_size}: use a launcher "
                 "for several processes"
             )
+        if self._waits is None and applicable():
+            self._waits = ShortWaits()
+            self._waits.start()
         return LocalGroup(trainer(config, spec))
 
     def launch_generator(
@@ -70,3 +76,8 @@ class LocalLauncher(Launcher):
         refresh: Callable[[], object] | None = None,
     ) -> Generator:
         return generator(config, spec)
+
+    def shutdown(self) -> None:
+        if self._waits is not None:
+            self._waits.close()
+            self._waits = None
