@@ -31,7 +31,7 @@ from rlhf.errors import StandstillError, TrainingError
 from rlhf.types import Group, Row
 
 from rlhf_runtime.samples.acceptance import Acceptance
-from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, oldest_version
+from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
 from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
 from rlhf_runtime.samples.single_requests import SingleRequests
 from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
@@ -204,28 +204,21 @@ class ContinuousStream(Stream):
 
     def _fresh(self, step: int, chosen: list[Pending] | None) -> list[Pending] | None:
         """``chosen`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""
-        old = []
-        for pending in chosen or []:
-            oldest = oldest_version(pending.group) if pending.group is not None else None
-            if oldest is not None and step - oldest > self.pending.staleness:
-                old.append(pending)
-        for pending in old:
+        scored = [(pending, pending.group) for pending in chosen or [] if pending.group is not None]
+        old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
+        for pending, group in old:
             self.pending.remove(pending)
-            assert pending.group is not None
             assert self._requests is not None
-            self.acceptance.reject(pending.group, self._counts, "stale", pending.group.trajectories)
+            self.acceptance.reject(group, self._counts, "stale", group.trajectories)
             self._start_group(pending.row, self.rollouts.generator.version, self._requests)
         return chosen if not old else None
 
     def _ready(self, step: int, groups: list[Group], version: int) -> ReadyBatch:
-        counts, self._counts = self._counts, self._new_counts()
-        ages = [step - oldest for group in groups if (oldest := oldest_version(group)) is not None]
-        counts["short"] = float(self.pending.batch_size - len(groups))
+        counts, self._counts, self._rejected = self._counts, self._new_counts(), 0
+        ages = [steps for group in groups if (steps := age(group, step)) is not None]
+        counts |= {"short": float(self.pending.batch_size - len(groups)), "oldest": float(max(ages, default=0))}
         counts["age"] = float(median(ages)) if ages else 0.0
-        counts["oldest"] = float(max(ages, default=0))
-        counts["running"] = float(self.pending.running)
-        counts["waiting"] = float(len(self.pending) - self.pending.running)
-        self._rejected = 0
+        counts |= {"running": float(self.pending.running), "waiting": float(len(self.pending) - self.pending.running)}
         return ReadyBatch(groups, version, counts)
 
     def _new_counts(self) -> dict[str, float]:
