@@ -1,0 +1,139 @@
+"""The reward: asks a server for the scores of a group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Field, field_validator
+from rlhf.errors import ConfigError, RewardError
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import Group, RewardResult, Row
+
+from rlhf_plugin_http.answers import results
+from rlhf_plugin_http.servers import Servers
+
+_LOG = logging.getLogger(__name__)
+LONGEST = 10 * 2**20
+"""Bytes of an answer; a longer one is refused."""
+PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds before the second attempt, doubled before each further one, and their limit."""
+
+
+class HttpConfig(ComponentConfig):
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Addresses of servers that give the same scores. They are asked in turn."""
+    label: str | None = None
+    """Row column that is sent as ``labels``. If absent: ``label``, else ``answer``, else an empty text."""
+    token_env: str | None = None
+    """Environment variable that holds a token, sent as ``Authorization: Bearer``."""
+    timeout: Annotated[float, Field(gt=0)] = 20.0
+    """Seconds for one request to one server. Then the next server is asked."""
+    attempts: Annotated[int, Field(gt=0)] = 3
+    """How often all servers are asked before the samples count as failed."""
+    rest: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that a server which failed is left out, as long as another one answers."""
+
+    @field_validator("urls")
+    @classmethod
+    def _web_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not an address of the web: it must begin with http:// or https://")
+        if len(set(urls)) != len(urls):
+            raise ValueError("the same address is given twice")
+        return urls
+
+
+class HttpReward(Reward):
+    """``POST {"query": [...], "prompts": [...], "labels": [...]}`` for each group; a query is the prompt with the
+    answer. See :mod:`rlhf_plugin_http.answers` for what the server answers.
+
+    A server that cannot be reached, is too slow or answers with an HTTP status of 429 or above 499 has failed, and the
+    next one is asked. Any other answer that is not understood is an error at once, because every server would give it.
+    Redirects are not followed.
+    """
+
+    name = "http"
+    source = "the remote reward models of OpenRLHF"
+    Config = HttpConfig
+
+    def __init__(self, config: HttpConfig) -> None:
+        super().__init__(config)
+        self._servers = Servers(config.urls, config.rest)
+        self._headers = {}
+        if config.token_env is not None:
+            token = os.environ.get(config.token_env)
+            if not token:
+                raise ConfigError(
+                    f"reward 'http': token_env = {config.token_env!r}, but this environment variable is not set. "
+                    "Export it, or remove token_env."
+                )
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        question = {
+            "query": [t.prompt_text + t.completion for t in group.trajectories],
+            "prompts": [t.prompt_text for t in group.trajectories],
+            "labels": [_label(group.row, self.config.label)] * len(group.trajectories),
+        }
+        failures: list[str] = []
+        for attempt in range(self.config.attempts):
+            if attempt:
+                await asyncio.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (attempt - 1)))
+            for url in self._servers.order():
+                try:
+                    body = await self._ask(url, question)
+                except (httpx.TransportError, TimeoutError, _Unavailable) as error:
+                    slow = isinstance(error, TimeoutError | httpx.TimeoutException)
+                    why = f"{url}: {f'no answer in {self.config.timeout:g} s' if slow else str(error) or repr(error)}"
+                    failures.append(why)
+                    if self._servers.failed(url) and len(self.config.urls) > 1:
+                        _LOG.warning("reward 'http': %s. It is left out for %g s.", why, self.config.rest)
+                else:
+                    self._servers.answered(url)
+                    return results(body, len(group.trajectories), url)
+        why = "; ".join(dict.fromkeys(failures))
+        raise RewardError(f"no server answered in {self.config.attempts} attempts: {why}")
+
+    async def _ask(self, url: str, question: dict[str, Any]) -> bytes:
+        async with (
+            asyncio.timeout(self.config.timeout),  # httpx limits each read only
+            self._connections().stream("POST", url, json=question, headers=self._headers) as response,
+        ):
+            if response.status_code == 429 or response.status_code > 499:
+                raise _Unavailable(f"HTTP status {response.status_code}")
+            body = b""
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > LONGEST:
+                    raise RewardError(f"{url} answered more than {LONGEST // 2**20} MiB")
+            if response.status_code != 200:
+                start = body[:200].decode(errors="replace")
+                raise RewardError(f"{url} answered with HTTP status {response.status_code}: {start!r}")
+            return body
+
+    def _connections(self) -> httpx.AsyncClient:
+        """One client for the event loop, so that connections are used again."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            self._client = httpx.AsyncClient(timeout=self.config.timeout, limits=httpx.Limits(max_connections=None))
+            self._loop = loop
+        return self._client
+
+
+class _Unavailable(Exception):
+    """The server answers, but not now."""
+
+
+def _label(row: Row, column: str | None) -> Any:
+    if column is None:
+        return row.get("label", row.get("answer", ""))
+    if column not in row.columns:
+        raise RewardError(f"reward 'http' sends the column {column!r} as labels; the row has {sorted(row.columns)}")
+    return row[column]

@@ -1,0 +1,177 @@
+"""The HTTP reward: the protocol, servers that fail, and answers that are not understood."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+
+import pytest
+from pydantic import ValidationError
+from reward_server import RewardServer, lengths
+from rlhf.errors import ConfigError, RewardError
+from rlhf.plugins import Plugins
+from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf_plugin_http import HttpReward, reward
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(reward, "PAUSE", 0.0)
+
+
+@pytest.fixture
+def server():
+    with RewardServer() as one:
+        yield one
+
+
+@pytest.fixture
+def other():
+    with RewardServer() as one:
+        yield one
+
+
+def group(*answers: str, **columns) -> Group:
+    row = Row(columns, "unit", 0)
+    turns = [[Turn([1], False, text="Q:"), Turn([2], True, text=answer)] for answer in answers]
+    return Group(row, 0, [Trajectory(row, t, (0, n)) for n, t in enumerate(turns)])
+
+
+def made(*servers: RewardServer | str, **options) -> HttpReward:
+    urls = tuple(one if isinstance(one, str) else one.url for one in servers)
+    return HttpReward(HttpReward.Config(urls=urls, **options))
+
+
+def score(one: HttpReward, *answers: str, **columns) -> list[RewardResult]:
+    return asyncio.run(one.score(group(*answers, **columns)))
+
+
+def closed() -> str:
+    """An address at which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}/"
+
+
+def test_it_is_found_by_name() -> None:
+    assert Plugins.discover().resolve("reward", "http").cls is HttpReward
+
+
+def test_a_group_is_one_request_with_queries_prompts_and_labels(server) -> None:
+    assert [r.value for r in score(made(server), "a", "bcd", answer="4")] == [3.0, 5.0]
+    assert server.asked == [{"query": ["Q:a", "Q:bcd"], "prompts": ["Q:", "Q:"], "labels": ["4", "4"]}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "label", "sent"),
+    [({"label": 1, "answer": 2}, None, 1), ({}, None, ""), ({"label": 1, "gold": [7]}, "gold", [7])],
+)
+def test_labels_are_the_column_asked_for(server, columns, label, sent) -> None:
+    score(made(server, label=label), "a", **columns)
+    assert server.asked[0]["labels"] == [sent]
+
+
+def test_a_missing_column_is_named(server) -> None:
+    with pytest.raises(RewardError, match=r"sends the column 'gold' as labels; the row has \['answer'\]"):
+        score(made(server, label="gold"), "a", answer="4")
+
+
+def test_scores_and_logs_are_kept_beside_the_rewards(server) -> None:
+    server.reply = lambda _: (
+        200,
+        json.dumps({"rewards": [1, 2.5], "scores": [0, 1], "extra_logs": {"len": [3, 4]}}).encode(),
+    )
+    assert score(made(server), "a", "b") == [
+        RewardResult(1.0, 0.0, info={"len": 3.0}),
+        RewardResult(2.5, 1.0, info={"len": 4.0}),
+    ]
+
+
+def test_the_token_is_sent_and_never_shown(server, monkeypatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    one = made(server, token_env="REWARD_TOKEN")
+    score(one, "a")
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+    assert "s3cret" not in repr(one.config)
+
+
+def test_a_token_that_is_not_set_is_refused(server, monkeypatch) -> None:
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="token_env = 'REWARD_TOKEN', but this environment variable is not set"):
+        made(server, token_env="REWARD_TOKEN")
+
+
+def test_servers_are_asked_in_turn(server, other) -> None:
+    one = made(server, other)
+    for _ in range(4):
+        score(one, "a")
+    assert (len(server.asked), len(other.asked)) == (2, 2)
+
+
+@pytest.mark.parametrize("failure", ["closed", "busy", "slow"])
+def test_a_server_that_fails_is_left_out_and_named_once(server, other, failure, caplog) -> None:
+    other.reply = {
+        "closed": lengths,
+        "busy": lambda _: (503, b"overloaded"),
+        "slow": lambda q: (other.leave.wait(60), lengths(q))[1],
+    }[failure]
+    url = closed() if failure == "closed" else other.url
+    one = made(url, server, timeout=1.0 if failure == "slow" else 20.0)
+    with caplog.at_level(logging.WARNING):
+        assert [score(one, "a")[0].value for _ in range(3)] == [3.0] * 3
+    assert len(server.asked) == 3
+    assert len(other.asked) == (failure != "closed"), "not asked again while it is left out"
+    [line] = caplog.messages
+    assert f"reward 'http': {url}: " in line
+    assert "It is left out for 30 s." in line
+
+
+def test_a_server_that_answers_again_is_used_again(server) -> None:
+    server.reply = lambda _: (503, b"")
+    one = made(server, attempts=2)
+    with pytest.raises(RewardError, match=r"no server answered in 2 attempts: http.*HTTP status 503"):
+        score(one, "a")
+    assert len(server.asked) == 2
+    server.reply = lengths
+    assert score(one, "a")[0].value == 3.0
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (200, b"<html>hello</html>", "answered '<html>hello</html>', which is not JSON"),
+        (200, b"[" * 100_000, "which is not JSON"),
+        (200, b'{"rewards": [NaN]}', "NaN is a number that is not finite"),
+        (200, b'{"rewards": [1e999]}', r"answered float inf as rewards\[0\]. The reward expects a finite number"),
+        (200, b'{"rewards": [1, 2]}', "answered 2 values as 'rewards' of 1 samples"),
+        (200, b'{"rewards": "1"}', "answered str '1' as 'rewards' of 1 samples"),
+        (200, b'{"rewards": [true]}', r"answered bool True as rewards\[0\]"),
+        (200, b'{"rewards": [1], "scores": []}', "answered 0 values as 'scores' of 1 samples"),
+        (200, b'{"rewards": [1], "extra_logs": {"x": ["a"]}}', r"answered str 'a' as extra_logs.x\[0\]"),
+        (200, b'{"rewards": [1], "extra_logs": [1]}', "The reward expects an object of lists"),
+        (200, b'{"reward": [1]}', "The reward expects an object with the key 'rewards'"),
+        (200, b" " * (10 * 2**20 + 1), "answered more than 10 MiB"),
+        (302, b"", "answered with HTTP status 302"),
+        (404, b"nothing here", "answered with HTTP status 404: 'nothing here'"),
+    ],
+)
+def test_an_answer_that_is_not_understood_is_an_error_at_once(server, status, body, message) -> None:
+    server.reply = lambda _: (status, body)
+    with pytest.raises(RewardError, match=message):
+        score(made(server), "a")
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        (("ftp://x",), "must begin with http"),
+        (("http://x", "http://x"), "the same address is given twice"),
+        ((), "at least 1 item"),
+    ],
+)
+def test_addresses_are_checked(urls, message) -> None:
+    with pytest.raises(ValidationError, match=message):
+        HttpReward.Config(urls=urls)
