@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import ssl
 from typing import Annotated, Any
 
 import httpx
@@ -73,8 +74,7 @@ class HttpReward(Reward):
                     "Export it, or remove token_env."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
-        self._client: httpx.AsyncClient | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
 
     async def score(self, group: Group) -> list[RewardResult]:
         question = {
@@ -104,7 +104,8 @@ class HttpReward(Reward):
     async def _ask(self, url: str, question: dict[str, Any]) -> bytes:
         async with (
             asyncio.timeout(self.config.timeout),  # httpx limits each read only
-            self._connections().stream("POST", url, json=question, headers=self._headers) as response,
+            httpx.AsyncClient(timeout=self.config.timeout, verify=self._certificates) as client,
+            client.stream("POST", url, json=question, headers=self._headers) as response,
         ):
             if response.status_code == 429 or response.status_code > 499:
                 raise _Unavailable(f"HTTP status {response.status_code}")
@@ -117,14 +118,6 @@ class HttpReward(Reward):
                 start = body[:200].decode(errors="replace")
                 raise RewardError(f"{url} answered with HTTP status {response.status_code}: {start!r}")
             return body
-
-    def _connections(self) -> httpx.AsyncClient:
-        """One client for the event loop, so that connections are used again."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            self._client = httpx.AsyncClient(timeout=self.config.timeout, limits=httpx.Limits(max_connections=None))
-            self._loop = loop
-        return self._client
 
 
 class _Unavailable(Exception):
