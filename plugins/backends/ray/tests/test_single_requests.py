@@ -73,10 +73,15 @@ def test_each_request_is_answered_and_all_engines_work(asking):
 
 @pytest.mark.full
 def test_a_request_is_answered_while_another_is_not(asking):
-    a = asking(engines=1)
+    a = asking(engines=2)
+    assert a.run.engines.idle() is None
     [endless, other] = a.ask([ENDLESS, *requests(1, 1)])
     assert [*other.result(60).ids] == tokens(a.run.weights, requests(1, 1)[0])
     assert not endless.done()
+    a.run.engines.idle()
+    time.sleep(0.2)
+    idle, total = a.run.engines.idle()
+    assert idle == pytest.approx(total / 2, rel=0.2), "one of two engines has a request"
 
 
 @pytest.mark.full

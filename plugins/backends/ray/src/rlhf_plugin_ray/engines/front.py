@@ -144,6 +144,9 @@ class EngineGroup(Generator):
         finally:
             self._single.cancel(name)
 
+    def idle(self) -> tuple[float, float] | None:
+        return None if self._single is None else self._single.idle()
+
     # ------------------------------------------------------------------------------------- weights
 
     def pause(self) -> None:
