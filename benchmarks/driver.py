@@ -109,6 +109,16 @@ def measure(tokens: int, folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+def table(per_token: dict[str, Any]) -> str:
+    """The rows of measurements.md: processor time by part and in all, and the largest memory above a part's result."""
+    return "\n".join(
+        f"| 10^{len(tokens) - 1} | "
+        + " | ".join(f"{part['cpu']:.3f}" for name, part in parts.items() if name not in ("load", "file"))
+        + f" | {parts[TOTAL]['above']:.1f} |"
+        for tokens, parts in per_token.items()
+    )
+
+
 def _timed(part: Callable[[], Any]) -> tuple[float, float]:
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()
@@ -152,9 +162,9 @@ def main() -> None:
     load, found = os.getloadavg()[0], {}
     with tempfile.TemporaryDirectory() as folder:
         for tokens in args.tokens:
-            found[str(tokens)] = table = measure(tokens, Path(folder))
+            found[str(tokens)] = measured = measure(tokens, Path(folder))
             print(f"{tokens:,} tokens a step")
-            for name, figures in table.items():
+            for name, figures in measured.items():
                 print(f"  {name:9}  " + "  ".join(f"{key} {value:9.4f}" for key, value in figures.items()))
     if args.output is not None:
         machine = {"processor": _processor(), "cpus": os.cpu_count(), "load_before": load}
