@@ -43,8 +43,9 @@ def made(report: Any, preferences: Any, driver: Any) -> set[str]:
             shown.append(report.tables(result))
         elif "parity" in result:
             shown += [preferences.table(result["comparison"]), preferences.phases(result["arms"])]
-        elif "per_token" in result and "machine" in result:  # the measurement before has other parts
-            shown.append(driver.table(result["per_token"]))
+        elif "per_token" in result:
+            whole = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
+            shown.append(driver.table(whole))  # the first measurement has other parts
     return {re.sub(r" +", " ", line) for text in shown for line in text.splitlines()}
 
 
