@@ -2,10 +2,13 @@
 environments take the time that they are told, and the controller is the real one.
 
     python benchmarks/stream.py [--output results/NAME.json]
+    python benchmarks/stream.py --in-flight [--output results/NAME.json]
     python benchmarks/stream.py --scale [--batch 2500] [--output results/NAME.json]
 
 The environment answers after a log-normal delay of 0.5 s on average, one in a hundred after 5 s. An episode has 4
 turns. All times are simulated seconds.
+
+``--in-flight``: what new weights do to unfinished answers, with answers of 10 to 1,000 tokens.
 
 ``--scale``: what the controller costs with 1,000 engines of 128 slots. Batches are of ``--batch`` groups of 8 samples,
 and five of them are under way at once: 100,000 samples in one process. An answer of 200 tokens takes 100 s, without
@@ -51,6 +54,14 @@ STREAMS: dict[str, list[str]] = {
         *["--stream.mode", "continuous", "--stream.staleness", "4", "--stream.order", "completion"],
     ],
 }
+IN_FLIGHT_WORKLOADS: dict[str, dict[str, Any]] = {
+    "answers of 10 to 1,000 tokens, learning 2 s": {"trainer": 2.0, "tokens": 250.0, "sigma": 1.1, "env": False},
+}
+IN_FLIGHT_STREAMS = {
+    f"{what}, staleness {age}": [*STREAMS[f"continuous, submission, staleness {age}"], "--sync.in_flight", what]
+    for age in (1, 4)
+    for what in ("drain", "continue", "restart")
+}
 
 
 def arguments(folder: Path, workload: dict[str, Any], stream: list[str]) -> list[str]:
@@ -64,10 +75,11 @@ def arguments(folder: Path, workload: dict[str, Any], stream: list[str]) -> list
         "trainer.seconds": workload["trainer"],
         "generator.speed": speed,
         "generator.tokens": workload["tokens"],
+        "generator.tokens_sigma": workload.get("sigma", 0.5),
         "generator.engines": 4,
         "generator.slots": 256,
         "sampling.samples_per_prompt": SAMPLES,
-        "sampling.max_new_tokens": 2000,
+        "sampling.max_new_tokens": 1000 if "sigma" in workload else 2000,
         "data.batch_size": BATCH,
         "data.max_tokens": 20000,
         "run.steps": STEPS,
@@ -204,6 +216,7 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--in-flight", action="store_true", help="drain, continue and restart in place of the streams")
     parser.add_argument("--scale", action="store_true", help="a thousand engines in place of the comparison")
     parser.add_argument("--batch", type=int, default=2500, help="groups of a batch, with --scale")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
@@ -223,14 +236,15 @@ def main() -> None:
                 text = json.dumps({"scale": scale, "machine": machine() | {"load_before": load}}, indent=1)
                 options.output.write_text(text + "\n", encoding="utf-8")
             return
-        for title, workload in WORKLOADS.items():
-            found[title] = {stream: measure(folder, workload, flags) for stream, flags in STREAMS.items()}
+        compared = (IN_FLIGHT_WORKLOADS, IN_FLIGHT_STREAMS) if options.in_flight else (WORKLOADS, STREAMS)
+        for title, workload in compared[0].items():
+            found[title] = {stream: measure(folder, workload, flags) for stream, flags in compared[1].items()}
     for title, streams in found.items():
-        waves = streams["waves"]["samples a second"]
+        first = next(iter(streams.values()))["samples a second"]
         print(f"\n{title}\n\n| stream | step | waiting | samples a second | ratio | age |\n|---|---|---|---|---|---|")
         for stream, figures in streams.items():
             step, waiting, rate, age = figures.values()
-            print(f"| {stream} | {step:.1f} s | {waiting:.1f} s | {rate:.1f} | {rate / waves:.2f} | {age:.1f} |")
+            print(f"| {stream} | {step:.1f} s | {waiting:.1f} s | {rate:.1f} | {rate / first:.2f} | {age:.1f} |")
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -82,6 +82,24 @@ def test_no_answer_mixes_weights_unless_it_continues(shop: Workshop, in_flight: 
     assert set(spans) == {1}
 
 
+@pytest.mark.full
+@pytest.mark.cluster
+@pytest.mark.parametrize("in_flight", ["continue", "drain", "restart"])
+def test_engines_that_are_actors_of_ray_keep_the_promise(shop: Workshop, in_flight: str) -> None:
+    pytest.importorskip("ray")
+    speed = {"speed": 50.0}
+    run_and_check(
+        shop,
+        "run",
+        launcher={"use": "ray", "cpus": 4, "object_store_gib": 0.25},
+        placement={"generator": {"ranks": 2}},
+        sync={"in_flight": in_flight, "canaries": 0},
+        generator={"engines": 1, **speed},
+        env=speed,
+        trainer=speed,
+    )
+
+
 def test_learning_and_sampling_overlap(shop: Workshop) -> None:
     """While a step learns, the samples of the next one are under way."""
     run = run_and_check(shop, "run", stream={"staleness": 1}, trainer={"seconds": 20.0})
