@@ -86,7 +86,14 @@ class Copying(Generator):
     def generate(self, requests):
         return iter(())
 
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
     def begin_load(self, version):
+        self.calls.append("load")
         self.version, self.got, self.size = version, {}, 0
 
     def take(self, bucket):
@@ -100,6 +107,7 @@ class Copying(Generator):
         return [Proof(self.version, nbytes=self.size, received=self.got)]
 
     def logprobs(self, sequences):
+        self.calls.append("canaries")
         return [[logprobs(self.held, ids).tolist() for ids in sequences]]
 
     def stale(self, bucket):
@@ -123,6 +131,7 @@ def made():
         return WeightSync(role, generator, SyncSection(**section), 0, notes.append, longest)
 
     sync().push(0)
+    generator.calls.clear()
     for tensor in trainer.live.values():  # one update
         tensor += 0.5 * tensor.roll(1, 0)
     return trainer, group, generator, sync, notes
@@ -167,6 +176,20 @@ def test_a_sync_reports_the_bytes_that_it_sent(made):
     assert metrics["sync/canary"] < 1e-6
     assert metrics == {"sync/version": 1, "sync/attempts": 1, "sync/canary": metrics["sync/canary"],
                        "sync/MiB": 3 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
+
+
+def test_the_generator_pauses_until_the_new_weights_are_proven(made):
+    _, _, generator, sync, _ = made
+    sync().push(1)
+    assert generator.calls == ["pause", "load", "canaries", "resume"]
+
+
+def test_the_generator_stays_paused_after_a_failed_proof(made):
+    _, _, generator, sync, _ = made
+    generator.forgets = ("head",)
+    with pytest.raises(SyncError, match="canaries differ"):
+        sync().push(1)
+    assert generator.calls == ["pause", "load", "canaries"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from rlhf.interfaces import Rollout
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
+from rlhf_runtime.samples import continuous_stream
 from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousStream
 from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
 from rlhf_runtime.workers.main_thread import MainThread
@@ -93,15 +95,23 @@ class Engine:
         """Answers to each row."""
         self.stopped = asyncio.Semaphore(0)
         """One for every sample that is held."""
+        self.repaired_on: list[threading.Thread] = []
+        """The thread of each call of :meth:`repair`, which answers what is held."""
+        self.repaired = asyncio.Event()
+
+    def repair(self) -> None:
+        self.repaired_on.append(threading.current_thread())
+        self.loop.call_soon_threadsafe(self.repaired.set)
 
     def idle(self) -> tuple[float, float]:
         return 1.0, 4.0
 
     async def answer(self, request: GenerationRequest) -> Turn:
+        self.loop = asyncio.get_running_loop()
         index, number = request.ids[0], len(request.ids) // 2  # prompt, then an answer and an observation a turn
         if self.held.get(index) == number:
             self.stopped.release()
-            await asyncio.Event().wait()
+            await self.repaired.wait()
         age = index in self.old and self.answers[index] < SAMPLES * TURNS
         self.answers[index] += 1
         self.next += 1
@@ -215,6 +225,16 @@ def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
     assert ready.counts["oldest"] == 0.0
     assert ready.counts["idle"] == 0.25
     assert engine.answers == {0: SAMPLES * TURNS, 1: 2 * SAMPLES * TURNS}
+
+
+def test_engines_are_repaired_on_the_main_thread_while_nothing_ends(stream, monkeypatch) -> None:
+    """Row 1 is answered only after a repair, as if its engine had died."""
+    monkeypatch.setattr(continuous_stream, "LOOK", 0.01)
+    engine = Engine(100, held={1: 0})
+    made = stream(engine, total_steps=1, staleness=0)
+    made.start(0)
+    assert [group.row.index for group in made.take(0).groups] == [0, 1]
+    assert set(engine.repaired_on) == {threading.main_thread()}
 
 
 def test_samples_go_on_while_many_groups_are_started(stream: Callable[..., ContinuousStream]) -> None:

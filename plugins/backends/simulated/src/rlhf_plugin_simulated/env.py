@@ -34,6 +34,8 @@ class SimulatedEnv(Env):
 
     name = "simulated"
     Config = SimulatedEnvConfig
+    conformance = {"configs": (SimulatedEnvConfig(speed=100.0),)}
+    """Config for ``rlhf plugins check``, which would otherwise wait for every simulated second."""
 
     async def reset(self, row: Row, seed: int) -> str:
         self._draw = random.Random(seed)
