@@ -29,3 +29,18 @@ def test_the_error_is_of_the_union_branch_that_fits_the_type():
 def test_an_entry_of_a_list_is_named_by_its_place():
     [line] = [line for line in told(kind=("ipo", "hing")) if "kind.1" in line]
     assert "should be 'sigmoid' or 'ipo', got string 'hing'" in line
+
+
+class Addresses(ComponentConfig):
+    urls: tuple[str, ...]
+
+
+def test_a_flag_with_a_list_says_how_to_write_the_list():
+    for given, expected in (
+        ({"urls": "a"}, """should be a list, got string 'a'. Write a list in the form of TOML: '["a"]'."""),
+        ({}, "required, and not given. Set it with --r.urls '[VALUE, ...]'."),
+    ):
+        with pytest.raises(ValidationError) as error:
+            Addresses(**given)
+        [line] = describe(error.value, Addresses, "r", {"r.urls": "flag --r.urls"})
+        assert line == f"r.urls (flag --r.urls): {expected}"

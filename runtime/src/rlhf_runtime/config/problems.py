@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,8 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         field = parent.model_fields.get(location[-1]) if parent is not None else None
         item = item_of(field.annotation) if field is not None else None
         tables = item is not None and item[0] is dict and model_of(item[1]) is not None
-        how = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path)
+        listed = item is not None and item[0] is not dict
+        how = f" Write a table [{path}.NAME] for each." if tables else _how_to_give(path, listed)
         return f"{at}: required, and not given.{how}"
     message = str(error["msg"])
     if kind in ("value_error", "assertion_error"):
@@ -145,17 +147,20 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         usual = field.default if field is not None and isinstance(field.default, int | float | str) else None
         return f"{at}: needs a value, which {message}{f', e.g. --{path} {usual}' if usual else ''}."
     hint = ""
+    if kind in ("tuple_type", "list_type") and isinstance(value, str) and "flag --" in at:
+        hint = f" Write a list in the form of TOML: '[{json.dumps(value, ensure_ascii=False)}]'."
     if kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
     return f"{at}: {message}, got {got(value)}.{hint}"
 
 
-def _how_to_give(path: str) -> str:
+def _how_to_give(path: str, listed: bool) -> str:
     if path == "algorithm":
         return ' Name one with --algo NAME or `algorithm = "NAME"`; `rlhf plugins list` shows them.'
     if path.rsplit(".", 1)[-1] == "use":
         return f' Name the plugin: `use = "NAME"` or --{path} NAME.'
-    return f" Set it with --{path} VALUE."
+    value = "'[VALUE, ...]'" if listed else "VALUE"
+    return f" Set it with --{path} {value}."
 
 
 def _model_at(model: type[BaseModel], location: Sequence[str]) -> type[BaseModel] | None:
