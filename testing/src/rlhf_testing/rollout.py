@@ -14,7 +14,7 @@ import asyncio
 import copy
 import inspect
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from rlhf.types import EnvStep, Row, Sampling, Turn
 
 from rlhf_testing import fabricate
 from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ScriptedEnv(Env):
@@ -80,6 +82,23 @@ class ScriptedContext(RolloutContext):
 
     def encode_observation(self, text: str) -> Turn:
         return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
+
+    def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
+        text = "".join([f"<{m['role']}:{m.get('content') or ''}>" for m in messages])
+        return Turn(list(f"{len(tools) or ''}{text}".encode()), sampled=False, text=text)
+
+    def encode_following(
+        self,
+        before: Messages,
+        answer: Mapping[str, Any],
+        following: Messages,
+        tools: Messages = (),
+        turn: Turn | None = None,
+    ) -> Turn | None:
+        return self.encode_messages(following)
+
+    def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
+        return {"role": "assistant", "content": turn.text}
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         given = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)

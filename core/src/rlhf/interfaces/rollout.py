@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rlhf.errors import DataError
 from rlhf.interfaces.component import Component
 from rlhf.interfaces.env import Env
 from rlhf.types import Row, Sampling, Turn
@@ -33,6 +36,60 @@ class RolloutContext(ABC):
         assistant turn when an observation follows."""
         return [self.encode_prompt(row), *([self.encode_observation(text)] if text else [])]
 
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
+        """A whole conversation that the policy can answer, as an unsampled turn.
+
+        Args:
+            messages: in the form of the OpenAI chat API: ``role``, ``content``, ``tool_calls``, ``tool_call_id``,
+                ``reasoning_content``. Other fields are ignored.
+            tools: descriptions of functions in the form of that API (JSON schema), passed to the chat template.
+
+        Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`), a message is not in that form, or
+            the chat template refuses the messages.
+        """
+        raise DataError("this context has no chat template to encode messages with")
+
+    def encode_following(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        following: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        turn: Turn | None = None,
+    ) -> Turn | None:
+        """What the chat template writes after a sampled answer, as an unsampled turn that the policy can answer. The
+        tokens before it stay as they are.
+
+        Args:
+            before: all messages before the answer.
+            answer: the sampled answer (:meth:`parse_answer`).
+            following: the messages after it, such as tool results.
+            turn: the turn of the answer; None: the one that :meth:`generate` returned last.
+
+        Returns: None if the chat template writes ``before`` or the answer otherwise once ``following`` follows (Qwen3
+            removes the reasoning of earlier answers when a user message follows). The tokens so far are then not what
+            the template shows the policy: go on with :meth:`encode_messages` and :attr:`~rlhf.types.Turn.fresh`.
+
+        Raises DataError: as :meth:`encode_messages`.
+        """
+        raise DataError("this context has no chat template to encode messages with")
+
+    def parse_answer(self, turn: Turn, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+        """The assistant message of a turn that :meth:`generate` returned: ``role``, ``content``, and if there are any
+        ``reasoning_content`` and ``tool_calls``, each with ``id``, ``type`` and ``function`` (``name``, and
+        ``arguments`` as JSON text).
+
+        The tokenizer's ``response_template`` is used if it has one. Otherwise ``<think>`` and ``<tool_call>`` with JSON
+        are read if the chat template contains them. A call that cannot be parsed stays in ``content``. The ids of calls
+        depend on the sample's index and the turn's number only.
+
+        Args:
+            tools: as in :meth:`encode_messages`; types of arguments are read from them where the format has none.
+
+        Raises DataError: prompts are plain text.
+        """
+        raise DataError("this context has no chat template to parse answers with")
+
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         """Sample one turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
@@ -59,6 +116,8 @@ class Rollout(Component):
     replays_env: bool = False
     """True: the rollout replays turns that contain the rewards of a recorded environment. ``[env]`` may then stay in
     the run file although no environment is opened; ``env.credit`` says how the rewards are credited."""
+    needs_messages: bool = False
+    """True: the rollout calls :meth:`RolloutContext.encode_messages`. A run without a chat template is then refused."""
     needs_generator: bool = True
     """False: the rollout never calls ``ctx.generate``, so the run starts no generator and sends no weights."""
 

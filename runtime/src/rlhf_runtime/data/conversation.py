@@ -69,11 +69,17 @@ class ChatTemplate:
         self._head: str | None = None
         self._require_content()
 
-    def text(self, messages: Sequence[Message], answer: bool) -> str:
-        """One render; ``answer``: with the generation prompt. Raises DataError with the template's message."""
+    def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """One render. Raises DataError with the template's message.
+
+        Args:
+            answer: with the generation prompt.
+            tools: descriptions of functions, in place of those in the keyword arguments.
+        """
+        kwargs = {**self._kwargs, "tools": [dict(t) for t in tools]} if tools else self._kwargs
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **self._kwargs
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **kwargs
             )
         except Exception as error:  # jinja2 errors, and any error of a template
             raise _refused(messages, error) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +12,11 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.chat_messages import ChatMessages, Messages, Tools
 from rlhf_runtime.data.conversation import ChatTemplate, Frame
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 
@@ -99,7 +102,36 @@ class Prompts:
         if self.chat is not None:
             self._history()
 
-    @property
+    def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
+        """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
+        return self._turn(self._conversations[0].encode(messages, tools))
+
+    def encode_following(
+        self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
+    ) -> Turn | None:
+        """What the template writes after a sampled answer (:meth:`ChatMessages.encode_following`)."""
+        ids = self._conversations[0].encode_following(before, answer, following, tools, closed)
+        return None if ids is None else self._turn(ids)
+
+    def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
+        """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
+        return self._conversations[1].parse(turn.ids, prompt, key, tools)
+
+    @cached_property
+    def _conversations(self) -> tuple[ChatMessages, ParsedAnswers]:
+        if self.chat is None:
+            raise DataError(
+                "the rollout encodes messages, which needs a chat template, but prompts are plain text. Use a "
+                "tokenizer with a chat template, or name a file with one as data.chat_template."
+            )
+        ends = self.tokenizer.convert_ids_to_tokens(list(self.end_token_ids))
+        return ChatMessages(self.chat, self.tokens, ends), ParsedAnswers(self.tokenizer)
+
+    def check_messages(self) -> None:
+        """Raises DataError if messages cannot be encoded. Called before a run whose rollout needs them starts."""
+        _ = self._conversations
+
+    @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's end token and the chat template's, if it differs."""
         ids = [self.tokenizer.eos_token_id]

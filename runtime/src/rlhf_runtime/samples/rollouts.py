@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf.errors import EnvError, ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
@@ -32,6 +32,9 @@ TRAINING = "sample"
 """The purpose of samples that are trained on."""
 
 
+Messages = Sequence[Mapping[str, Any]]
+
+
 class PromptTemplate(Protocol):
     """How rows and observations become tokens (:class:`rlhf_runtime.data.template.Template`)."""
 
@@ -45,6 +48,19 @@ class PromptTemplate(Protocol):
     def encode_opening(self, row: Row, text: str) -> list[Turn]: ...
 
     def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
+
+    def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn: ...
+
+    def encode_following(
+        self,
+        before: Messages,
+        answer: Mapping[str, Any],
+        following: Messages,
+        tools: Messages = (),
+        closed: bool = True,
+    ) -> Turn | None: ...
+
+    def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Messages = ()) -> dict[str, Any]: ...
 
 
 class GroupScorer(Protocol):
@@ -234,6 +250,8 @@ class _Context(RolloutContext):
         self._log, self._slice = log, slice
         self._envs: list[Env] = []
         self._closed, self._generating = True, False
+        self._answers: dict[int, tuple[int, Turn, Turn]] = {}
+        """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
         self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
 
@@ -246,6 +264,29 @@ class _Context(RolloutContext):
     def encode_observation(self, text: str) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
         return self._run.template.encode_observation(text, self._closed)
+
+    def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
+        return self._run.template.encode_messages(messages, tools)
+
+    def encode_following(
+        self,
+        before: Messages,
+        answer: Mapping[str, Any],
+        following: Messages,
+        tools: Messages = (),
+        turn: Turn | None = None,
+    ) -> Turn | None:
+        closed = self._closed if turn is None else self._ended(turn)
+        return self._run.template.encode_following(before, answer, following, tools, closed)
+
+    def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
+        number, prompt, _ = self._answers.get(id(turn), (0, None, None))
+        if prompt is None:
+            raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
+        return self._run.template.parse_answer(turn, prompt.ids, (*self._index, number), tools)
+
+    def _ended(self, turn: Turn) -> bool:
+        return bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         if self._generating:
@@ -270,7 +311,8 @@ class _Context(RolloutContext):
         if turn is None:
             turn = await self._generate(turn_number, request)
             self._log.add(turn_number, request, turn)
-        self._closed = bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
+        self._closed = self._ended(turn)
+        self._answers[id(turn)] = turn_number, turns[-1], turn
         return turn
 
     async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:

@@ -98,6 +98,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
+    if rollout is not None and rollout.needs_messages:
+        data.template.check_messages()
     steps = total_steps(config, data.rows_per_epoch)
     curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
     if curriculum is not None:

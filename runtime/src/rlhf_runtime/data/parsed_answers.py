@@ -1,0 +1,127 @@
+"""A sampled answer as an assistant message of the OpenAI chat API: content, reasoning, tool calls."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_TAGS = (_OPEN, _CLOSE, "<tool_call>", "</tool_call>")
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ParsedAnswers:
+    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and calls as
+    JSON in ``<tool_call>`` are found if the chat template contains these tags; all else is content.
+
+    Raises DataError: the ``response_template`` is not valid.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
+        source = templates if isinstance(templates, str) else "".join(templates.values())
+        self._own = getattr(tokenizer, "response_template", None) is not None
+        self._thinks, self._calls = _CLOSE in source, "<tool_call>" in source
+        if self._own:
+            try:
+                tokenizer.get_response_parser(prefix="")
+            except Exception as error:  # of the template, which somebody wrote for this tokenizer
+                raise DataError(
+                    f"the tokenizer's response_template is not valid: {type(error).__name__}: {error}. Correct or "
+                    "remove it in tokenizer_config.json."
+                ) from error
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._hidden = frozenset(i for token, i in special.items() if token not in _TAGS)
+
+    def parse(
+        self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """The assistant message.
+
+        Args:
+            prompt: tokens before the answer, at least from the text that opens it. It may begin with ``<think>``.
+            key: the ids of tool calls are made from it. Equal keys give equal ids.
+        """
+        if self._own:
+            content, reasoning, calls = self._by_template(ids, prompt, tools)
+        else:
+            content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]))
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": _id(key, n), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for n, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
+    def _by_template(
+        self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, list[tuple[str, str]]]:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            parsed = self._tokenizer.parse_response(text, prefix=before, tools=[dict(t) for t in tools] or None)
+        except Exception:  # the model wrote something that is not in the format: it stays content
+            return self._text(ids), "", []
+        reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
+        calls = []
+        for call in parsed.get("tool_calls") or []:
+            function = call.get("function", call)
+            calls.append((function["name"], as_json(function.get("arguments") or {})))
+        return parsed.get("content") or "", reasoning, calls
+
+    def _by_tags(self, text: str, before: str) -> tuple[str, str, list[tuple[str, str]]]:
+        reasoning, content = "", text
+        if self._thinks:
+            opened = before.rstrip().endswith(_OPEN) or text.lstrip().startswith(_OPEN)
+            if opened or (_CLOSE in text and _OPEN not in text.partition(_CLOSE)[0]):
+                reasoning, _, content = text.partition(_CLOSE)  # without an end, all of it is reasoning
+                reasoning, content = reasoning.strip().removeprefix(_OPEN).strip("\n"), content.lstrip("\n")
+        calls: list[tuple[str, str]] = []
+        if self._calls:
+            rest = []
+            position = 0
+            for found in _CALL.finditer(content):
+                call = _call(found[1])
+                if call is not None:
+                    calls.append(call)
+                    rest.append(content[position : found.start()])
+                    position = found.end()
+            content = "".join([*rest, content[position:]]).strip() if calls else content
+        return content, reasoning, calls
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, except tags."""
+        shown = [i for i in ids if i not in self._hidden]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def as_json(arguments: Any) -> str:
+    """A tool call's arguments as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _call(text: str) -> tuple[str, str] | None:
+    """Name and arguments; None of a text that is no call."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return (call["name"], as_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def _id(key: object, number: int) -> str:
+    """Nine letters and digits, the only form that every chat template accepts."""
+    return hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:9]

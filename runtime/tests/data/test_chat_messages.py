@@ -1,0 +1,275 @@
+"""Conversations of the chat API as tokens, what follows a sampled answer, and answers as messages."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Turn
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.template import Template
+from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
+from rlhf_testing.tiny import tiny_tokenizer
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+ASK = {"role": "user", "content": "1+1?"}
+CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1}}\n</tool_call>'
+"""With two spaces, which no template writes."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def load(template):
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return load
+
+
+@pytest.fixture
+def template_with(tokenizer_with):
+    return lambda text, **kwargs: Template(tokenizer_with(text), DataSection(template_kwargs=kwargs))
+
+
+class Talk:
+    """A conversation whose answers are given, as a rollout keeps it: messages, and the tokens so far."""
+
+    def __init__(self, template, *messages, tools=()):
+        self.template, self.tools, self.messages = template, tools, list(messages)
+        self.prompt = template.encode_messages(messages, tools)
+        self.ids = list(self.prompt.ids)
+
+    def answer(self, text, end="<eos>"):
+        ids = self.template.tokens.ids(text + end)
+        self.ids += ids
+        self.closed = bool(end)
+        self.said = self.template.parse_answer(Turn(ids, True), self.prompt.ids, (0, 0, len(self.messages)))
+        return self.said
+
+    def go_on(self, *messages):
+        """The text of the whole context; None if it must be written anew."""
+        turn = self.template.encode_following(self.messages, self.said, messages, self.tools, self.closed)
+        if turn is None:
+            return None
+        assert not turn.sampled
+        self.ids += turn.ids
+        self.messages += [self.said, *messages]
+        return self.text
+
+    @property
+    def text(self):
+        return self.template.tokenizer.decode(self.ids, skip_special_tokens=False)
+
+    def rendered(self):
+        return self.template.tokenizer.decode(self.template.encode_messages(self.messages, self.tools).ids)
+
+
+def result(text, call_id="x"):
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+@pytest.mark.parametrize("text", [CHATML, HERMES, QWEN3])
+@pytest.mark.parametrize("end", ["<eos>", ""])
+def test_a_conversation_goes_on_as_the_template_would_have_rendered_it(template_with, text, end):
+    talk = Talk(template_with(text), ASK)
+    assert talk.answer("2", end) == {"role": "assistant", "content": "2"}
+    thinks = "<think>\n\n</think>\n\n" if text is QWEN3 else ""
+    went_on = talk.go_on({"role": "user", "content": "sure?"})
+    if thinks:
+        assert went_on is None, "an empty block stands before the last answer only"
+        return
+    assert went_on == talk.rendered()
+    talk.answer("yes", end)
+    assert talk.go_on({"role": "user", "content": "really?"}) == talk.rendered()
+
+
+@pytest.mark.parametrize("text", [HERMES, QWEN3])
+def test_a_call_keeps_the_text_that_was_sampled(template_with, text):
+    thinks = "<think>\nhm\n</think>\n\n" if text is QWEN3 else ""
+    talk = Talk(template_with(text), ASK, tools=[ADD])
+    assert '"name": "add"' in talk.text
+    said = talk.answer(f"{thinks}{CALL}")
+    assert said["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert said.get("reasoning_content", "") == ("hm" if thinks else "")
+    went_on = talk.go_on(result("2"), result("3"))
+    assert CALL in went_on
+    assert went_on.replace(",  ", ", ") == talk.rendered()
+    assert went_on.endswith(
+        "</tool_call><eos>\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>"
+        "<eos>\n<|im_start|>assistant\n"
+    )
+
+
+def test_reasoning_is_kept_among_tools_and_dropped_before_a_users_message(template_with):
+    talk = Talk(template_with(QWEN3), ASK, tools=[ADD])
+    talk.answer(f"<think>\nfirst\n</think>\n\n{CALL}")
+    assert "first" in talk.go_on(result("2"))
+    talk.answer("<think>\nsecond\n</think>\n\nIt is 2.")
+    assert talk.said == {"role": "assistant", "content": "It is 2.", "reasoning_content": "second"}
+    assert talk.go_on({"role": "user", "content": "sure?"}) is None
+    anew = Talk(talk.template, *talk.messages, talk.said, {"role": "user", "content": "sure?"}, tools=[ADD])
+    assert "first" not in anew.text
+    assert "second" not in anew.text
+
+
+def test_a_template_that_opens_answers_otherwise_than_it_keeps_them_does_not_go_on(template_with):
+    talk = Talk(template_with(QWEN3, enable_thinking=False), ASK, tools=[ADD])
+    assert talk.text.endswith("<think>\n\n</think>\n\n")
+    talk.answer(CALL)
+    assert talk.go_on(result("2")) is None
+
+
+@pytest.mark.parametrize("where", ["before", "answer"])
+def test_a_template_that_rewrites_earlier_messages_does_not_go_on(template_with, where):
+    shown = "(m.content if loop.revindex < 3 else 'cut')" if where == "before" else "(m.content if loop.last else 'x')"
+    talk = Talk(template_with(CHATML.replace("m.content", shown)), ASK)
+    talk.answer("2")
+    assert talk.go_on({"role": "user", "content": "sure?"}) is None
+
+
+def test_an_end_token_that_only_later_messages_bring(template_with):
+    late = CHATML.replace("m.content + '<eos>\\n'", "m.content + ('' if loop.last else '<eos>\\n')")
+    late = late.replace("{{ '<|im_start|>assistant", "{{ '<eos>\\n<|im_start|>assistant")
+    for end in ("<eos>", ""):
+        talk = Talk(template_with(late), ASK)
+        talk.answer("2", end)
+        assert talk.go_on({"role": "user", "content": "sure?"}) == talk.rendered()
+
+
+def test_messages_are_read_as_the_api_writes_them(template_with):
+    template = template_with(HERMES)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}, "extra": 1}
+    messages = [
+        {"role": "developer", "content": "S"},
+        {"role": "user", "content": parts, "name": "u"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "provider_specific_fields": {}},
+        result("2", "1"),
+    ]
+    text = template.tokenizer.decode(template.encode_messages(messages).ids)
+    assert text.startswith("<|im_start|>system\nS<eos>\n<|im_start|>user\na\nb<eos>\n")
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><eos>' in text
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"role": "robot", "content": "x"}, "message 0: the role is str 'robot'; allowed: system, user"),
+        ("hi", "message 0: the role is None"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content must be text or a list"),
+        ({"role": "user", "content": 3}, "content must be text or a list of .* parts, got int 3"),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "a tool call must be"),
+        ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list"),
+    ],
+)
+def test_messages_in_another_form_are_refused(template_with, message, why):
+    with pytest.raises(DataError, match=why):
+        template_with(CHATML).encode_messages([message])
+
+
+def test_plain_prompts_have_no_messages(tokenizer_with):
+    template = Template(tokenizer_with(None), DataSection())
+    for call in (template.check_messages, lambda: template.encode_messages([ASK])):
+        with pytest.raises(DataError, match="which needs a chat template, but prompts are plain text"):
+            call()
+    Template(tokenizer_with(CHATML), DataSection()).check_messages()
+
+
+# ------------------------------------------------------------------------------------------- answers
+
+
+def parsed(template, text, key=(0, 0, 0), prompt="", tools=()):
+    ids, before = template.tokens.ids(text), template.tokens.ids(prompt) if prompt else []
+    return template.parse_answer(Turn(ids, True), before, key, tools)
+
+
+def test_parallel_calls_have_ids_of_their_own(template_with):
+    template = template_with(HERMES)
+    said = parsed(template, f"Both.\n{CALL}\n{CALL}<eos>")
+    first, second = (call["id"] for call in said["tool_calls"])
+    assert said["content"] == "Both."
+    assert first != second
+    assert all(len(i) == 9 and i.isalnum() for i in (first, second))
+    assert parsed(template, f"{CALL}<eos>")["tool_calls"][0]["id"] == first
+    assert parsed(template, f"{CALL}<eos>", key=(0, 0, 1))["tool_calls"][0]["id"] != first
+    assert parsed(template, f"{CALL}<eos>", key=(0, 1, 0))["tool_calls"][0]["id"] != first
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}\n</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        "<tool_call>",
+    ],
+)
+def test_a_call_that_is_not_one_stays_content(template_with, text):
+    said = parsed(template_with(HERMES), f"{text}<eos>")
+    assert said == {"role": "assistant", "content": text}
+    both = parsed(template_with(HERMES), f"{text}</tool_call>{CALL}")
+    assert (len(both["tool_calls"]), both["content"]) == (1, f"{text}</tool_call>")
+
+
+def test_a_call_whose_end_was_cut_off_is_read_if_it_is_whole(template_with):
+    said = parsed(template_with(HERMES), CALL.removesuffix("\n</tool_call>"))
+    assert said["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_reasoning(template_with):
+    template = template_with(QWEN3)
+    assert parsed(template, "<think>\na\n</think>\n\nb<eos>")["reasoning_content"] == "a"
+    assert parsed(template, "<think>\na")["reasoning_content"] == "a", "cut off"
+    assert parsed(template, "<think>\na")["content"] == ""
+    opened = parsed(template, "a\n</think>\n\nb", prompt="<|im_start|>assistant\n<think>\n")
+    assert opened == {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    assert parsed(template, "a", prompt="<think>\n")["reasoning_content"] == "a"
+    empty = parsed(template, "b", prompt="<think>\n\n</think>\n\n")
+    assert empty == {"role": "assistant", "content": "b"}
+
+
+def test_a_template_without_tags_leaves_them_in_the_text(template_with):
+    text = f"<think>\na\n</think>\n\n{CALL}"
+    assert parsed(template_with(CHATML), f"{text}<eos>") == {"role": "assistant", "content": text}
+
+
+RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "content": {"content": "text", "close": "<eos>"},
+        "tool_calls": {
+            "open": "[call]",
+            "close": "[/call]",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_the_tokenizers_own_format_comes_first(tokenizer_with):
+    tokenizer = tokenizer_with(HERMES)
+    tokenizer.response_template = RESPONSE
+    template = Template(tokenizer, DataSection())
+    head = "<|im_start|>assistant\n"
+    said = parsed(template, '[call]{"name": "f", "arguments": {"a": "1"}}[/call]<eos>', prompt=head)
+    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": "1"}'}
+    assert parsed(template, "hi<eos>", prompt=head) == {"role": "assistant", "content": "hi"}
+    broken = parsed(template, "[call]{nothing[/call]<eos>", prompt=head)
+    assert broken == {"role": "assistant", "content": "[call]{nothing[/call]"}
+    tokenizer.response_template = {"fields": {}}
+    with pytest.raises(DataError, match=r"response_template is not valid: ValueError: .*fields must be"):
+        Template(tokenizer, DataSection()).check_messages()

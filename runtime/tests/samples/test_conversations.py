@@ -1,0 +1,100 @@
+"""A rollout that encodes messages: which answer is parsed, and whether it is closed before what follows."""
+
+import pytest
+from rlhf.interfaces import Generator, Proof, Rollout
+from rlhf.types import Row, Sampling, Turn
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.template import Template
+from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.workers.main_thread import MainThread
+from rlhf_testing.chat_templates import HERMES
+from rlhf_testing.tiny import tiny_tokenizer
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+ASK = {"role": "user", "content": "go"}
+
+
+class Scorer:
+    async def score(self, group, trained_on=True):
+        pass
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=HERMES)
+    return Template(AutoTokenizer.from_pretrained(str(path)), DataSection())
+
+
+@pytest.fixture
+def main():
+    thread = MainThread()
+    yield thread
+    thread.close()
+
+
+class Says(Generator):
+    """Answers with given texts in turn."""
+
+    name = "says"
+
+    def __init__(self, template, *texts):
+        self.template, self.texts = template, list(texts)
+
+    def generate(self, requests):
+        for position, _ in enumerate(requests):
+            text = self.texts.pop(0)
+            ids = self.template.tokens.ids(text)
+            yield position, Turn(ids, True, [-1.0] * len(ids), ((0, 0),), "stop", text=text)
+
+    def load(self, source, version):
+        return Proof(version)
+
+
+class Talk(Rollout):
+    name = "talk"
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    async def run(self, row, seed, ctx):
+        prompt = ctx.encode_messages([ASK])
+        first = await ctx.generate([prompt], ctx.sampling, 0)
+        second = await ctx.generate([prompt], ctx.sampling, 1)
+        answers = [ctx.parse_answer(turn) for turn in (first, second)]
+        again = [{"role": "user", "content": "x"}]
+        self.seen["ids"] = [answer["tool_calls"][0]["id"] for answer in answers]
+        self.seen["after first"] = ctx.encode_following([ASK], answers[0], again, turn=first)
+        self.seen["after last"] = ctx.encode_following([ASK], answers[1], again)
+        if row["foreign"]:
+            ctx.parse_answer(Turn([5], True))
+        return [prompt, first]
+
+
+def run(main, template, foreign=False):
+    rollout = Talk()
+    rollouts = Rollouts(rollout, Says(template, f"{CALL}<eos>", CALL), template, Scorer(), main)
+    settings = RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0, abort_on_failure=False)
+    [group] = rollouts.run([Row({"foreign": foreign}, "rows", 0)], 0, settings)
+    return group.trajectories[0], rollout.seen
+
+
+def test_ids_of_calls_follow_from_the_turns_number(main, template):
+    first, second = run(main, template)[1]["ids"], run(main, template)[1]["ids"]
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_an_answer_that_was_cut_off_is_closed_by_what_follows(main, template):
+    trajectory, seen = run(main, template)
+    assert trajectory.status == "ok"
+    shown = [template.tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
+    assert shown == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")]
+
+
+def test_only_turns_that_were_generated_for_the_sample_can_be_parsed(main, template):
+    trajectory, _ = run(main, template, foreign=True)
+    assert trajectory.status == "failed"
+    assert "parse_answer() takes a turn that generate() of the same sample returned" in trajectory.error
