@@ -27,7 +27,7 @@ class Replay(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
         parser.add_argument("-o", "--output", required=True, metavar="FOLDER", help="run directory of the replay")
-        parser.add_argument("--steps", metavar="N", help="replay the first N steps only")
+        parser.add_argument("--steps", metavar="N", help="replay the first N steps, with the learning rates of all")
         parser.add_argument("--resume", action="store_true", help="continue a replay that was stopped")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ class Replay(Command):
             raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
         flags = [("stream.replay", str(folder)), ("run.output", args.output), ("run.resume", str(args.resume).lower())]
         if args.steps is not None:
-            flags.append(("run.steps", args.steps))
+            flags.append(("run.stop_after", args.steps))
         config = load(str(folder / "config.toml"), [*flags, *dotted(args.overrides)])
         look_for_models(config)
         finished = train(config, Plugins.discover())

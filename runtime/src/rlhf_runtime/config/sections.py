@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
 
@@ -70,6 +70,9 @@ class RunSection(ComponentConfig):
     """Passes over the training data; 0.5 is half of it. Not used if ``steps`` is set. The number of steps is computed
     as if every row were used. Rows that are left out (``data.too_long``, ``data.bad_rows``) and filtered groups are
     replaced by later rows, so the run may read more than this (metric ``epoch``)."""
+    stop_after: Count | None = None
+    """End the run after this step with a checkpoint, as a signal does. Learning rates and other schedules stay those of
+    all ``steps``; a resume goes on. Default: the last step."""
     seed: int = 0
     """Seed of the run. Every random choice is computed from the seed and counters."""
     resume: bool = False
@@ -85,6 +88,14 @@ class RunSection(ComponentConfig):
     records as many again. Default: none."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
+
+    @model_validator(mode="after")
+    def _stops_within_the_run(self) -> RunSection:
+        if self.steps is not None and self.stop_after is not None and self.stop_after > self.steps:
+            raise ValueError(
+                f"run.stop_after = {self.stop_after}, and the run has only run.steps = {self.steps}. Remove stop_after."
+            )
+        return self
 
 
 class SamplingSection(ComponentConfig):

@@ -101,7 +101,7 @@ class Run:
             self.reports.tell(0, metrics)
         self.done = self.first_step
         # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
-        self._stopping = self.stop.requested or self._is_exhausted()
+        self._stopping = self._stops(self.done)
         self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
@@ -207,7 +207,7 @@ class Run:
         if self.control.apply():
             self.saves.hold(done)
         # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
-        self._stopping = self.stop.requested or self._is_exhausted()
+        self._stopping = self._stops(done)
         last, section = self._is_last(done), self.config.checkpoint
         asked = self.control.take_save()
         if asked or _due(done, section.every) or last or (is_best and section.save_best):
@@ -290,6 +290,13 @@ class Run:
             metrics = evaluation.compute()
         self.algorithm.evaluated(metrics)
         return metrics
+
+    def _stops(self, done: int) -> bool:
+        """Whether the run ends after ``done`` steps although more are left."""
+        last = self.config.run.stop_after
+        if last is not None and self.total_steps > done >= last and not self.stop.requested:
+            self.stop.request(f"run.stop_after = {last}")
+        return self.stop.requested or self._is_exhausted()
 
     def _is_exhausted(self) -> bool:
         """Whether ``eval.patience`` evaluations brought no improvement. Reports it."""

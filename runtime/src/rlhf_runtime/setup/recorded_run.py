@@ -41,14 +41,13 @@ def check_record(prepared: Prepared) -> None:
             f"stream.replay = {str(folder)!r} was recorded with seed {before.run.seed}, and run.seed = "
             f"{config.run.seed}. Remove it."
         )
-    steps = range(1, prepared.total_steps + 1)
-    missing = next((step for step in steps if not RunDirectory.rollouts_of(folder, step).is_file()), None)
+    last = min(config.run.stop_after or prepared.total_steps, prepared.total_steps)
+    missing = next((step for step in range(1, last + 1) if not RunDirectory.rollouts_of(folder, step).is_file()), None)
     if missing is not None:
         why = "" if before.checkpoint.save_rollouts else " It was run with checkpoint.save_rollouts = false."
         fewer = f" Set --steps {missing - 1} to replay what is there." if missing > 1 else ""
         raise ConfigError(
-            f"stream.replay = {str(folder)!r} records no samples of step {missing} of {prepared.total_steps}."
-            f"{why}{fewer}"
+            f"stream.replay = {str(folder)!r} records no samples of step {missing} of {last}.{why}{fewer}"
         )
 
 
