@@ -83,6 +83,12 @@ def test_the_distance_to_the_policy_before_the_update_is_not_shown_as_that_to_th
     assert out.getvalue() == "step=1/1 kl_old=0 left=0:00:00\n"
 
 
+def test_rewards_of_an_algorithm_with_members_are_shown_by_member():
+    out = io.StringIO()
+    Progress(1, stream=out).step(1, {"math/reward/mean": 0.5, "chat/reward/mean": 2.0, "reward/length/mean": 3.0})
+    assert out.getvalue() == "step=1/1 math_reward=0.5 chat_reward=2 left=0:00:00\n"
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_the_terminal_as_it_was(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()

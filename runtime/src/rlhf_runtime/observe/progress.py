@@ -144,6 +144,11 @@ class Progress:
             name = next((n for n in names if n in metrics), None)
             if name is not None:
                 found[label] = float(metrics[name])
+                continue
+            for metric in metrics if label == "reward" else ():  # an algorithm of several members reports one for each
+                member, _, rest = metric.partition("/")
+                if rest in names and member != "reward":
+                    found[f"{member} reward"] = float(metrics[metric])
         return found
 
     def _left(self) -> str:
