@@ -28,26 +28,19 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def slices(found: Sequence[dict[str, Any]], unfinished: bool = False) -> list[Slice]:
-    """In the order of their ends. Fails where events of a track are not nested or not in order.
-
-    Args:
-        unfinished: slices without an end are allowed.
-    """
-    names = {e["pid"]: e["args"]["name"] for e in found if e["name" if e["ph"] == "M" else "ph"] == "process_name"}
+def slices(found: Sequence[dict[str, Any]]) -> list[Slice]:
+    """In the order of their ends. Fails where slices of a track are not nested, or begin at the same time."""
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    around: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
     made: list[Slice] = []
-    open_: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-    latest: dict[tuple[int, int], int] = {}
-    for event in found:
-        track = event["pid"], event["tid"]
-        assert event["ts"] >= latest.get(track, 0), "the events of a track are in order"
-        latest[track] = event["ts"]
-        if event["ph"] == "B":
-            open_[track].append(event)
-        elif event["ph"] == "E":
-            begin = open_[track].pop()
-            path = (names[event["pid"]], *(around["name"] for around in open_[track]), begin["name"])
-            arguments = begin.get("args", {}) | event.get("args", {})
-            made.append(Slice(path, track, begin["ts"], event["ts"], arguments))
-    assert unfinished or not any(open_.values())
-    return made
+    for event in sorted((e for e in found if e["ph"] == "X"), key=lambda e: e["ts"]):
+        track, begin = (event["pid"], event["tid"]), event["ts"]
+        open_ = around[track]
+        while open_ and open_[-1].end < begin:
+            open_.pop()
+        path = (*(open_[-1].path if open_ else (names[event["pid"]],)), event["name"])
+        slice = Slice(path, track, begin, begin + event["dur"], event.get("args", {}))
+        assert not open_ or (open_[-1].begin < begin and slice.end <= open_[-1].end), "the slices are nested"
+        open_.append(slice)
+        made.append(slice)
+    return sorted(made, key=lambda slice: (slice.end, -len(slice.path)))

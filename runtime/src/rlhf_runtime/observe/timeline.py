@@ -1,10 +1,12 @@
-"""``timeline.json``: when the driver, the samples and the rewards did what, for ui.perfetto.dev and chrome://tracing.
+"""``timeline.json``: when the driver, the samples and the rewards did what, for ui.perfetto.dev and other viewers.
 
 The file is in the Trace Event Format: a JSON array with one event per line. The format allows an array without its end,
-so the file of a killed run can be opened. A resume appends to the file.
+so the file of a killed run can be opened. A resume appends to the file. A slice is written when it ends, as one event
+with its duration, which all viewers read alike (speedscope does not pair events of a begin and an end with other
+arguments).
 
-Slices on one track are nested. What is under way at the same time is on different tracks: a slice that is not inside
-another one gets the first track of its kind that is free.
+Slices on one track are nested, and no two begin in the same microsecond. What is under way at the same time is on
+different tracks: a slice that is not inside another one gets the first track of its kind that is free.
 """
 
 from __future__ import annotations
@@ -112,8 +114,10 @@ class TimelineFile(Timeline):
         self._begun = 0
         self._free: defaultdict[Kind, list[int]] = defaultdict(list)
         self._tracks: Counter[Kind] = Counter()
-        self._open: Counter[tuple[Kind, int]] = Counter()
-        """Slices under way, by track."""
+        self._open: defaultdict[tuple[Kind, int], list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+        """Slices under way, by track: (begin, name, arguments)."""
+        self._latest: defaultdict[tuple[Kind, int], int] = defaultdict(int)
+        """Microseconds of the latest begin or end of a slice, by track."""
         self._lines: list[str] | None = []
         """Events that are not in the file yet; None: the file is complete."""
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -132,13 +136,13 @@ class TimelineFile(Timeline):
 
     def step(self, step: int | None) -> None:
         if self._step is not None:
-            self._event("E", "driver", 0)
+            self._end("driver", 0, {})
         if step is not None and self._begun == self._steps:
             self.close()
         self._step = step
         if step is not None:
             self._begun += 1
-            self._event("B", "driver", 0, name=f"step {step + 1}")
+            self._begin("driver", 0, f"step {step + 1}", {})
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Slice]:
@@ -168,8 +172,9 @@ class TimelineFile(Timeline):
         with self._lock:
             if self._lines is None:
                 return
-            for (kind, track), count in self._open.items():
-                self._lines += [self._line("E", kind, track, {})] * count
+            for (kind, track), slices in self._open.items():
+                while slices:
+                    self._lines.append(self._ended(kind, track, {}))
             self._lines.append(self._line("i", "events", 0, {"name": "end of the timeline", "s": "t"}))
             lines, self._lines = self._lines, None
         self._closing.set()
@@ -184,23 +189,43 @@ class TimelineFile(Timeline):
     def on_track(self, kind: Kind, track: int, name: str, arguments: dict[str, Any]) -> Iterator[Slice]:
         """A slice on a track that is free, or inside the latest slice of the track."""
         slice = _FileSlice(self, kind, track)
-        self._event("B", kind, track, name=name, args=self._arguments(arguments))
+        self._begin(kind, track, name, self._arguments(arguments))
         try:
             yield slice
         finally:
-            self._event("E", kind, track, **({"args": slice.added} if slice.added else {}))
+            self._end(kind, track, slice.added)
 
     def _arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments if self._step is None else {"step": self._step + 1, **arguments}
 
-    def _event(self, phase: str, kind: Kind, track: int, **more: Any) -> None:
-        with self._lock:  # also for the time: the events of a track are in order
+    def _begin(self, kind: Kind, track: int, name: str, arguments: dict[str, Any]) -> None:
+        with self._lock:
             if self._lines is not None:
-                self._open[kind, track] += {"B": 1, "E": -1}.get(phase, 0)
+                begin = self._latest[kind, track] = max(self._now(), self._latest[kind, track] + 1)
+                self._open[kind, track].append((begin, name, arguments))
+
+    def _end(self, kind: Kind, track: int, added: dict[str, Any]) -> None:
+        with self._lock:
+            if self._lines is not None:
+                self._lines.append(self._ended(kind, track, added))
+
+    def _ended(self, kind: Kind, track: int, added: dict[str, Any]) -> str:
+        """The event of the innermost slice of the track, which ends now."""
+        begin, name, arguments = self._open[kind, track].pop()
+        end = self._latest[kind, track] = max(self._now(), self._latest[kind, track])
+        about = {"args": arguments | added} if arguments or added else {}
+        return self._line("X", kind, track, {"name": name, "dur": end - begin, **about}, begin)
+
+    def _event(self, phase: str, kind: Kind, track: int, **more: Any) -> None:
+        with self._lock:
+            if self._lines is not None:
                 self._lines.append(self._line(phase, kind, track, more))
 
-    def _line(self, phase: str, kind: Kind, track: int, more: dict[str, Any]) -> str:
-        microseconds = (time.perf_counter_ns() + self._offset) // 1000
+    def _now(self) -> int:
+        return (time.perf_counter_ns() + self._offset) // 1000
+
+    def _line(self, phase: str, kind: Kind, track: int, more: dict[str, Any], time: int | None = None) -> str:
+        microseconds = self._now() if time is None else time
         process = self._process(kind)
         thread = process * 1_000_000 + track  # of no other track, and not that of a process: viewers expect both
         event = {"ph": phase, "pid": process, "tid": thread, "ts": microseconds, "cat": kind, **more}
