@@ -87,10 +87,14 @@ def test_slices_give_the_turns_of_a_whole_batch(clock) -> None:
 
 @pytest.mark.parametrize(
     ("in_flight", "left", "running", "waiting"),
-    [("continue", 5.0, ((0, 0), (24, 1), (40, 3)), ((0, 3),)), ("restart", 10.0, ((0, 3),), ((0, 3),))],
+    [
+        ("continue", 4.875, ((0, 0), (24, 1), (40, 2), (41, 3)), ((0, 3),)),
+        ("restart", 10.0, ((0, 3),), ((0, 3),)),
+    ],
 )
 def test_weights_that_come_between_slices(clock, in_flight, left, running, waiting) -> None:
-    """After 3 s version 1, after 2 s more versions 2 and 3. The second request waits for the only slot."""
+    """After 3 s version 1, after 2 s more version 2, one token later version 3. The second request waits for the only
+    slot."""
     generator = make(in_flight, slots=1)
     assert generator.advance({0: request(0), 1: request(1)}, seconds=3.0) == []
     for version, seconds in ((1, 2.0), (2, 0.0), (3, left)):

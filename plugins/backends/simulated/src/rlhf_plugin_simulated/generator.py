@@ -95,7 +95,8 @@ class SimulatedGenerator(Generator):
         for name in dropped:
             self._samples.unfinished.pop(name, None)
         self._samples.unfinished |= self._new_samples(requests).unfinished
-        complete = self._samples.advance(seconds, self._dies)
+        one_token = 1 / self.config.tokens_per_second / self.config.speed
+        complete = self._samples.advance(max(seconds, one_token), self._dies)
         return [(name, self._turn(s.request, tuple(s.versions))) for name, s in complete]
 
     def _new_samples(self, requests: Mapping[int, GenerationRequest]) -> Samples:
