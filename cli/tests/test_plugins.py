@@ -1,10 +1,14 @@
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 from rlhf.plugins import Plugins
+from rlhf.types import Row
 from rlhf_cli.main import main
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.samples.episodes import Episodes
 
 REWARD = '''
 from rlhf import hookimpl
@@ -231,3 +235,56 @@ def test_check_takes_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("async def score(prompt, completion, row):\n    return float(len(completion))\n")
     code, out, err = run(capsys, "check", f"file:{tmp_path / 'mine.py'}", "--kind", "reward")
     assert (code, err) == (0, ""), out
+
+
+ENV = """
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+class Far(Env):
+    def reset(self, row, seed):
+        return ""
+    def step(self, action):
+        import cowsay
+        return EnvStep(done=True, info={"animals": len(cowsay.char_names)})
+"""
+
+
+def test_isolate_refuses_what_cannot_be_isolated(tmp_path, capsys):
+    (tmp_path / "far.py").write_text(ENV)
+    words = ["plugins", "isolate", f"file:{tmp_path}/far.py", "--kind", "env", "--output"]
+    assert main([*words, str(tmp_path)]) == 2
+    assert f"{tmp_path} exists; name a new folder" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "new"), "--python", "no-such-python"]) == 2
+    assert "--python no-such-python cannot be started: No such file or directory" in capsys.readouterr().err
+    assert main(["plugins", "isolate", "grpo", "--kind", "algorithm", "--output", str(tmp_path / "new")]) == 2
+    assert "does not run in worker processes; allowed kinds: env, reward" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.full
+def test_isolate_makes_an_environment_in_which_the_plugin_runs(tmp_path, capsys):
+    """Asks a package index."""
+    (tmp_path / "far.py").write_text(ENV)
+    words = ["plugins", "isolate", f"file:{tmp_path}/far.py", "--kind", "env", "--output", str(tmp_path / "there")]
+    assert main([*words, "--with", "cowsay==0.0.0.1"]) == 1
+    assert "No matching distribution found for cowsay==0.0.0.1" in capsys.readouterr().err
+    assert not (tmp_path / "there").exists()
+    assert main([*words, "--with", "cowsay==6.1"]) == 0
+    assert (
+        f'\n\n[env]\nuse = "file:{tmp_path}/far.py"\npython = "{tmp_path}/there/bin/python"\n'
+        in capsys.readouterr().out
+    )
+
+    async def play():
+        resolved = Plugins.discover().resolve("env", f"file:{tmp_path}/far.py")
+        episodes = Episodes(resolved, None, EnvSection(use="x", python=f"{tmp_path}/there/bin/python"))
+        try:
+            await episodes.start()
+            episode = episodes.open()
+            await episode.reset(Row({}, "unit", 0), 0)
+            return await episode.step("")
+        finally:
+            episodes.close()
+
+    assert asyncio.run(play()).info["animals"] > 10

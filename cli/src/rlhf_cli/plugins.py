@@ -1,4 +1,4 @@
-"""List, show, check and create plugins."""
+"""List, show, check, create and isolate plugins."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS
 from rlhf.plugins.registry import distribution_of
 
+from rlhf_cli import isolate
 from rlhf_cli.scaffold import LIKE, write_plugin
 
 
 class PluginsCommand(Command):
-    """List, show, check and create plugins."""
+    """List, show, check, create and isolate plugins."""
 
     name = "plugins"
 
@@ -58,6 +59,7 @@ class PluginsCommand(Command):
             "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
         )
         check.add_argument("--json", action="store_true", help="one JSON list of objects")
+        isolate.add_arguments(action("isolate", "make a virtual environment with the packages of one plugin"))
 
     def run(self, args: argparse.Namespace) -> int:
         return int(args.act(args))
@@ -126,13 +128,21 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
     return [plugins.resolve(k, ref) for k in kinds]
 
 
-# ------------------------------------------------------------------------------------- new, check
+# ---------------------------------------------------------------------------- new, isolate, check
 
 
 def _new(args: argparse.Namespace) -> int:
     folder = write_plugin(args.name, args.kind, args.output, args.like)
     then = [f"pip install -e {folder}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
     _write("\n  ".join([f"wrote {folder}; next:", *then]))
+    return 0
+
+
+def _isolate(args: argparse.Namespace) -> int:
+    found = _resolve_all(Plugins.discover(), args.name, args.kind)
+    if len(found) > 1:
+        raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in found)}: add --kind")
+    _write(isolate.isolate(found[0], args.output, args.python, args.packages))
     return 0
 
 

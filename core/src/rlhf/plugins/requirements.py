@@ -39,9 +39,10 @@ def published(path: Sequence[str] | None = None) -> frozenset[str]:
     return frozenset()
 
 
-def unmet(requirement: Requirement, version: str | None) -> str:
-    """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met."""
-    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str:
+    """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met, as are those of
+    extras other than ``extra``."""
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
         return ""
     wanted = f"{requirement.name}{requirement.specifier}"
     if version is None:

@@ -170,6 +170,9 @@ class RewardSection(Choice):
     deadline: Positive = 60.0
     """Seconds for one call. A function of one sample is called for each sample, any other reward for each group. Time
     spent waiting for a free call or for a model of this run does not count."""
+    python: PathText | None = None
+    """Program that runs a plain ``def`` reward: the Python of a virtual environment with packages of its own,
+    ``DIR/bin/python``. `rlhf plugins isolate` makes one. Default: the Python of the run."""
     concurrency: Count | None = None
     """Largest number of calls under way at once. Default: 64 for an ``async def``; for a plain ``def``, which runs in
     worker processes, one per processor and at most 4."""
@@ -187,6 +190,9 @@ class EnvSection(Choice):
     """Seconds for one call."""
     max_turns: Count = 8
     """Number of the policy's turns after which an episode is ended."""
+    python: PathText | None = None
+    """Program that runs a plain ``def`` environment: the Python of a virtual environment with packages of its own,
+    ``DIR/bin/python``. `rlhf plugins isolate` makes one. Default: the Python of the run."""
     concurrency: Count | None = None
     """Largest number of episodes open at once. Default: 256 for an ``async def`` environment; 16 for a plain ``def``
     environment, each in a worker process."""

@@ -30,9 +30,10 @@ from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.workers.isolation import check_python
 from rlhf_runtime.workers.returned_values import InvalidResult, check_results, results_from_json
-from rlhf_runtime.workers.worker import reference
 from rlhf_runtime.workers.worker_pool import WorkerPool
+from rlhf_runtime.workers.worker_requests import reference
 
 CALLS = 64
 """Default number of concurrent calls of an ``async def`` reward. The number of threads for blocking calls is the same
@@ -63,8 +64,12 @@ class ActiveReward:
     """
     sources: tuple[str, ...] = ()
     """Sources of the rows that it scores; empty: all."""
+    python: str | None = None
+    """Program that runs its worker processes; None: the Python of this process."""
 
     def __post_init__(self) -> None:
+        if self.python is not None:
+            check_python(self.resolved, self.python, self.in_worker)
         if not self.in_worker:
             return
         if self.instance.roles():
@@ -116,7 +121,7 @@ class Scorer:
         if "env" in names:
             raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
         self._pools = {
-            r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r))
+            r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r), r.python)
             for r in rewards
             if r.in_worker
         }

@@ -14,6 +14,7 @@ from rlhf.types import EnvStep, Row
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.workers.isolation import check_python
 from rlhf_runtime.workers.returned_values import InvalidResult, check_observation, check_step, step_from_json
 from rlhf_runtime.workers.worker import Worker
 from rlhf_runtime.workers.worker_pool import WorkerPool
@@ -29,7 +30,8 @@ and servers rarely accept more connections."""
 class Episodes:
     """Opens the episodes of one ``[env]`` section. ``close`` ends the worker processes.
 
-    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``.
+    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``. ConfigError: the
+    environment cannot have its own Python, or that is not a program.
     """
 
     def __init__(self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection) -> None:
@@ -42,11 +44,22 @@ class Episodes:
                 f"{resolved}: {', '.join(coroutines)} is `async def` and {', '.join(plain)} is plain `def`; "
                 "write all of an environment's methods as `async def`, or all as plain `def`"
             )
+        if section.python is not None:
+            check_python(resolved, section.python, in_worker=not coroutines)
         self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
         """Episodes that can be open at once. Further episodes in worker processes wait in ``reset`` until another is
         closed. A caller whose samples wait for each other must not start more than this number, or all of them wait
         forever."""
-        self._pool = None if coroutines else WorkerPool(resolved, config, EnvError, self.limit)
+        self._pool = None
+        if not coroutines:
+            self._pool = WorkerPool(resolved, config, EnvError, self.limit, python=section.python)
+
+    async def start(self) -> None:
+        """Start a worker process of an environment with its own Python. One that lacks a package stops the run here,
+        before anything is generated."""
+        if self._pool is not None and self._pool.python is not None:
+            with boundary(EnvError, f"{self.resolved}: starting its worker process"):
+                self._pool.release(await self._pool.acquire())
 
     def open(self, sample: Slice | None = None) -> Episode:
         """A fresh episode. Its environment or worker process starts in ``reset``.

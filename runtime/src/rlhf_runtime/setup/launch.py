@@ -120,6 +120,7 @@ def launch_sampler(
     resources.callback(scorer.close)
     if episodes is not None:
         resources.callback(episodes.close)
+        main.run(episodes.start())
     main.run(scorer.setup())
     phases = Phases(generator, roles, prepared.places, weights.refresh)
     rollouts = Rollouts(

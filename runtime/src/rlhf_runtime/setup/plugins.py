@@ -220,6 +220,7 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
         section.credit,
         section.concurrency,
         section.sources,
+        section.python,
     )
 
 

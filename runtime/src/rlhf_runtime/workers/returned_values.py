@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from rlhf.errors import CheckpointError, shown
 from rlhf.types import EnvStep, RewardResult, Sampling, Trajectory, Turn
 
@@ -138,6 +137,8 @@ def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, 
 def _check_turn(what: str, turn: object) -> None:
     if not isinstance(turn, Turn):
         raise InvalidResult(f"returned {shown(turn)} as {what}; allowed: a Turn")
+    import numpy as np  # a worker process under another Python has no numpy, and checks no turns
+
     if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
         raise InvalidResult(f"returned {what} with the token {lowest}; allowed: integers >= 0")
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):

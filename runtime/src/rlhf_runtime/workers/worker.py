@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import json
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -28,10 +27,11 @@ from typing import Any
 from rlhf.errors import RlhfError, shown
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
-from rlhf.plugins.resolved import IN_PROCESS
 
+from rlhf_runtime.workers import isolation
 from rlhf_runtime.workers.deadlines import DeadlineExpired, within
 from rlhf_runtime.workers.worker_process import HEADER
+from rlhf_runtime.workers.worker_requests import reference, request
 
 START_DEADLINE = 120.0
 """Maximum seconds for a worker to import its plugin. This time is not part of a call's deadline."""
@@ -43,9 +43,6 @@ MARK = "RLHF_WORKER"
 MOST_BYTES = 1 << 30
 """Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
 memory of the run."""
-MOST_COPIED = 64 << 20
-"""Maximum bytes of a class defined in this process, with everything that it uses, when it is copied to a worker."""
-
 _alive: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -58,21 +55,33 @@ class Worker:
     starts another one.
 
     ``error`` is the class of all raised errors. Their messages contain ``what``, by default the plugin and its
-    distribution.
+    distribution. ``python``: the program that runs it, if it is not that of this process
+    (:mod:`rlhf_runtime.workers.isolation`).
     """
 
     def __init__(
-        self, resolved: Resolved, config: ComponentConfig | None, error: type[RlhfError], what: str = ""
+        self,
+        resolved: Resolved,
+        config: ComponentConfig | None,
+        error: type[RlhfError],
+        what: str = "",
+        python: str | None = None,
     ) -> None:
         self.what, self.error, self.alive = what or str(resolved), error, True
+        self._resolved, self._python = resolved, python
         self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
         self._socket, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
         self._mark = environment[MARK] = secrets.token_hex(16)
+        ends = (str(theirs.fileno()), str(lifeline))
+        program = [sys.executable, "-P", "-m", "rlhf_runtime.workers.worker_process", *ends]
+        if python is not None:
+            environment = isolation.environment(python, environment)
+            program = isolation.command(resolved, python, *ends)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rlhf_runtime.workers.worker_process", str(theirs.fileno()), str(lifeline)],
+            program,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -99,15 +108,23 @@ class Worker:
 
     async def start(self) -> None:
         """Import the plugin in the process and build it with its config."""
-        await self.call("path", list(sys.path), deadline=START_DEADLINE)
+        if self._python is None:
+            await self.call("path", list(sys.path), deadline=START_DEADLINE)
+        else:
+            wanted = isolation.requirements(self._resolved)
+            if missing := await self.call("unmet", wanted, isolation.EXTRA, deadline=START_DEADLINE):
+                raise self.error(
+                    f"{self.what}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it there, "
+                    f"or make another with `rlhf plugins isolate {self._resolved.ref} --output DIR`."
+                )
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
     async def call(self, method: str, *arguments: Any, deadline: float) -> Any:
         """Call ``method`` in the process and return its result as JSON values. Raises ``error``. Kills the process
         where it exceeds the deadline or breaks, or where this call is cancelled."""
-        doing = "starting" if method in ("path", "build") else f"{method}()"
+        doing = "starting" if method in ("path", "unmet", "build") else f"{method}()"
         try:
-            answer = await within(self._exchange(pickle.dumps((method, arguments))), deadline)
+            answer = await within(self._exchange(request(method, arguments)), deadline)
         except DeadlineExpired:
             self.kill()
             raise self.error(
@@ -209,47 +226,6 @@ def _environment(path: Path) -> list[bytes]:
         return path.read_bytes().split(b"\0")
     except OSError:  # the process has ended, or belongs to another user
         return []
-
-
-def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
-    """Bytes from which a worker process obtains the plugin's class: for an installed plugin its reference, by which the
-    worker imports it; for a class defined in this process the class itself with the code that it uses (cloudpickle)."""
-    cls = resolved.cls
-    if resolved.distribution != IN_PROCESS:
-        return pickle.dumps(resolved)
-    import cloudpickle
-
-    module = sys.modules.get(cls.__module__)
-    by_value = _is_local(cls.__module__) and cls.__module__ not in cloudpickle.list_registry_pickle_by_value()
-    try:
-        if by_value:
-            cloudpickle.register_pickle_by_value(module)
-        made: bytes = cloudpickle.dumps(resolved)
-    except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
-        raise error(
-            f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
-            f"it uses cannot be copied: {type(cause).__name__}: {cause}. Make that inside of the function, or write "
-            "the function as `async def`: it is then called in this process."
-        ) from cause
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
-    if len(made) > MOST_COPIED:
-        raise error(
-            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(made) >> 20} MiB of "
-            f"data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the function, "
-            "or write the function as `async def`: it is then called in this process."
-        )
-    return made
-
-
-def _is_local(module: str) -> bool:
-    """Whether a module's code must be copied to worker processes: the code of a script, a notebook or a test, which
-    another process may not be able to import. False for installed packages, which workers import, and for ``__main__``,
-    which cloudpickle always copies."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file or "").parts
-    return module in sys.modules and module != "__main__" and not installed
 
 
 @atexit.register

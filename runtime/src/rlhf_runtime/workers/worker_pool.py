@@ -24,8 +24,9 @@ class WorkerPool:
         error: type[RlhfError],
         size: int = 1,
         what: str = "",
+        python: str | None = None,
     ) -> None:
-        self.resolved, self.config, self.error, self.what = resolved, config, error, what
+        self.resolved, self.config, self.error, self.what, self.python = resolved, config, error, what, python
         self._free = size
         self._idle: list[Worker] = []
         self._workers: list[Worker] = []
@@ -50,7 +51,7 @@ class WorkerPool:
                     return worker
                 worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
-            worker = Worker(self.resolved, self.config, self.error, self.what)
+            worker = Worker(self.resolved, self.config, self.error, self.what, self.python)
             self._workers.append(worker)
             try:
                 await worker.start()

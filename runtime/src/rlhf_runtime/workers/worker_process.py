@@ -20,6 +20,8 @@ import sys
 import threading
 from typing import Any
 
+from packaging.requirements import Requirement
+from rlhf.plugins.requirements import installed_version, unmet
 from rlhf.types import Group, Row, Sampling
 
 from rlhf_runtime.workers.deadlines import cause
@@ -84,6 +86,8 @@ def main() -> None:
             if name == "path":
                 sys.path[:] = arguments[0]
                 reply = None
+            elif name == "unmet":
+                reply = unmet_requirements(*arguments)
             elif name == "build":
                 resolved, config = pickle.loads(arguments[0]), arguments[1]
                 host = HOSTS[resolved.kind](resolved.cls, config and resolved.cls.Config.model_validate_json(config))
@@ -98,6 +102,12 @@ def main() -> None:
         if os.getpid() != own:  # a fork made by the plugin returned here and must not answer
             os._exit(0)
         send(connection, answer.encode())
+
+
+def unmet_requirements(texts: list[str], extra: str) -> list[str]:
+    """Those of the requirements that the packages of this Python do not meet, and why."""
+    wanted = [Requirement(text) for text in texts]
+    return [problem for r in wanted if (problem := unmet(r, installed_version(r.name), extra))]
 
 
 def plain(value: object) -> Any:

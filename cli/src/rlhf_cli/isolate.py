@@ -1,0 +1,70 @@
+"""``rlhf plugins isolate``: a virtual environment with the packages of one plugin."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from rlhf.errors import ConfigError, PluginError
+from rlhf.paths import path_argument
+from rlhf.plugins import Resolved
+
+KINDS = ("env", "reward")
+"""Kinds that run in worker processes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:env.py")
+    parser.add_argument("--kind", help="where several kinds have the name")
+    parser.add_argument(
+        "--output", type=path_argument, required=True, metavar="DIR", help="folder to make; it must not exist"
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="PROGRAM", help="Python 3.11 or newer (default: that of rlhf)"
+    )
+    parser.add_argument(
+        "--with",
+        dest="packages",
+        action="append",
+        default=[],
+        metavar="REQUIREMENT",
+        help="install this too, e.g. --with 'heavy==1.2'; may be repeated",
+    )
+
+
+def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) -> str:
+    """Make the virtual environment and install there what the plugin and the core need, and ``packages``. Returns what
+    to write into the run file. After a failure the folder is removed.
+
+    Raises ConfigError: the plugin is of another kind, or the folder exists. PluginError: Python or pip failed.
+    """
+    from rlhf_runtime.workers.isolation import to_install
+
+    if resolved.kind not in KINDS:
+        raise ConfigError(f"{resolved} does not run in worker processes; allowed kinds: {', '.join(KINDS)}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
+    wanted = to_install(resolved) + packages
+    own = folder / "bin" / "python"
+    try:
+        _call([python, "-m", "venv", str(folder)])
+        _call([str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    section = "[env]" if resolved.kind == "env" else "[[reward]]"
+    made = f"made {folder} with {', '.join(wanted)}; in the run file:"
+    return f'{made}\n\n{section}\nuse = "{resolved.ref}"\npython = "{own}"'
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise ConfigError(f"--python {command[0]} cannot be started: {error.strerror}") from None
+    if done.returncode != 0:
+        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise PluginError(f"`{' '.join(command)}` failed:\n  {last}")

@@ -1,0 +1,100 @@
+"""Worker processes that run under another Python, such as that of a virtual environment with packages that cannot be
+installed beside those of the run.
+
+The other Python needs the requirements of ``rlhf-core`` and the packages that the plugin uses there. It needs no
+distribution of this project: it imports the core, the worker's program and the plugin from the files of this process
+(``isolated_process.py``), so their versions are equal.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import rlhf
+from packaging.requirements import Requirement
+from rlhf.errors import ConfigError
+from rlhf.plugins import Resolved
+from rlhf.plugins.resolved import FILE, IN_PROCESS
+
+import rlhf_runtime
+
+EXTRA = "isolated"
+"""The extra in which a plugin's distribution declares what only its own Python needs."""
+PROGRAM = Path(__file__).with_name("isolated_process.py")
+CORE = "rlhf-core"
+
+
+def check_python(resolved: Resolved, python: str, in_worker: bool) -> None:
+    """Check the option ``python`` of a plugin's section. Starts no process. Raises ConfigError.
+
+    Args:
+        in_worker: whether the plugin's methods are plain ``def`` and so run in worker processes.
+    """
+    if not in_worker:
+        raise ConfigError(
+            f"python = {python!r}: the methods of {resolved} are `async def`, which run in the process of the run. "
+            "Only plain `def` methods run in a worker process, which can have its own Python. Remove `python`."
+        )
+    if resolved.distribution == IN_PROCESS:
+        raise ConfigError(
+            f"python = {python!r}: {resolved} is a class of this process and cannot be copied to another Python. Put "
+            "it into a file ('file:PATH.py') or a distribution."
+        )
+    if not (Path(python).is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(
+            f"python = {python!r} of {resolved} is not an executable file (looked at {_absolute(python)}). Name the "
+            "Python of a virtual environment, DIR/bin/python. `rlhf plugins isolate` makes one."
+        )
+
+
+def command(resolved: Resolved, python: str, *arguments: str) -> list[str]:
+    """The command line of a worker process under ``python``."""
+    modules = [rlhf.__name__, rlhf_runtime.__name__]
+    metadata = {}
+    if resolved.distribution != FILE:
+        modules.append(resolved.cls.__module__.partition(".")[0])
+        found = importlib.metadata.distribution(resolved.distribution)
+        header = (found.read_text("METADATA") or "").partition("\n\n")[0]  # without the README
+        metadata = {"METADATA": header, "entry_points.txt": found.read_text("entry_points.txt") or ""}
+    lent = json.dumps({"folders": {name: _folder(name) for name in modules}, "metadata": metadata})
+    return [_absolute(python), "-s", str(PROGRAM), *arguments, lent]
+
+
+def environment(python: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of such a worker. Programs that the plugin starts are those of the other Python first."""
+    kept = {k: v for k, v in inherited.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    folder = os.path.dirname(_absolute(python))
+    return kept | {"PATH": os.pathsep.join([folder, *filter(None, [kept.get("PATH")])])}
+
+
+def requirements(resolved: Resolved) -> list[str]:
+    """What a Python needs to run the plugin: the requirements of the core, of the plugin's distribution, and of the
+    extra :data:`EXTRA` of that. Distributions of this project are left out, because they are lent."""
+    owners = [CORE] if resolved.distribution == FILE else [CORE, resolved.distribution]
+    texts = [text for owner in owners for text in importlib.metadata.distribution(owner).requires or []]
+    return [text for text in texts if not Requirement(text).name.startswith("rlhf-")]
+
+
+def to_install(resolved: Resolved) -> list[str]:
+    """:func:`requirements` that apply to this machine, as arguments of pip."""
+    wanted = [Requirement(text) for text in requirements(resolved)]
+    applying = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
+    for requirement in applying:
+        requirement.marker = None
+    return [str(requirement) for requirement in applying]
+
+
+def _folder(module: str) -> str:
+    """The folder that holds a top-level module or package of this process."""
+    file = Path(sys.modules[module].__file__ or "").absolute()
+    return str(file.parent.parent if file.name == "__init__.py" else file.parent)
+
+
+def _absolute(python: str) -> str:
+    """Links are not followed: Python finds a virtual environment by the path of its ``bin/python``, which is a link."""
+    return os.path.abspath(os.path.expanduser(python))
