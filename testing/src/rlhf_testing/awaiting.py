@@ -1,13 +1,20 @@
-"""Calls plugin methods, which may be ``async def`` or plain ``def``, with a time limit."""
+"""Calls plugin methods, which may be ``async def`` or plain ``def``, with a time limit.
+
+All calls run on one event loop, as in a run. A plugin may keep a connection from one call to the next.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from rlhf_testing.contract import Nonconformance
+
+_RUNNER = asyncio.Runner()
+atexit.register(_RUNNER.close)
 
 
 def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> Any:
@@ -24,7 +31,7 @@ def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> An
         return await asyncio.wait_for(run(), limit)
 
     try:
-        return asyncio.run(limited())
+        return _RUNNER.run(limited())
     except TimeoutError as error:
         name = getattr(method, "__qualname__", str(method))
         raise Nonconformance(f"{name} took longer than {limit} s on fabricated data") from error

@@ -1,0 +1,12 @@
+"""Environment: episodes on a server of OpenEnv, over its web socket."""
+
+from rlhf import hookimpl
+
+from rlhf_plugin_openenv.env import OpenEnv
+
+__all__ = ["OpenEnv"]
+
+
+@hookimpl
+def rlhf_register_env() -> list[type]:
+    return [OpenEnv]
