@@ -72,6 +72,20 @@ def test_each_request_is_answered_and_all_engines_work(asking):
 
 
 @pytest.mark.full
+def test_the_next_turn_of_a_conversation_goes_to_its_engine(asking):
+    a = asking()
+    first = [GenerationRequest((n, *range(40)), n, Sampling(8)) for n in range(4)]
+    for future in a.ask(first):
+        future.result(60)
+    engines = {int(seed): pid for _, pid, seed in a.run.notes("asked")}
+    assert len(set(engines.values())) == 2
+    for request in reversed(first):
+        a.ask([GenerationRequest((*request.ids, 4, 5), request.seed + 100, Sampling(8))])[0].result(60)
+    again = {int(seed): pid for _, pid, seed in a.run.notes("asked")}
+    assert {seed: again[seed + 100] for seed in engines} == engines
+
+
+@pytest.mark.full
 def test_a_request_is_answered_while_another_is_not(asking):
     a = asking(engines=2)
     assert a.run.engines.idle() is None

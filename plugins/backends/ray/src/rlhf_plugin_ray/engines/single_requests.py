@@ -3,9 +3,9 @@ done.
 
 ::
 
-    submit ──► waiting ──► the engine with the fewest requests: advance(new, dropped, SLICE) ──► done(turn)
-                  ▲                                  │ the engine died
-                  └──────────────────────────────────┘
+    submit ──► waiting ──► an engine (Prefixes.choose): advance(new, dropped, SLICE) ──► done(turn)
+                  ▲                          │ the engine died
+                  └──────────────────────────┘
 
 One thread calls the engines. An engine has up to two calls of :meth:`~rlhf.interfaces.Generator.advance` at a time, so
 that it goes on while the answer to the first call travels. Between :meth:`hold` and :meth:`release` no call is under
@@ -27,6 +27,7 @@ from rlhf.types import GenerationRequest, Turn
 
 from rlhf_plugin_ray.actor.payload import unpack
 from rlhf_plugin_ray.engines.pool import EnginePool
+from rlhf_plugin_ray.engines.prefixes import Mark, Prefixes, prefix_marks
 
 SLICE = 0.02
 """Seconds that an engine samples in one call. A request waits about so long until its engine looks at it."""
@@ -42,6 +43,7 @@ class _Open:
 
     request: GenerationRequest
     done: Done
+    marks: list[Mark]
     engine: int | None = None
     """The engine that samples it; None: it waits for one."""
 
@@ -58,6 +60,7 @@ class SingleRequests:
         """Guards everything below."""
         self._open: dict[int, _Open] = {}
         self._waiting: deque[int] = deque()
+        self._prefixes = Prefixes()
         self._shares: defaultdict[int, set[int]] = defaultdict(set)
         """{engine: its requests}."""
         self._new: defaultdict[int, dict[int, GenerationRequest]] = defaultdict(dict)
@@ -77,11 +80,12 @@ class SingleRequests:
 
     def submit(self, request: GenerationRequest, done: Done) -> int:
         """Returns a name for :meth:`cancel`."""
+        marks = prefix_marks(request.ids)
         with self._changed:
             if self._failure is not None or self._closed:
                 raise self._failure or WorkerError("the engines were shut down")
             name = next(self._names)
-            self._open[name] = _Open(request, done)
+            self._open[name] = _Open(request, done, marks)
             self._waiting.append(name)
             self._changed.notify_all()
         return name
@@ -164,14 +168,14 @@ class SingleRequests:
         return [engine for engine in self._pool.members if engine not in self._pool.dead]
 
     def _assign(self) -> None:
-        """Waiting requests go to the engines with the fewest."""
+        """Waiting requests go to engines."""
         alive = self._alive()
         while self._waiting and alive:
             name = self._waiting.popleft()
             asked = self._open.get(name)
             if asked is None:  # cancelled
                 continue
-            asked.engine = min(alive, key=lambda engine: len(self._shares[engine]))
+            asked.engine = self._prefixes.choose(asked.marks, {engine: len(self._shares[engine]) for engine in alive})
             self._shares[asked.engine].add(name)
             self._new[asked.engine][name] = asked.request
 
