@@ -203,7 +203,8 @@ def test_more_deaths_than_max_restarts_end_the_run(asking):
 
 
 @pytest.mark.full
-def test_an_engine_that_does_not_answer_ends_the_run(asking):
+def test_an_engine_that_does_not_answer_ends_the_run(asking, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for the report about the engine
     a = asking(engines=1, heartbeat=1.0)
     a.ask(requests(1, 1))[0].result(60)
     os.kill(a.run.pids()[0], signal.SIGSTOP)
