@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class PerSource(Algorithm):
-    """Every row is trained on by the algorithm of its source. All share the policy and the optimizer step::
+    """Every row is trained on by the algorithm of its source. All share the policy and the optimizer step.
+
+    ::
 
         loss = sum over members m of weight_m * loss_m
 
