@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import DataError
-from rlhf.types import Turn
+from rlhf.types import Row, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
@@ -273,3 +273,13 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
     tokenizer.response_template = {"fields": {}}
     with pytest.raises(DataError, match=r"response_template is not valid: ValueError: .*fields must be"):
         Template(tokenizer, DataSection()).check_messages()
+
+
+def test_the_messages_of_a_prompt_are_those_that_it_is_encoded_with(tokenizer_with):
+    template = Template(tokenizer_with(HERMES), DataSection(system="Be brief."))
+    row = Row({"prompt": "1+1?"}, "rows", 0)
+    messages = template.prompt_messages(row)
+    assert messages == [{"role": "system", "content": "Be brief."}, ASK]
+    assert template.encode_messages(messages) == template.encode_prompt(row)
+    with pytest.raises(DataError, match="needs a chat template, but prompts are plain text"):
+        Template(tokenizer_with(None), DataSection()).prompt_messages(row)

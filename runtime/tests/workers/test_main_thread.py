@@ -112,3 +112,28 @@ def test_processes_that_coroutines_started_end_with_the_loop(form: str, caplog) 
         main.close()
     assert not psutil.pid_exists(pid)
     assert "Loop" not in caplog.text, "asyncio has seen its end"
+
+
+def test_tasks_that_hold_something_for_the_whole_run_are_cancelled_at_its_end() -> None:
+    closed = []
+
+    async def hold() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0)
+            closed.append(True)
+
+    tasks = []
+
+    async def start() -> None:
+        tasks.append(asyncio.create_task(hold()))
+        await asyncio.sleep(0)
+
+    main = MainThread()
+    try:
+        main.run(start())
+    finally:
+        main.close()
+    assert closed == [True]
+    assert tasks[0].cancelled()

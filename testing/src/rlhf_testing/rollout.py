@@ -83,6 +83,9 @@ class ScriptedContext(RolloutContext):
     def encode_observation(self, text: str) -> Turn:
         return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
 
+    def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": str(row["prompt"])}]
+
     def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
         text = "".join([f"<{m['role']}:{m.get('content') or ''}>" for m in messages])
         return Turn(list(f"{len(tools) or ''}{text}".encode()), sampled=False, text=text)
@@ -98,7 +101,12 @@ class ScriptedContext(RolloutContext):
         return self.encode_messages(following)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
-        return {"role": "assistant", "content": turn.text}
+        """Every answer but the last of ``env_turns`` calls the first tool."""
+        answer: dict[str, Any] = {"role": "assistant", "content": turn.text}
+        if tools and len(self.calls) < self.env_turns:
+            call = {"name": tools[0]["function"]["name"], "arguments": "{}"}
+            answer["tool_calls"] = [{"id": f"call{len(self.calls)}", "type": "function", "function": call}]
+        return answer
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         given = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)

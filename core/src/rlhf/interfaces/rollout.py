@@ -36,6 +36,14 @@ class RolloutContext(ABC):
         assistant turn when an observation follows."""
         return [self.encode_prompt(row), *([self.encode_observation(text)] if text else [])]
 
+    def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
+        """The row's prompt as messages, with the system message of the row or of ``data.system``: the messages that
+        :meth:`encode_prompt` encodes.
+
+        Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`).
+        """
+        raise DataError("this context has no chat template to encode messages with")
+
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
         """A whole conversation that the policy can answer, as an unsampled turn.
 

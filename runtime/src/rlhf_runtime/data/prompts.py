@@ -102,6 +102,11 @@ class Prompts:
         if self.chat is not None:
             self._history()
 
+    def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
+        """The messages of :meth:`encode_prompt`. Raises DataError."""
+        self.check_messages()
+        return [dict(message) for message in self._prompt_messages(self._cells(row))]
+
     def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
         return self._turn(self._conversations[0].encode(messages, tools))

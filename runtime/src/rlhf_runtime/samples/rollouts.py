@@ -49,6 +49,8 @@ class PromptTemplate(Protocol):
 
     def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
 
+    def prompt_messages(self, row: Row) -> list[dict[str, Any]]: ...
+
     def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn: ...
 
     def encode_following(
@@ -264,6 +266,9 @@ class _Context(RolloutContext):
     def encode_observation(self, text: str) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
         return self._run.template.encode_observation(text, self._closed)
+
+    def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
+        return self._run.template.prompt_messages(row)
 
     def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
         return self._run.template.encode_messages(messages, tools)

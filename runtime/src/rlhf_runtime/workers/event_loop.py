@@ -1,4 +1,5 @@
-"""The event loop of rollouts, rewards and environments. At its end it kills the processes that coroutines started."""
+"""The event loop of rollouts, rewards and environments. At its end it kills the processes that coroutines started, and
+cancels the tasks that are left."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import weakref
 from typing import Any
 
 GRACE = 2.0
-"""Maximum seconds to wait for killed processes to end."""
+"""Maximum seconds to wait for killed processes to end, and again for cancelled tasks."""
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -30,7 +31,8 @@ class Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     async def end(self) -> None:
-        """Kill the processes that still run, wait up to :data:`GRACE` seconds for their end, and stop the loop."""
+        """Kill the processes that still run, wait up to :data:`GRACE` seconds for their end, cancel the tasks that are
+        left (connections that a plugin holds for the whole run), wait for them as long, and stop the loop."""
         for transport in list(self._started):
             if transport.get_returncode() is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -38,4 +40,9 @@ class Loop(asyncio.SelectorEventLoop):
         last = self.time() + GRACE
         while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
             await asyncio.sleep(0.01)
+        left = asyncio.all_tasks(self) - {asyncio.current_task(self)}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=GRACE)
         self.stop()
