@@ -347,7 +347,9 @@ def known(path: list[str]) -> bool:
     if head == "algorithm" and rest[:1] == ["members"]:  # fields of the member itself, or options of its algorithm
         return ".".join(["members", "NAME", *rest[2:]]) in plugin_options(head) or known([head, *rest[2:]])
     if head in SINGLE:
-        return not rest or rest[-1] in SINGLE[head].model_fields or ".".join(rest) in plugin_options(head)
+        named = ".".join([*rest[:1], "NAME", *rest[2:]])  # an option in a table of a plugin's, with a name in between
+        options = plugin_options(head)
+        return not rest or rest[-1] in SINGLE[head].model_fields or bool({".".join(rest), named} & options)
     return own(RunFile.model_fields[head].annotation, rest)
 
 

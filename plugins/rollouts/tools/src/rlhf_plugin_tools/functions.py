@@ -1,0 +1,114 @@
+"""A Python function as a tool: its JSON schema, made of its signature and docstring, and the check of its arguments."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, Required
+
+import docstring_parser
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, with_config
+from pydantic.json_schema import GenerateJsonSchema
+from rlhf.errors import ConfigError
+from rlhf.plugins.files import SourceFile
+from typing_extensions import TypedDict  # pydantic refuses the one of Python 3.11
+
+from rlhf_plugin_tools.tool import invalid_arguments, schema_of
+
+REFERENCE = re.compile(r"file:(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
+_CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The file that defines a function, as read, and the function's name."""
+
+    path: str
+    text: str
+    name: str
+
+    @classmethod
+    def of(cls, reference: str) -> Source:
+        """Read ``file:PATH:NAME``. Raises ConfigError."""
+        match = REFERENCE.fullmatch(reference)
+        if match is None:
+            raise ConfigError(f"rollout.functions: {reference!r} is no function; write 'file:PATH.py:NAME'")
+        file = SourceFile.read(match["path"])
+        return cls(file.path, file.text, match["name"])
+
+
+class PythonFunction:
+    """The function of a :class:`Source`. Its file is executed.
+
+    Raises PluginImportFailed: the file. Raises ConfigError: the function cannot be a tool.
+    """
+
+    def __init__(self, source: Source) -> None:
+        what = self.what = f"file:{source.path}:{source.name}"
+        module = SourceFile.of(source.path, source.text).load()
+        function = getattr(module, source.name, None)
+        if not inspect.isfunction(function):
+            own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+            raise ConfigError(f"{what}: the file has no function of this name. It has: {', '.join(own) or 'none'}")
+        self.name = source.name
+        self.function: Callable[..., Any] = function
+        self.is_async = inspect.iscoroutinefunction(function)
+        told = docstring_parser.parse(function.__doc__ or "")
+        description = "\n\n".join(filter(None, (told.short_description, told.long_description)))
+        if not description:
+            raise ConfigError(f"{what} has no docstring. It is what the policy is told about the tool: write one")
+        self._arguments = _arguments(function, {p.arg_name: p.description or "" for p in told.params}, what)
+        try:
+            parameters = self._arguments.json_schema(schema_generator=_WithoutTitles)
+        except PydanticUserError as error:
+            raise ConfigError(f"{what}: a parameter has a type without a JSON schema: {error.message}") from None
+        parameters.pop("title", None)
+        self.schema = schema_of(self.name, description, parameters)
+
+    def validated(self, arguments: str) -> dict[str, Any]:
+        """Keyword arguments from a JSON object. Nothing is converted: ``"3"`` is no integer.
+
+        Raises ToolError, which names every invalid argument.
+        """
+        try:
+            found: dict[str, Any] = self._arguments.validate_json(arguments, strict=True)  # also inside of models
+        except ValidationError as error:
+            problems = ((e["loc"], e["msg"]) for e in error.errors(include_url=False, include_context=False))
+            raise invalid_arguments(self.name, problems) from None
+        return found
+
+
+def _arguments(function: Callable[..., Any], told: dict[str, str], what: str) -> TypeAdapter[Any]:
+    """The arguments as a type of dicts. Raises ConfigError."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception as error:  # a name that is not defined, or anything else that an annotation raises
+        raise ConfigError(f"{what}: its type hints cannot be read: {type(error).__name__}: {error}") from None
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{what}: parameter {name!r} is one that a policy cannot give by its name")
+        if name not in hints:
+            raise ConfigError(f"{what}: parameter {name!r} has no type hint; the policy is told the types of arguments")
+        optional = parameter.default is not parameter.empty
+        extra = {"default": parameter.default} if optional and _plain(parameter.default) else None
+        field = Field(description=told.get(name) or None, json_schema_extra=extra)
+        wanted: Any = NotRequired if optional else Required
+        described: Any = Annotated
+        fields[name] = wanted[described[hints[name], field]]
+    try:
+        return TypeAdapter(with_config(_CONFIG)(TypedDict(function.__name__, fields)))  # type: ignore[operator]
+    except PydanticUserError as error:
+        raise ConfigError(f"{what}: a parameter has a type that JSON cannot hold: {error.message}") from None
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bool | None)

@@ -1,0 +1,161 @@
+"""The tools of an MCP server. Imports the ``mcp`` package, which only runs with such servers need."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import mcp
+from mcp import types
+from mcp.client.stdio import stdio_client
+from rlhf.errors import ConfigError, RolloutError
+
+from rlhf_plugin_tools.options import McpServer
+from rlhf_plugin_tools.output import Output
+from rlhf_plugin_tools.tool import LONGEST_ERROR, ToolError, too_slow
+
+START_DEADLINE = 60.0
+"""Maximum seconds for a server to start and to list its tools."""
+ALIVE_DEADLINE = 10.0
+"""Seconds in which a server must list its tools after a call took too long. Otherwise it counts as dead."""
+
+CLOSE_DEADLINE = 10.0
+"""Seconds in which a connection is closed, before it is abandoned."""
+
+
+class Server:
+    """A connection to a server. A task of its own holds it, because ``mcp`` wants a connection to be closed by the task
+    that opened it. After the server died the next call of :meth:`connect` starts it again."""
+
+    def __init__(self, name: str, config: McpServer) -> None:
+        self.what, self.config = f"MCP server {name!r}", config
+        self.listed: list[types.Tool] | None = None
+        """Its tools, after the first :meth:`connect`."""
+        self._alive, self._connecting = False, asyncio.Lock()
+        self._client: mcp.Client | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._output: Output | None = None
+        self._stop = asyncio.Event()
+
+    async def connect(self) -> mcp.Client:
+        """Connect, if there is no connection, and list the tools. Raises RolloutError, or ConfigError where a variable
+        of ``env`` is not set."""
+        async with self._connecting:
+            if not self._alive:
+                await self._start()
+            assert self._client is not None
+            return self._client
+
+    async def _start(self) -> None:
+        missing = [name for name in self.config.env if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{self.what}: env names {', '.join(missing)}, which is not set. Export it, or remove it from env."
+            )
+        self._stop, self._client, self._output = asyncio.Event(), None, None
+        ready: asyncio.Future[list[types.Tool]] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(ready))
+        try:
+            async with asyncio.timeout(START_DEADLINE):
+                listed = await ready
+            if self.listed is not None and listed != self.listed:
+                raise RolloutError(f"{self.what} was started again and now lists other tools than before")
+        except TimeoutError:
+            tail = self._tail()
+            await self.close()
+            raise RolloutError(f"{self.what} did not list its tools in {START_DEADLINE:g} s{tail}") from None
+        except BaseException:
+            await self.close()
+            raise
+        self.listed, self._alive = listed, True
+
+    async def close(self) -> None:
+        self._alive = False
+        self._stop.set()
+        if self._task is not None and not self._task.done():
+            if self._client is not None:
+                await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE)
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE)
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> types.CallToolResult:
+        """Raises ToolError, or RolloutError where the server does not answer any more."""
+        client = await self.connect()
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                return await client.call_tool(name, arguments)
+        except TimeoutError:
+            if limit.expired() and not await _answers(client):
+                doing = f"did not answer a call of {name!r} in {timeout:g} s, and nothing else after it"
+                raise await self._died(client, doing) from None
+            raise too_slow(name, timeout) from None
+        except mcp.MCPError as error:
+            if error.code == types.CONNECTION_CLOSED and not await _answers(client):
+                raise await self._died(client, f"closed its connection during a call of {name!r}") from None
+            raise ToolError(f"{name!r}: {error.message}"[:LONGEST_ERROR]) from None
+        except RuntimeError as error:
+            if self._client is not client or not self._alive:  # closed meanwhile, for another sample
+                raise RolloutError(f"{self.what} closed its connection during a call of {name!r}") from None
+            # what `mcp` raises for a result that breaks the tool's output schema
+            first = str(error).partition("\n")[0]
+            raise ToolError(f"{self.what} breaks its own declaration of {name!r}: {first}"[:LONGEST_ERROR]) from None
+        except Exception as error:
+            raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
+
+    async def _died(self, client: mcp.Client, doing: str) -> RolloutError:
+        mine = self._client is client and self._alive  # another sample may have closed it, or started it again
+        error = RolloutError(f"{self.what} {doing}{self._tail() if mine else ''}")
+        if mine:
+            await self.close()
+        return error
+
+    def _tail(self) -> str:
+        return "" if self._output is None else self._output.tail()
+
+    async def _hold(self, ready: asyncio.Future[list[types.Tool]]) -> None:
+        try:
+            async with mcp.Client(self._transport()) as client:
+                listed, cursor = list[types.Tool](), None
+                while cursor != "":
+                    page = await client.list_tools(cursor=cursor)
+                    listed += page.tools
+                    cursor = page.next_cursor or ""
+                self._client = client
+                if not ready.done():
+                    ready.set_result(listed)
+                await self._stop.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(RolloutError(f"{self.what} cannot be used: {_first(error)}{self._tail()}"))
+            self._alive = False
+        finally:
+            if self._output is not None:
+                self._output.close()
+
+    def _transport(self) -> Any:
+        if self.config.url is not None:
+            return self.config.url
+        program, *arguments = self.config.command
+        env = {name: os.environ[name] for name in self.config.env}
+        self._output = Output()
+        return stdio_client(
+            mcp.StdioServerParameters(command=program, args=arguments, env=env), errlog=self._output.stream
+        )
+
+
+async def _answers(client: mcp.Client) -> bool:
+    """Whether the server still lists its tools."""
+    try:
+        async with asyncio.timeout(ALIVE_DEADLINE):
+            await client.list_tools(cache_mode="bypass")
+    except Exception:
+        return False
+    return True
+
+
+def _first(error: BaseException) -> str:
+    """The first cause in nested groups of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""The output of a process: the last lines are kept for the error about its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from typing import TextIO
+
+KEPT_LINES = 12
+
+
+class Output:
+    """A pipe that a process writes to. Use it inside of a running event loop.
+
+    Args:
+        label: every line is shown on standard error after this label. None: lines are kept, not shown.
+    """
+
+    def __init__(self, label: str | None = None) -> None:
+        self._label, self._lines, self._rest = label, deque[str](maxlen=KEPT_LINES), b""
+        self._loop = asyncio.get_running_loop()
+        self._read, write = os.pipe()
+        os.set_blocking(self._read, False)
+        self.stream: TextIO = os.fdopen(write, "w")
+        """The end for the process."""
+        self._loop.add_reader(self._read, self._receive)
+
+    def started(self) -> None:
+        """The process has its own copy of :attr:`stream`."""
+        self.stream.close()
+
+    def tail(self) -> str:
+        """The last lines, to be appended to a message."""
+        self._receive()
+        lines = "\n  ".join(line for line in (*self._lines, _text(self._rest)) if line)
+        return f". Its last output:\n  {lines}" if lines else ""
+
+    def close(self) -> None:
+        if self._read >= 0:
+            self._loop.remove_reader(self._read)
+            os.close(self._read)
+            self.stream.close()
+            self._read = -1
+
+    def _receive(self) -> None:
+        while self._read >= 0:
+            try:
+                part = os.read(self._read, 1 << 16)
+            except BlockingIOError:
+                return
+            if not part:
+                self._loop.remove_reader(self._read)
+                return
+            *lines, self._rest = (self._rest + part).split(b"\n")
+            self._rest = self._rest[-8192:]
+            for line in map(_text, lines):
+                self._lines.append(line)
+                if self._label is not None:
+                    with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
+                        sys.stderr.write(f"[{self._label}] {line}\n")
+
+
+def _text(line: bytes) -> str:
+    return line[-1000:].decode(errors="replace").rstrip()

@@ -1,0 +1,149 @@
+"""The rollout: an answer, the results of the tools that it calls, the next answer, ... until one calls no tool."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from rlhf.errors import ConfigError, RolloutError
+from rlhf.interfaces import Rollout, RolloutContext
+from rlhf.types import Row, Sampling, Turn
+
+from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.options import ToolsConfig
+from rlhf_plugin_tools.toolbox import Toolbox
+
+_LOG = logging.getLogger(__name__)
+UNREADABLE = (
+    'Error: a tool call could not be read. Write {"name": ..., "arguments": {...}} as valid JSON, without anything else'
+)
+
+
+class ToolsRollout(Rollout):
+    """The row's prompt with the descriptions of the tools, followed by sampled turns and the results of the tools that
+    they call, until
+
+    * an answer calls no tool,
+    * ``max_turns`` turns are sampled (calls in the last one are not executed),
+    * a sampled turn is cut at its token budget: its ``finish`` is ``length``, or
+    * results leave no room for an answer: they are left out, and the turn before them gets ``finish = "length"``.
+
+    Sampled tokens are never decoded and encoded again. Where the chat template writes earlier messages otherwise once
+    results follow, the next turn begins a new sequence (``Turn.fresh``).
+
+    What is wrong with a call (unknown tool, invalid arguments, an error, a timeout) is its result, which the policy
+    reads. A worker process or a server that fails is a failed sample (RolloutError).
+    """
+
+    name = "tools"
+    needs_messages = True
+    Config = ToolsConfig
+
+    def __init__(self, config: ToolsConfig | None = None) -> None:
+        super().__init__(config)
+        self._functions: dict[Source, PythonFunction] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._toolbox: asyncio.Task[Toolbox] | None = None
+        self._shown = False
+
+    def check(self) -> None:
+        async def start() -> list[str]:
+            toolbox = self._new()
+            await toolbox.start()
+            await toolbox.close()
+            return list(toolbox.tools)
+
+        try:
+            with ThreadPoolExecutor(1) as thread:  # this thread may have an event loop that runs, as in a notebook
+                names = thread.submit(asyncio.run, start()).result()
+        except RolloutError as error:
+            raise ConfigError(f"rollout 'tools': {error}") from None
+        _LOG.info("rollout 'tools': %s", ", ".join(names))
+
+    async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        toolbox = await self._started()
+        tools, messages = toolbox.schemas, ctx.prompt_messages(row)
+        turns = [ctx.encode_messages(messages, tools)]
+        self._check_shown(turns[0], messages, ctx)
+        for number in range(self.config.max_turns):
+            turn = await ctx.generate(list(turns), _within_budget(ctx.sampling, _room(turns, ctx)), number)
+            turns.append(turn)
+            if turn.finish == "length" or number + 1 == self.config.max_turns:
+                break
+            answer = ctx.parse_answer(turn, tools)
+            results = await _results(toolbox, answer)
+            if not results:
+                break
+            following = ctx.encode_following(messages, answer, results, tools)
+            messages = [*messages, answer, *results]
+            if following is None:
+                following = replace(ctx.encode_messages(messages, tools), fresh=True)
+            if _room([*turns, following], ctx) < 1:
+                turn.finish = "length"
+                break
+            turns.append(following)
+        return turns
+
+    async def _started(self) -> Toolbox:
+        """The tools on this event loop. They are started by the first sample and closed when the loop ends."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._toolbox = asyncio.get_running_loop(), None
+        if self._toolbox is None or (self._toolbox.done() and self._toolbox.exception() is not None):
+            self._toolbox = asyncio.create_task(self._start())
+        return await asyncio.shield(self._toolbox)  # it goes on for other samples if this one is cancelled
+
+    async def _start(self) -> Toolbox:
+        toolbox = self._new()
+        await toolbox.start()
+        self._closing = asyncio.create_task(_close_at_the_end(toolbox))
+        return toolbox
+
+    def _new(self) -> Toolbox:
+        if self._functions is None:
+            sources = [Source.of(reference) for reference in self.config.functions]
+            self._functions = {source: PythonFunction(source) for source in sources}
+        return Toolbox(self.config, self._functions)
+
+    def _check_shown(self, opening: Turn, messages: Sequence[Mapping[str, Any]], ctx: RolloutContext) -> None:
+        """Raises RolloutError if the chat template ignores tools."""
+        if not self._shown and ctx.encode_messages(messages).ids == opening.ids:
+            raise RolloutError(
+                "the chat template does not write the descriptions of tools, so the policy would never know of them. "
+                "Use a model with a chat template for tools, or name a file with one as data.chat_template."
+            )
+        self._shown = True
+
+
+async def _results(toolbox: Toolbox, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages with the results of an answer's calls. A call that could not be parsed is part of its content."""
+    results = await toolbox.answer(answer.get("tool_calls") or [])
+    if "<tool_call>" in (answer.get("content") or ""):
+        results.append({"role": "tool", "content": UNREADABLE})
+    return results
+
+
+async def _close_at_the_end(toolbox: Toolbox) -> None:
+    """The event loop cancels its tasks when it ends."""
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await toolbox.close()
+
+
+def _room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
+    """Tokens that may still follow in the sequence that ``turns`` end with."""
+    start = max((n for n, turn in enumerate(turns) if turn.fresh), default=0)
+    return ctx.max_tokens - sum(len(turn.ids) for turn in turns[start:])
+
+
+def _within_budget(sampling: Sampling, left: int) -> Sampling:
+    if left < 1:
+        raise RolloutError(
+            f"the prompt with the descriptions of the tools leaves no room for an answer: {1 - left} tokens too many. "
+            "Raise data.max_tokens, or offer fewer tools."
+        )
+    return sampling if sampling.max_new_tokens <= left else replace(sampling, max_new_tokens=left)

@@ -1,0 +1,107 @@
+"""All tools of a run on one event loop: which there are, and how the calls of an answer are executed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError, did_you_mean
+
+from rlhf_plugin_tools.coroutines import AsyncFunction
+from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.options import ToolsConfig
+from rlhf_plugin_tools.tool import Tool, ToolError
+from rlhf_plugin_tools.workers import PlainFunction, Workers
+
+if TYPE_CHECKING:
+    from rlhf_plugin_tools.mcp_server import Server
+
+
+class Toolbox:
+    """The tools of ``config``, by name. Call :meth:`start` first."""
+
+    def __init__(self, config: ToolsConfig, functions: Mapping[Source, PythonFunction]) -> None:
+        self._config = config
+        self._functions = [AsyncFunction(f) for f in functions.values() if f.is_async]
+        plain = {source: f for source, f in functions.items() if not f.is_async}
+        self._workers = Workers(list(plain), config.max_result)
+        self._plain = [PlainFunction(f, self._workers) for f in plain.values()]
+        self._servers: list[Server] = []
+        self._slots = asyncio.Semaphore(config.parallel)
+        self.tools: dict[str, Tool] = {}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self.tools.values()]
+
+    async def start(self) -> None:
+        """Start a worker and the servers. Raises RolloutError where one cannot start, ConfigError where two tools have
+        one name or a server declares something that is not allowed."""
+        try:
+            if self._plain:
+                await self._workers.start()
+            found: list[Tool] = [*self._functions, *self._plain]
+            for name, server_config in self._config.mcp.items():
+                found += await self._tools_of(name, server_config)
+            for tool in found:
+                other = self.tools.setdefault(tool.name, tool)
+                if other is not tool:
+                    raise ConfigError(
+                        f"rollout 'tools': {other.source} and {tool.source} both have a tool {tool.name!r}. Rename "
+                        "one, or leave one out with `tools` in the server's table."
+                    )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await self._workers.close()
+        await asyncio.gather(*(server.close() for server in self._servers))
+
+    async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Execute the calls of one answer. Returns a message with the result of each, in their order. Raises
+        RolloutError where the machinery failed; the other calls are then stopped."""
+        tasks = [asyncio.ensure_future(self._result(call["function"])) for call in calls]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result}
+            for call, result in zip(calls, results, strict=True)
+        ]
+
+    async def _result(self, function: Mapping[str, Any]) -> str:
+        name = function["name"]
+        try:
+            tool = self.tools.get(name)
+            if tool is None:
+                known = ", ".join(self.tools)
+                raise ToolError(f"there is no tool {name!r}. Tools: {known}.{did_you_mean(name, self.tools)}")
+            async with self._slots:
+                return await tool.call(function["arguments"], self._config.timeout, self._config.max_result)
+        except ToolError as error:
+            return f"Error: {error}"
+
+    async def _tools_of(self, name: str, config: Any) -> list[Tool]:
+        try:
+            from rlhf_plugin_tools.mcp_server import Server
+            from rlhf_plugin_tools.mcp_tool import McpTool
+        except ImportError as error:
+            raise ConfigError(
+                f"[rollout.mcp.{name}] needs the packages mcp 2.x and jsonschema ({error}). Install them: "
+                "pip install 'rlhf-plugin-tools[mcp]'."
+            ) from None
+        server = Server(name, config)
+        self._servers.append(server)
+        await server.connect()
+        listed = server.listed or []
+        names = [tool.name for tool in listed]
+        if unknown := [wanted for wanted in config.tools if wanted not in names]:
+            raise ConfigError(
+                f"[rollout.mcp.{name}] tools names {', '.join(unknown)}; the server has {', '.join(names) or 'none'}."
+            )
+        return [McpTool(server, tool) for tool in listed if not config.tools or tool.name in config.tools]

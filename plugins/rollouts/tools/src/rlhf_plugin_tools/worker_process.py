@@ -1,0 +1,73 @@
+"""The program of a worker process: calls Python functions, one at a time, as ``python -m
+rlhf_plugin_tools.worker_process``. Requests and answers are JSON, one a line.
+
+The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, its answer ``{"ready":
+true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer ``{"result": text}`` or
+``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import IO, Any
+
+from rlhf_plugin_tools.tool import ToolError, as_text, raised
+
+
+def main() -> None:
+    requests, answers = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # what functions print is not an answer
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(requests, lines), daemon=True).start()
+    begin = json.loads(lines.get())
+    sys.path[:] = begin["path"]
+    functions: dict[str, Any] = {}
+    try:
+        from rlhf_plugin_tools.functions import PythonFunction, Source
+
+        for path, text, name in begin["sources"]:
+            functions[name] = PythonFunction(Source(path, text, name))
+    except Exception as error:
+        _send(answers, {"broken": f"{type(error).__name__}: {error}"})
+        return
+    _send(answers, {"ready": True})
+    own = os.getpid()
+    while True:
+        request = json.loads(lines.get())
+        answer = _answer(functions[request["name"]], request["arguments"], begin["longest"])
+        if os.getpid() != own:  # a fork made by the function returned here and must not answer
+            os._exit(0)
+        _send(answers, answer)
+
+
+def _answer(function: Any, arguments: str, longest: int) -> dict[str, str]:
+    try:
+        return {"result": as_text(function.name, function.function(**function.validated(arguments)), longest)}
+    except ToolError as error:
+        return {"error": str(error)}
+    except (Exception, SystemExit) as error:
+        return {"error": str(raised(function.name, error))}
+
+
+def _send(stream: IO[str], answer: dict[str, Any]) -> None:
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
+
+
+def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
+    """Pass requests on. The end of the stream means that the driver is gone: kill this process and what it started,
+    also during a call."""
+    for line in stream:
+        lines.put(line)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

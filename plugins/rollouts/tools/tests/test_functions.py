@@ -1,0 +1,261 @@
+"""Python functions as tools: schema, arguments, results, deadlines, and the processes they run in."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rlhf.errors import ConfigError, PluginImportFailed, RolloutError
+from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.options import ToolsConfig
+from rlhf_plugin_tools.toolbox import Toolbox
+
+FILE = Path(__file__).parent / "functions_under_test.py"
+
+
+def named(name: str) -> str:
+    return f"file:{FILE}:{name}"
+
+
+def function(name: str) -> PythonFunction:
+    return PythonFunction(Source.of(named(name)))
+
+
+def toolbox(*names: str, **options) -> Toolbox:
+    config = ToolsConfig(functions=tuple(map(named, names)), **options)
+    return Toolbox(config, {source: PythonFunction(source) for source in map(Source.of, config.functions)})
+
+
+def calls(*asked: tuple[str, str]) -> list[dict]:
+    return [
+        {"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for n, (name, arguments) in enumerate(asked)
+    ]
+
+
+def answered(*asked: tuple[str, str], offer: tuple[str, ...] = (), **options) -> list[str]:
+    """The results of the calls in one answer."""
+
+    async def run() -> list[str]:
+        box = toolbox(*(offer or dict.fromkeys(name for name, _ in asked)), **options)
+        await box.start()
+        try:
+            return [message["content"] for message in await box.answer(calls(*asked))]
+        finally:
+            await box.close()
+
+    return asyncio.run(run())
+
+
+def test_the_schema_is_made_of_the_signature_and_the_docstring() -> None:
+    assert function("add").schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.\n\nThe sum is exact.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "the first number"},
+                    "b": {"type": "integer", "description": "the second number", "default": 1},
+                },
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    parameters = function("norm").schema["function"]["parameters"]
+    assert parameters["properties"]["how"] == {"enum": ["l1", "max"], "type": "string", "default": "l1"}
+    assert parameters["$defs"]["Point"]["required"] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing_here", "the file has no function of this name. It has: add, norm"),
+        ("not_a_function", "the file has no function of this name"),
+        ("undocumented", "has no docstring"),
+        ("untyped", "parameter 'a' has no type hint"),
+        ("several", "parameter 'a' is one that a policy cannot give by its name"),
+        ("unusual", "has a type that JSON cannot hold"),
+        ("unknown", "type hints cannot be read: NameError: name 'Missing' is not defined"),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused(name, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        function(name)
+
+
+def test_references_are_checked(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"'add' is no function; write 'file:PATH.py:NAME'"):
+        Source.of("add")
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Source.of(f"file:{tmp_path}/none.py:add")
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(PluginImportFailed, match="ZeroDivisionError"):
+        PythonFunction(Source.of(f"file:{tmp_path}/broken.py:add"))
+    with pytest.raises(ValidationError, match="there is no tool"):
+        ToolsConfig()
+    with pytest.raises(ValidationError, match="names the same function twice"):
+        ToolsConfig(functions=("file:a.py:f", "file:a.py:f"))
+
+
+def test_calls_of_one_answer_are_answered_in_their_order() -> None:
+    async def run() -> list[dict]:
+        box = toolbox("add", "norm")
+        await box.start()
+        try:
+            return await box.answer(calls(("add", '{"a": 2}'), ("norm", '{"p": {"x": 3, "y": -4}}')))
+        finally:
+            await box.close()
+
+    assert asyncio.run(run()) == [
+        {"role": "tool", "tool_call_id": "c0", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "c1", "name": "norm", "content": "7.0"},
+    ]
+
+
+WRONG = {
+    ("add", '{"a": "2"}'): "Error: invalid arguments for 'add': a: Input should be a valid integer",
+    ("add", '{"a": 2.0}'): "Error: invalid arguments for 'add': a: Input should be a valid integer",
+    ("add", '{"a": true}'): "Error: invalid arguments for 'add': a: Input should be a valid integer",
+    ("add", '{"c": 2}'): "Error: invalid arguments for 'add': a: Field required; c: Extra inputs are not permitted",
+    ("add", "[2]"): "Error: invalid arguments for 'add': Input should be an object",
+    ("add", '{"a": 2'): "Error: invalid arguments for 'add': Invalid JSON: EOF while parsing",
+    ("norm", '{"p": {"x": 1, "y": "2"}}'): "p.y: Input should be a valid integer",
+    ("norm", '{"p": {"x": 1, "y": 2}, "scale": 0}'): "scale: Input should be greater than 0",
+    ("norm", '{"p": {"x": 1, "y": 2}, "scale": NaN}'): "scale: Input should be a finite number",
+    ("ad", "{}"): "Error: there is no tool 'ad'. Tools: add, norm. Did you mean 'add'?",
+}
+
+
+def test_a_call_that_is_wrong_is_told_to_the_policy() -> None:
+    for told, (call, message) in zip(answered(*WRONG, offer=("add", "norm"), parallel=1), WRONG.items(), strict=True):
+        assert message in told, call
+
+
+RESULTS = {
+    "text": "hé",
+    "json": '{"a": [1, null, true]}',
+    "nothing": "null",
+    "long": "x" * 100 + "\n[cut: 100 of 1000 characters]",
+    "bytes": "Error: 'give' returned bytes (Object of type bytes is not JSON serializable). A tool may return text, or",
+    "nan": "Error: 'give' returned float (Out of range float values are not JSON compliant",
+    "keys": "Error: 'give' returned dict (a key is int)",
+    "surrogate": "Error: 'give' returned str (",
+    "object": "Error: 'give' returned object (",
+}
+
+
+def test_results_are_text_or_json() -> None:
+    told = answered(*(("give", f'{{"what": "{what}"}}') for what in RESULTS), max_result=100, parallel=1)
+    for got, (what, result) in zip(told, RESULTS.items(), strict=True):
+        assert got.startswith(result) if result.startswith("Error") else got == result, what
+
+
+def test_errors_of_functions_are_told_and_the_process_lives_on() -> None:
+    asked = [("fail", '{"message": "no such city"}'), ("leave", '{"code": 4}'), ("fork", "{}")]
+    before, *told, after = answered(("worker", "{}"), *asked, ("worker", "{}"), parallel=1)
+    assert told == [
+        "Error: 'fail' raised ValueError: no such city",
+        "Error: 'leave' raised SystemExit: 4",
+        "child True",
+    ]
+    assert before == after != str(os.getpid())
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_call_over_its_timeout_is_killed_with_what_it_started_and_told(tmp_path) -> None:
+    file = tmp_path / "pids"
+
+    async def run() -> list[str]:
+        box = toolbox("sleep", "add", timeout=1.0)
+        await box.start()
+        try:
+            first = await box.answer(calls(("sleep", f'{{"file": "{file}"}}')))
+            while not all(map(ended, map(int, file.read_text().split()))):
+                await asyncio.sleep(0.01)
+            return [m["content"] for m in [*first, *await box.answer(calls(("add", '{"a": 1}')))]]
+        finally:
+            await box.close()
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == ["Error: 'sleep' took longer than 1 s and was stopped", "2"]
+
+
+def test_a_worker_that_dies_is_a_failed_sample_and_is_replaced() -> None:
+    async def run() -> str:
+        box = toolbox("crash", "add")
+        await box.start()
+        try:
+            with pytest.raises(RolloutError, match=r"exited with code 3 during a call of 'crash'.*\n  about to crash"):
+                await box.answer(calls(("crash", "{}")))
+            [message] = await box.answer(calls(("add", '{"a": 1}')))
+            return message["content"]
+        finally:
+            await box.close()
+
+    assert asyncio.run(run()) == "2"
+
+
+def test_a_failure_stops_the_other_calls_of_the_answer(tmp_path) -> None:
+    file = tmp_path / "pids"
+    file.write_text("")
+
+    async def run() -> None:
+        box = toolbox("crash", "sleep")
+        await box.start()
+        try:
+            waiting = asyncio.create_task(box.answer(calls(("sleep", f'{{"file": "{file}"}}'), ("crash", "{}"))))
+            with pytest.raises(RolloutError):
+                await waiting
+            while not all(map(ended, map(int, file.read_text().split()))):
+                await asyncio.sleep(0.01)
+        finally:
+            await box.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_worker_that_cannot_start_is_a_failed_sample(tmp_path) -> None:
+    """The file can be imported here, but not in a worker process."""
+    file = tmp_path / "tool.py"
+    file.write_text(f'import os\nassert os.getpid() == {os.getpid()}\n\ndef f() -> int:\n    """F."""\n    return 1\n')
+    config = ToolsConfig(functions=(f"file:{file}:f",))
+    source = Source.of(config.functions[0])
+
+    async def run() -> None:
+        with pytest.raises(RolloutError, match=r"worker process of rollout.functions cannot start.*AssertionError"):
+            await Toolbox(config, {source: PythonFunction(source)}).start()
+
+    asyncio.run(run())
+
+
+def test_async_functions_run_on_the_event_loop_at_once_and_are_cancelled() -> None:
+    asked = [("meet", '{"name": "a"}'), ("meet", '{"name": "b"}'), ("wait", "{}"), ("refuse", "{}")]
+    assert answered(*asked, timeout=1.0) == [
+        "a of ['a', 'b']",
+        "b of ['a', 'b']",
+        "Error: 'wait' took longer than 1 s and was stopped",
+        "Error: 'refuse' raised TimeoutError: the other side is slow",
+    ]
+
+
+def test_functions_of_one_name_are_refused(tmp_path) -> None:
+    other = tmp_path / "other.py"
+    other.write_text('def add() -> int:\n    """Another."""\n    return 1\n')
+    config = ToolsConfig(functions=(named("add"), f"file:{other}:add"))
+
+    async def run() -> None:
+        with pytest.raises(ConfigError, match=r"functions_under_test.py:add and .*other.py:add both have a tool 'add'"):
+            await Toolbox(config, {s: PythonFunction(s) for s in map(Source.of, config.functions)}).start()
+
+    asyncio.run(run())
