@@ -21,6 +21,15 @@ class RolloutContext(ABC):
     max_tokens: int
     """Largest number of tokens in a sequence: prompt, observations and sampled tokens together."""
 
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer, an object of transformers, for third-party code that asks for one. The methods below
+        also know the template.
+
+        Raises DataError: this context has none.
+        """
+        raise DataError("this context has no tokenizer")
+
     @abstractmethod
     def encode_prompt(self, row: Row) -> Turn:
         """The row's prompt, encoded with the template, as an unsampled turn."""

@@ -25,8 +25,20 @@ class AgentExecutor(agent.MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 """
+EXECUTOR = """
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        return {}
+"""
 
 
 class TestConformance(AdapterContract):
     adapter = OpenRLHF
-    files = [("reward", REWARD, None), ("env", AGENT, None), ("env", AGENT, "AgentInstance")]
+    files = [
+        ("reward", REWARD, None),
+        ("env", AGENT, None),
+        ("env", AGENT, "AgentInstance"),
+        ("rollout", EXECUTOR, None),
+    ]

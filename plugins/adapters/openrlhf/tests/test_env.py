@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 from rlhf.errors import EnvError, PluginInvalid
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row, Sampling
@@ -167,10 +168,23 @@ def test_close_is_called_if_the_instance_has_it(file) -> None:
     assert resolve(reference).cls.instance_class.closed == [1]
 
 
-def test_an_async_init_is_refused_with_the_reason(file) -> None:
-    """The agent files in OpenRLHF's own documents have it, and raise TypeError in OpenRLHF too."""
-    with pytest.raises(PluginInvalid, match=r"AgentInstance.__init__ is `async def`.*Write `def __init__`"):
-        resolve(file(DOCUMENTED.replace("    def __init__(self, *args", "    async def __init__(self, *args")))
+def test_an_async_init_is_awaited_and_what_openrlhf_does_with_it_is_told(file, caplog) -> None:
+    """The multi-turn sample in OpenRLHF's README has it."""
+    text = DOCUMENTED.replace("    def __init__(self, *args", "    async def __init__(self, *args")
+    assert play(file(text), "5", "7")[1][1].info == {"turn": 2.0, "scores": 1.0}
+    assert "AgentInstance.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it" in caplog.text
+
+
+def test_what_is_said_of_openrlhf_is_true_of_python() -> None:
+    class Instance:
+        async def __init__(self):
+            pass
+
+    with (
+        pytest.warns(RuntimeWarning, match="never awaited"),
+        pytest.raises(TypeError, match=r"__init__\(\) should return None, not 'coroutine'"),
+    ):
+        Instance()
 
 
 OWN_EXECUTOR = """
@@ -183,12 +197,36 @@ class AgentExecutor(AgentExecutorBase):
 
 
 @pytest.mark.parametrize("base", ["AgentExecutorBase", "MultiTurnAgentExecutor"])
-def test_own_executors_are_refused_with_a_pointer(file, base: str) -> None:
-    with pytest.raises(PluginInvalid, match=r"AgentExecutor runs episodes by its own execute\(\).*kind `rollout`"):
+def test_an_executor_with_its_own_execute_is_a_rollout_not_an_environment(file, base: str) -> None:
+    with pytest.raises(PluginInvalid, match=r"AgentExecutor runs episodes by its own execute\(\).*\[rollout\] use = "):
         resolve(file(OWN_EXECUTOR.replace("AgentExecutorBase", base)))
 
 
 def test_an_executor_of_an_older_interface_is_refused(file) -> None:
     text = DOCUMENTED.replace("def __init__(self):", "def __init__(self, max_steps, max_length, llm_engine):")
-    with pytest.raises(PluginInvalid, match=r"AgentExecutor\(\) raised TypeError.*older interface"):
+    with pytest.raises(PluginInvalid, match=r"AgentExecutor takes llm_engine, so it is of the interface of OpenRLHF"):
         resolve(file(text))
+
+
+def test_an_executor_with_arguments_gets_them_from_the_run_file(file) -> None:
+    text = DOCUMENTED.replace(
+        "    def __init__(self):\n        super().__init__(AgentInstance)",
+        "    def __init__(self, loud):\n        super().__init__(Loud if loud else AgentInstance)",
+    )
+    text = text.replace(
+        "class AgentExecutor(",
+        """class Loud(AgentInstance):
+    async def step(self, states, **kwargs):
+        result = await super().step(states)
+        return result | {"environment_feedback": result["environment_feedback"].upper()}
+
+
+class AgentExecutor(""",
+    )
+    assert play(file(text), "7", arguments={"loud": True})[1][0].observation == "RIGHT"
+    assert play(file(text), "7", arguments={"loud": False})[1][0].observation == "right"
+    for arguments, why in (({}, "missing a required argument: 'loud'"), ({"quiet": 1}, "'quiet'")):
+        with pytest.raises(ValidationError, match=rf"AgentExecutor\(loud\) cannot be called with them: .*{why}"):
+            play(file(text), "7", arguments=arguments)
+    with pytest.raises(ValidationError, match="the file's executor is not used"):
+        play(file(text) + ":Loud", "7", arguments={"loud": True})

@@ -41,6 +41,9 @@ class PromptTemplate(Protocol):
     @property
     def end_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def tokenizer(self) -> Any: ...
+
     def encode_prompt(self, row: Row) -> Turn: ...
 
     def encode_answer(self, row: Row) -> list[Turn]: ...
@@ -256,6 +259,10 @@ class _Context(RolloutContext):
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
         self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._run.template.tokenizer
 
     def encode_prompt(self, row: Row) -> Turn:
         return self._run.template.encode_prompt(row)

@@ -7,27 +7,35 @@ from types import ModuleType
 from typing import Any
 
 from rlhf.errors import EnvError
-from rlhf.interfaces import ComponentConfig, Env
+from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
+from rlhf_plugin_openrlhf.executors import ExecutorConfig, built, checked, config_of
 from rlhf_plugin_openrlhf.sampling import from_params, to_params
 from rlhf_plugin_openrlhf.values import label_of, logs, scalar
 
 CLASS_NAME = "OpenRLHFEnv"
 
 
-class EnvConfig(ComponentConfig):
+class EnvConfig(ExecutorConfig):
     prompt: str = "prompt"
     """Row column with the prompt that ``reset`` gets as ``observation``: text, or messages, which are joined."""
     label: str | None = None
     """Row column that ``label`` holds. If absent: ``label``, else ``answer``, else an empty text."""
 
 
-def env_class(module: ModuleType, instance_class: type[Any]) -> type[Env]:
-    """An Env class in the file's module."""
+def env_class(module: ModuleType, instance_class: type[Any] | None, executor: type[Any] | None) -> type[Env]:
+    """An Env class in the file's module.
+
+    Args:
+        instance_class: None: only an executor that was built with arguments knows it.
+    """
+    of = instance_class or executor
+    assert of is not None
     body = {
         "__module__": module.__name__,
-        "__doc__": instance_class.__doc__ or f"{instance_class.__name__} of {module.__file__}.",
+        "__doc__": of.__doc__ or f"{of.__name__} of {module.__file__}.",
+        "Config": config_of(EnvConfig, executor, module),
         "instance_class": instance_class,
     }
     return type(CLASS_NAME, (_AgentEnv,), body)
@@ -35,12 +43,16 @@ def env_class(module: ModuleType, instance_class: type[Any]) -> type[Env]:
 
 class _AgentEnv(Env):
     Config = EnvConfig
-    instance_class: type[Any]
+    instance_class: type[Any] | None
+
+    def __init__(self, config: EnvConfig | None = None) -> None:
+        super().__init__(config)
+        self._class = self.instance_class or checked(self.config.built_executor().agent_instance_cls)
 
     async def reset(self, row: Row, seed: int) -> str:
         prompt = _text(row, self.config.prompt)
         self._label = label_of(row, self.config.label)
-        self._instance = self.instance_class()
+        self._instance = await built(self._class)
         accepts = inspect.signature(self._instance.reset).parameters
         named = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
         states = {"observation": prompt, "prompt": prompt, "label": self._label}

@@ -9,51 +9,18 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from rlhf_plugin_openrlhf.answers import extract_boxed_answer, grade_answer
-
-
-class AgentInstanceBase(ABC):
-    """One episode."""
-
-    @abstractmethod
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return states
-
-    @abstractmethod
-    async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]: ...
-
-
-class AgentExecutorBase(ABC):
-    """Makes a sample. Only :class:`MultiTurnAgentExecutor` can be adapted."""
-
-    @abstractmethod
-    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]: ...
-
-
-class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Names the class of the episodes. The rollout ``multi_turn`` replaces OpenRLHF's ``execute``."""
-
-    def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
-        self.agent_instance_cls = agent_instance_cls
-
-    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise NotImplementedError("episodes are run by the rollout multi_turn")
-
-
-class SingleTurnAgentExecutor(AgentExecutorBase):
-    """For files that import the name; not adapted."""
-
-    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        raise NotImplementedError("samples of one turn are made by the rollout single_turn")
-
+from rlhf_plugin_openrlhf.execution import (
+    AgentExecutorBase,
+    AgentInstanceBase,
+    MultiTurnAgentExecutor,
+    SingleTurnAgentExecutor,
+)
 
 AGENT = {c.__name__: c for c in (AgentInstanceBase, AgentExecutorBase, MultiTurnAgentExecutor, SingleTurnAgentExecutor)}
 MATH = {f.__name__: f for f in (extract_boxed_answer, grade_answer)}
