@@ -135,6 +135,11 @@ class Rollout(Component):
     the run file although no environment is opened; ``env.credit`` says how the rewards are credited."""
     needs_messages: bool = False
     """True: the rollout calls :meth:`RolloutContext.encode_messages`. A run without a chat template is then refused."""
+    gives_rewards: bool = False
+    """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``."""
+    concurrency: int | None = None
+    """Largest number of samples under way at once; a further one starts when one ends. None: no limit. A rollout must
+    not delay samples itself: a wave of generation starts when all samples that were started wait for tokens."""
     needs_generator: bool = True
     """False: the rollout never calls ``ctx.generate``, so the run starts no generator and sends no weights."""
 

@@ -128,8 +128,8 @@ class Rollouts:
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
         self.phases = phases
-        self.limit = limit
-        """Largest number of samples under way at once, if the environment has such a limit."""
+        self.limit = min((n for n in (limit, rollout.concurrency) if n is not None), default=None)
+        """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
         self.single_requests = single_requests
         """Each sample is answered by itself, in place of waves."""
         self.timeline = timeline

@@ -162,7 +162,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
         trainer=parts["trainer"].resolved.cls,
         launcher=parts["launcher"].resolved.cls,
         curriculum=parts["curriculum"].resolved.cls if "curriculum" in parts else None,
-        scored=scored,
+        scored=scored and not (rollout is not None and rollout.gives_rewards),
     )
     for name in roles:
         if own := section_of(config, name).trainer:

@@ -194,8 +194,9 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Col
 
 def is_scored(made: RunPlugins) -> bool:
     """Whether answers can get a reward. Recorded samples may contain rewards."""
-    recorded = made.rollout is not None and not made.rollout.needs_generator
-    return bool(made.rewards) or made.config.env is not None or recorded
+    rollout = made.rollout
+    of_rollout = rollout is not None and (rollout.gives_rewards or not rollout.needs_generator)
+    return bool(made.rewards) or made.config.env is not None or of_rollout
 
 
 def _check_margins(algorithm: Algorithm, data: TrainData) -> None:

@@ -1,0 +1,127 @@
+"""What a request asks for, in one form for all APIs, with the fields that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf.interfaces import RolloutContext
+from rlhf.types import Sampling, Turn
+
+from rlhf_plugin_agent.api_error import ApiError, invalid
+from rlhf_plugin_agent.config import AgentConfig
+
+MOST_CHOICES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for answers to a conversation."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    sampling: Sampling
+    model: str
+    choices: int = 1
+    calls: bool = True
+    """Whether tool calls are read from the answer (``tool_choice``)."""
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An answer."""
+
+    turn: Turn
+    message: Mapping[str, Any]
+    context: int
+    """Tokens before the answer."""
+
+    @property
+    def finish(self) -> str:
+        if self.turn.finish == "length":
+            return "length"
+        return "tool_calls" if self.message.get("tool_calls") else "stop"
+
+
+def read_model(body: Mapping[str, Any], config: AgentConfig) -> str:
+    model = body.get("model")
+    if model not in config.models:
+        names = ", ".join(config.models)
+        message = f"the model {model!r:.100} does not exist; there is {names} (option rollout.models)"
+        raise ApiError(404, message, "model", "model_not_found")
+    return str(model)
+
+
+def read_sampling(
+    body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext, limits: tuple[str, ...]
+) -> tuple[Sampling, tuple[str, ...]]:
+    """Sampling parameters and the request's own stop strings.
+
+    Args:
+        limits: names of the field with the largest number of tokens.
+    """
+    sampling = ctx.sampling
+    for name in limits:
+        if (most := body.get(name)) is not None:
+            if type(most) is not int or most < 1:
+                raise invalid(name, most, "an integer of at least 1")
+            sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, most))
+    stop = body.get("stop")
+    stops = (
+        () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
+    )
+    if stops is None or not all(isinstance(s, str) and s for s in stops):
+        raise invalid("stop", stop, "a text or a list of texts, none of them empty")
+    sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *stops))))
+    if config.sampling == "request":
+        sampling = replace(sampling, temperature=_temperature(body, sampling))
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if (value := body.get(name)) is not None:
+                if isinstance(value, bool) or value not in (off, getattr(ctx.sampling, name)):
+                    raise _other_distribution(name, value, f"{off} or the run's {getattr(ctx.sampling, name)}")
+                changed: dict[str, Any] = {name: type(off)(value)}
+                sampling = replace(sampling, **changed)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if body.get(name) not in (None, 0):
+                raise _other_distribution(name, body[name], "0")
+        if body.get("logit_bias"):
+            raise _other_distribution("logit_bias", body["logit_bias"], "none")
+    return sampling, stops
+
+
+def _temperature(body: Mapping[str, Any], sampling: Sampling) -> float:
+    value = body.get("temperature")
+    if value is None:
+        return sampling.temperature
+    if type(value) not in (int, float) or not 0 < value <= 2:
+        raise _other_distribution("temperature", value, "above 0, at most 2")
+    return float(value)
+
+
+def _other_distribution(name: str, value: Any, allowed: str) -> ApiError:
+    why = "as training needs the distribution that samples were drawn from"
+    advice = "With the option rollout.sampling = 'run' it is ignored in favour of [sampling]"
+    return invalid(name, value, f"{allowed}, {why}. {advice}")
+
+
+def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
+    """Descriptions of functions, and whether calls may be made."""
+    if tools is not None and not isinstance(tools, list):
+        raise invalid("tools", tools, "a list")
+    for number, tool in enumerate(tools or []):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', function: {name, parameters}}")
+    if choice not in (None, "auto", "none"):
+        raise invalid("tool_choice", choice, "'auto' or 'none'; the policy is not forced to call a tool")
+    return list(tools or []), choice != "none"
+
+
+def read_flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(name, value, "true or false")
+    return bool(value)

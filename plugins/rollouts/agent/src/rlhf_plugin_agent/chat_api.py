@@ -1,0 +1,111 @@
+"""``/v1/chat/completions``: requests and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import RolloutContext
+
+from rlhf_plugin_agent.api_error import invalid
+from rlhf_plugin_agent.asked import (
+    MOST_CHOICES,
+    Asked,
+    Choice,
+    read_flag,
+    read_model,
+    read_sampling,
+    read_tools,
+)
+from rlhf_plugin_agent.config import AgentConfig
+
+LIMITS = ("max_tokens", "max_completion_tokens")
+
+
+def read(body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext) -> Asked:
+    """Raises ApiError."""
+    model = read_model(body, config)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise invalid("messages", messages, "a list of messages, at least one")
+    if body.get("functions") or body.get("function_call"):
+        raise invalid("functions", body.get("functions"), "use tools and tool_choice")
+    kind = body.get("response_format")
+    if kind is not None and (not isinstance(kind, Mapping) or kind.get("type") != "text"):
+        raise invalid("response_format", kind, "{type: 'text'}")
+    if body.get("top_logprobs"):
+        raise invalid("top_logprobs", body["top_logprobs"], "0")
+    choices = body.get("n", 1)
+    if type(choices) is not int or not 1 <= choices <= MOST_CHOICES:
+        raise invalid("n", choices, f"1 to {MOST_CHOICES}")
+    tools, calls = read_tools(body.get("tools"), body.get("tool_choice"))
+    sampling, stop = read_sampling(body, config, ctx, LIMITS)
+    return Asked(messages, tools, sampling, model, choices, calls, stop, read_flag(body, "stream"))
+
+
+def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+    """The answer to a request that is not streamed."""
+    return {
+        **_head(asked, name, now, "chat.completion"),
+        "choices": [
+            {
+                "index": index,
+                "message": {"refusal": None, **_message(choice)},
+                "finish_reason": choice.finish,
+                "logprobs": _logprobs(choice) if body.get("logprobs") else None,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage(choices),
+    }
+
+
+def chunks(
+    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer."""
+    head = _head(asked, name, now, "chat.completion.chunk")
+    counted = bool((body.get("stream_options") or {}).get("include_usage"))
+    nothing = {"usage": None} if counted else {}
+    for index, choice in enumerate(choices):
+        message = _message(choice)
+        calls = message.pop("tool_calls", [])
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{field: message[field]} for field in ("reasoning_content", "content") if message.get(field)]
+        deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
+        for number, delta in enumerate([*deltas, {}]):
+            last = number == len(deltas)
+            one = {
+                "index": index,
+                "delta": delta,
+                "finish_reason": choice.finish if last else None,
+                "logprobs": _logprobs(choice) if last and body.get("logprobs") else None,
+            }
+            yield {**head, "choices": [one], **nothing}
+    if counted:
+        yield {**head, "choices": [], "usage": usage(choices)}
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, int]:
+    asked, given = choices[0].context, sum(len(c.turn.ids) for c in choices)
+    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+
+
+def _head(asked: Asked, name: str, now: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": now, "model": asked.model}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message = dict(choice.message)
+    if message.get("tool_calls") and not message["content"]:
+        message["content"] = None
+    return message
+
+
+def _logprobs(choice: Choice) -> dict[str, Any]:
+    """Tokens are given as ids. Their texts could not be told apart."""
+    values = zip(choice.turn.ids, choice.turn.logprobs or (), strict=False)
+    content: list[dict[str, Any]] = [
+        {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in values
+    ]
+    return {"content": content, "refusal": None}

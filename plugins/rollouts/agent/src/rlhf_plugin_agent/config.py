@@ -1,0 +1,77 @@
+"""Options of the rollout, and the checks of what they name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import symtable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+from rlhf.errors import ConfigError
+from rlhf.fields import PathText
+from rlhf.interfaces import ComponentConfig
+
+_PROGRAM = re.compile(r"file:(?P<path>.+\.py):(?P<function>[A-Za-z_]\w*)")
+
+
+class AgentConfig(ComponentConfig):
+    program: str | None = None
+    """``file:PATH.py:FUNCTION``: a function ``(task, base_url, api_key)``, ``def`` or ``async def``."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """A command in place of ``program``. It gets the task as JSON on its standard input."""
+    python: PathText | None = None
+    """The Python that runs ``program``, such as that of a virtual environment. Default: the Python of the run."""
+    returns_reward: bool = False
+    """The program returns the reward. Without this option it returns nothing, and ``[[reward]]`` scores the sample."""
+    concurrency: Annotated[int, Field(gt=0)] = 64
+    """How many samples are under way at once, each with a process of the program."""
+    models: Annotated[tuple[str, ...], Field(min_length=1)] = ("policy",)
+    """The names under which the program asks for the policy."""
+    sampling: Literal["request", "run"] = "request"
+    """``request``: requests may set the temperature; one that training cannot learn from is answered with an error.
+    ``run``: the temperature, ``top_p`` and penalties of requests are ignored, as ``[sampling]`` decides."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that the program gets, besides ``PATH``, ``HOME`` and the like."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> AgentConfig:
+        if (self.program is None) == (self.command is None):
+            raise ValueError("give program = 'file:PATH.py:FUNCTION' or command = [...], one of the two")
+        if self.program is not None and not _PROGRAM.fullmatch(self.program):
+            raise ValueError(f"program is {self.program!r}; allowed: 'file:PATH.py:FUNCTION'")
+        if self.command is not None and self.python is not None:
+            raise ValueError("python is for program; a command names its own")
+        return self
+
+    @property
+    def function(self) -> tuple[Path, str]:
+        """File and name of the function."""
+        found = _PROGRAM.fullmatch(self.program or "")
+        assert found is not None
+        return Path(found["path"]).expanduser().resolve(), found["function"]
+
+
+def check_program(config: AgentConfig) -> None:
+    """Raises ConfigError: the file, its function, the Python or the command does not exist. Runs nothing."""
+    unset = [name for name in config.environment if name not in os.environ]
+    if unset:
+        raise ConfigError(f"rollout.environment: {', '.join(unset)} is not set here. Export it, or remove it.")
+    if config.command is not None:
+        if shutil.which(config.command[0]) is None:
+            raise ConfigError(
+                f"rollout.command: no program {config.command[0]!r} is found. Give its path, or install it."
+            )
+        return
+    path, function = config.function
+    try:
+        table = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"rollout.program: cannot read {str(path)!r} as Python: {error}") from None
+    made = [s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()]
+    if function not in made:
+        raise ConfigError(f"rollout.program: {path} defines no {function!r}; it defines {', '.join(made) or 'nothing'}")
+    if config.python is not None and shutil.which(os.path.expanduser(config.python)) is None:
+        raise ConfigError(f"rollout.python: {config.python!r} is no program. Give the path of a Python.")

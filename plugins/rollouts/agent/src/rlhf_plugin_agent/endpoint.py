@@ -1,0 +1,156 @@
+"""The HTTP server: whose request it is, which API, errors in the API's form."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from rlhf_plugin_agent import chat_api, responses_api
+from rlhf_plugin_agent.api_error import ApiError
+from rlhf_plugin_agent.config import AgentConfig
+from rlhf_plugin_agent.session import Session
+
+_LOG = logging.getLogger(__name__)
+LARGEST = 10 * 2**20
+"""Bytes of a request; a larger one is refused."""
+_APIS = {"chat/completions": chat_api, "responses": responses_api}
+
+
+class Endpoint:
+    """A server on 127.0.0.1 for all samples under way. It is started for the first of them and stopped after the last.
+
+    The key of a sample is its API key and the first part of its path. A request that names another key is refused.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._config = config
+        self._sessions: dict[str, Session | None] = {}
+        """{key: its session; None after its end}"""
+        self._users = 0
+        self._started: asyncio.Future[tuple[web.AppRunner, int]] | None = None
+
+    @contextlib.asynccontextmanager
+    async def serve(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        """(base URL, key) of a sample."""
+        key = secrets.token_urlsafe(24)
+        self._users += 1
+        try:
+            if self._started is None:
+                self._started = asyncio.ensure_future(self._start())
+            _, port = await asyncio.shield(self._started)
+            self._sessions[key] = session
+            yield f"http://127.0.0.1:{port}/{key}/v1", key
+        finally:
+            self._users -= 1
+            if key in self._sessions:
+                self._sessions[key] = None
+            if not self._users and self._started is not None:
+                started, self._started = self._started, None
+                self._sessions = {}
+                runner, _ = await started
+                await runner.cleanup()
+
+    async def _start(self) -> tuple[web.AppRunner, int]:
+        app = web.Application(client_max_size=LARGEST)
+        for prefix in ("", "/{key}"):
+            for name in _APIS:
+                app.router.add_post(f"{prefix}/v1/{name}", self._api(name))
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+        app.router.add_route("*", "/{rest:.*}", self._unknown)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
+        await site.start()
+        return runner, runner.addresses[0][1]
+
+    def _api(self, name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        api = _APIS[name]
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                session = self._session(request)
+                raw = await request.read()
+                body = _parsed(raw)
+                asked = api.read(body, self._config, session.ctx)
+
+                async def work() -> Any:
+                    choices = await session.answer(asked)
+                    return choices, secrets.token_hex(12), int(time.time())
+
+                key, count = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count", "0")
+                choices, number, now = await session.once(key, count != "0", name.encode() + raw, work)
+                if not asked.stream:
+                    return web.json_response(api.answer(asked, choices, body, number, now))
+                return await _streamed(request, api.chunks(asked, choices, body, number, now), name)
+            except ApiError as error:
+                return _refused(error)
+            except web.HTTPRequestEntityTooLarge:
+                message = f"the request has more than {LARGEST // 2**20} MiB"
+                return _refused(ApiError(413, message, code="request_too_large"))
+            except (ConnectionResetError, asyncio.CancelledError):  # the client has gone away
+                raise
+            except Exception as error:  # the sample is over; its cause is reported there
+                return _refused(ApiError(500, f"the sample failed: {type(error).__name__}", code="sample_failed"))
+
+        return handle
+
+    def _session(self, request: web.Request) -> Session:
+        path = request.match_info.get("key")
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else path
+        if not key or key not in self._sessions or path not in (None, key):
+            raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")
+        session = self._sessions[key]
+        if session is None:
+            raise ApiError(410, "the sample of this API key has ended", code="sample_ended")
+        return session
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            self._session(request)
+        except ApiError as error:
+            return _refused(error)
+        models = [{"id": m, "object": "model", "created": 0, "owned_by": "rlhf"} for m in self._config.models]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _unknown(self, request: web.Request) -> web.StreamResponse:
+        there = ", ".join(f"POST /v1/{name}" for name in _APIS)
+        message = f"there is no {request.method} of this path; there are {there} and GET /v1/models"
+        return _refused(ApiError(404, message, code="unknown_url"))
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return body
+
+
+def _refused(error: ApiError) -> web.Response:
+    return web.json_response(error.body(), status=error.status)
+
+
+async def _streamed(request: web.Request, events: Any, name: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    lines = []
+    for event in events:
+        kind = f"event: {event['type']}\n" if name == "responses" else ""
+        lines.append(f"{kind}data: {json.dumps(event)}\n\n")
+    if name != "responses":
+        lines.append("data: [DONE]\n\n")
+    with contextlib.suppress(ConnectionResetError):  # the client has gone away; its answer is kept
+        await response.write("".join(lines).encode())
+        await response.write_eof()
+    return response

@@ -1,0 +1,189 @@
+"""The process of a program: its environment, its end, what it returned."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import RolloutError
+
+from rlhf_plugin_agent.config import AgentConfig
+
+_RUNNER = Path(__file__).with_name("call_function.py")
+_PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""Variables of the run's environment that a program gets. The others may be secrets."""
+_TAIL, _LONGEST_RESULT = 2000, 2**16
+"""Bytes kept of the end of the output, and of the result."""
+
+
+class Program:
+    """A process in a session of its own, with everything that it starts there. ``async with`` kills them all.
+
+    Args:
+        task: what the program gets, as JSON values.
+        secret: the key of the sample, which is left out of messages.
+
+    Raises RolloutError where the process cannot be started.
+    """
+
+    def __init__(self, config: AgentConfig, task: Mapping[str, Any], base_url: str, secret: str, seed: int) -> None:
+        self._config, self._task, self._secret = config, task, secret
+        self._environment = {
+            **{name: os.environ[name] for name in (*_PASSED, *config.environment) if name in os.environ},
+            **{name: value for name, value in os.environ.items() if name.startswith("LC_")},
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": secret,
+            "RLHF_SEED": str(seed),
+        }
+        self._process: asyncio.subprocess.Process | None = None
+        self._output, self._result = _Pipe(_TAIL), _Pipe(_LONGEST_RESULT)
+
+    async def __aenter__(self) -> Program:
+        command = self._command()
+        with tempfile.TemporaryFile() as standard_input:
+            standard_input.write(_as_json(self._task))
+            standard_input.seek(0)
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=standard_input,
+                    stdout=self._output.write_end,
+                    stderr=self._output.write_end,
+                    pass_fds=(self._result.write_end,),
+                    env={**self._environment, "RLHF_RESULT_FD": str(self._result.write_end)},
+                    start_new_session=True,  # killing its group also kills what it starts
+                )
+            except OSError as error:
+                self._close()
+                raise RolloutError(f"the program {command[0]!r} cannot be started: {error}") from error
+            except BaseException:
+                self._close()
+                raise
+        self._output.start()
+        self._result.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._kill()
+        self._close()
+        await self._process.wait()
+
+    async def reward(self) -> float | None:
+        """Wait for the end of the process. Returns the reward that it gave, if the option says that it gives one.
+
+        Raises ProgramFailed, or RolloutError if it returned something else.
+        """
+        assert self._process is not None
+        code = await self._process.wait()
+        self._kill()  # what it has left behind
+        self._output.read()
+        self._result.read()
+        if code:
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise ProgramFailed(f"the program {how}{self._said()}")
+        value = self._returned()
+        if value is None and self._config.returns_reward:
+            raise RolloutError("the program returned no reward, but rollout.returns_reward = true. Return a number.")
+        if value is not None and not self._config.returns_reward:
+            raise RolloutError(
+                f"the program returned {value!r:.60}. Set rollout.returns_reward = true if this is the reward, or "
+                "return nothing."
+            )
+        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise RolloutError(f"the program returned {value!r:.60} as reward; a reward is a finite number")
+        return value
+
+    def _command(self) -> Sequence[str]:
+        if self._config.command is not None:
+            return self._config.command
+        path, function = self._config.function
+        python = os.path.expanduser(self._config.python) if self._config.python else sys.executable
+        return (python, str(_RUNNER), str(path), function)
+
+    def _returned(self) -> Any:
+        kept = bytes(self._result.kept)
+        if not kept and self._config.command is not None:
+            return None
+        try:
+            return json.loads(kept)["reward"]
+        except (ValueError, KeyError, TypeError):
+            if kept:
+                raise RolloutError(
+                    f'the program sent {kept[:60]!r} as its result; it must be {{"reward": NUMBER}}'
+                ) from None
+            raise RolloutError(f"the program ended before its function returned{self._said()}") from None
+
+    def _said(self) -> str:
+        """The end of what it printed, for messages."""
+        text = bytes(self._output.kept).decode(errors="replace").replace(self._secret, "<key>").strip()
+        return f". The end of its output:\n{text}" if text else " and printed nothing"
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        self._output.close()
+        self._result.close()
+
+
+class ProgramFailed(Exception):
+    """The process ended with an exit code that is not 0."""
+
+
+class _Pipe:
+    """The last bytes that were written into a pipe. It is always read, so no writer waits."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self.kept = keep, bytearray()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+
+    def start(self) -> None:
+        """Read from now on, when there is something. Called after the process got its end."""
+        os.close(self.write_end)
+        self.write_end = -1
+        asyncio.get_running_loop().add_reader(self._read_end, self._some)
+
+    def read(self) -> None:
+        """What has been written until now."""
+        while self._some():
+            pass
+
+    def close(self) -> None:
+        if self.write_end >= 0:
+            os.close(self.write_end)
+        asyncio.get_running_loop().remove_reader(self._read_end)
+        os.close(self._read_end)
+
+    def _some(self) -> bool:
+        try:
+            data = os.read(self._read_end, 2**16)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if not data:  # every writer has closed it
+            asyncio.get_running_loop().remove_reader(self._read_end)
+        self.kept += data
+        del self.kept[: -self._keep]
+        return bool(data)
+
+
+def _as_json(task: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(dict(task), ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"the row cannot be given to the program as JSON: {error}") from None

@@ -1,0 +1,183 @@
+"""``/v1/responses``: requests and answers. The conversation becomes that of the chat API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import RolloutContext
+
+from rlhf_plugin_agent.api_error import ApiError, invalid
+from rlhf_plugin_agent.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_plugin_agent.config import AgentConfig
+from rlhf_plugin_agent.tree import text_of
+
+LIMITS = ("max_output_tokens",)
+_STATE = ("previous_response_id", "conversation", "background", "prompt")
+"""Fields that need what a server keeps of earlier requests."""
+
+
+def read(body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext) -> Asked:
+    """Raises ApiError."""
+    model = read_model(body, config)
+    for field in _STATE:
+        if body.get(field):
+            raise ApiError(400, f"{field} is not supported; send the whole conversation as input", field)
+    kind = (body.get("text") or {}).get("format") or {}
+    if kind.get("type", "text") != "text":
+        raise invalid("text.format", kind, "{type: 'text'}")
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        tools = [_tool(number, tool) for number, tool in enumerate(tools)]
+    tools, calls = read_tools(tools, body.get("tool_choice"))
+    sampling, stop = read_sampling(body, config, ctx, LIMITS)
+    return Asked(_messages(body), tools, sampling, model, 1, calls, stop, read_flag(body, "stream"))
+
+
+def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+    """The answer to a request that is not streamed."""
+    return _response(asked, choices[0], body, name, now, _output(choices[0].message, name))
+
+
+def chunks(
+    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer."""
+    [choice] = choices
+    output = _output(choice.message, name)
+    begun = {**_response(asked, choice, body, name, now, []), "status": "in_progress", "usage": None}
+    events: list[dict[str, Any]] = [
+        {"type": f"response.{what}", "response": begun} for what in ("created", "in_progress")
+    ]
+    for index, item in enumerate(output):
+        events += _item_events(index, item)
+    whole = _response(asked, choice, body, name, now, output)
+    events.append({"type": f"response.{whole['status']}", "response": whole})
+    for number, event in enumerate(events):
+        yield {**event, "sequence_number": number}
+
+
+def _tool(number: int, tool: Any) -> Any:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', name, parameters}")
+    return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The input as messages of the chat API."""
+    given = body.get("input")
+    messages: list[dict[str, Any]] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise invalid("input", given, "a text or a list of items, at least one")
+    reasoning = ""
+    open_turn = False  # whether calls belong to the last message
+    for number, item in enumerate(given):
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": item.get("content")}
+            open_turn = message["role"] == "assistant"
+            if open_turn and reasoning:
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+        elif kind == "reasoning":
+            reasoning, open_turn = text_of(item.get("content")) or text_of(item.get("summary")), False
+        elif kind == "function_call":
+            if not open_turn:
+                messages.append({"role": "assistant", "content": ""})
+                if reasoning:
+                    messages[-1]["reasoning_content"], reasoning = reasoning, ""
+                open_turn = True
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            open_turn = False
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+        else:
+            raise invalid(f"input[{number}]", item, "message, reasoning, function_call and function_call_output")
+    return messages
+
+
+def _output(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    calls = message.get("tool_calls") or []
+    if reasoning := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": reasoning}]
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
+    if message["content"] or not calls:
+        items.append(
+            {
+                "id": f"msg_{name}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": message["content"], "annotations": []}],
+            }
+        )
+    items += [
+        {
+            "id": f"fc_{name}_{number}",
+            "type": "function_call",
+            "call_id": call["id"],
+            "status": "completed",
+            **call["function"],
+        }
+        for number, call in enumerate(calls)
+    ]
+    return items
+
+
+def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    at = {"item_id": item["id"], "output_index": index}
+    kind = item["type"]
+    empty: dict[str, Any] = {"arguments": ""} if kind == "function_call" else {"content": []}
+    yield {"type": "response.output_item.added", "output_index": index, "item": {**item, **empty}}
+    if kind == "function_call":
+        text = item["arguments"]
+        yield {"type": "response.function_call_arguments.delta", **at, "delta": text}
+        yield {"type": "response.function_call_arguments.done", **at, "arguments": text, "name": item["name"]}
+    else:
+        [part] = item["content"]
+        at["content_index"] = 0
+        what = "output_text" if kind == "message" else "reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
+        yield {"type": f"response.{what}.delta", **at, "delta": part["text"], **extra}
+        yield {"type": f"response.{what}.done", **at, "text": part["text"], **extra}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _response(
+    asked: Asked, choice: Choice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
+) -> dict[str, Any]:
+    cut = choice.finish == "length"
+    given = len(choice.turn.ids)
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": now,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "model": asked.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": asked.sampling.temperature,
+        "top_p": asked.sampling.top_p,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": choice.context,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": given,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": choice.context + given,
+        },
+    }

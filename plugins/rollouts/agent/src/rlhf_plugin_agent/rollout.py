@@ -1,0 +1,86 @@
+"""The rollout: runs the program of a sample and returns what the policy was asked and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import RolloutError
+from rlhf.interfaces import Rollout, RolloutContext
+from rlhf.types import Row, Turn
+
+from rlhf_plugin_agent.config import AgentConfig, check_program
+from rlhf_plugin_agent.endpoint import Endpoint
+from rlhf_plugin_agent.program import Program, ProgramFailed
+from rlhf_plugin_agent.session import Session
+
+
+class Agent(Rollout):
+    """Starts a program for every sample, in a process of its own. The program gets the row's columns as its task, the
+    address of an OpenAI-compatible endpoint on this machine and a key. Behind the endpoint is the policy.
+
+    Sampled tokens are never tokenised again. A request that continues a known conversation adds tokens to its sequence;
+    any other begins another sequence of the same trajectory. The turns of the sequence that was answered last come
+    last.
+
+    Raises RolloutError (a failed sample): the program ends with an error, returns something that is no reward, or never
+    asks the policy. If the conversation has become too long for ``data.max_tokens`` and the program then fails, its
+    last turn gets ``finish = "length"`` instead, unless the program was to return the reward.
+    """
+
+    name = "agent"
+    needs_messages = True
+    Config = AgentConfig
+    conformance = {
+        "configs": (AgentConfig(command=(sys.executable, str(Path(__file__).with_name("one_question.py")))),)
+    }
+
+    def __init__(self, config: AgentConfig) -> None:
+        super().__init__(config)
+        self.gives_rewards = config.returns_reward
+        self.concurrency = config.concurrency
+        self._endpoint = Endpoint(config)
+
+    def check(self) -> None:
+        check_program(self.config)
+
+    async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        session = Session(ctx)
+        async with self._endpoint.serve(session) as (base_url, key):
+            try:
+                async with Program(self.config, row.columns, base_url, key, seed) as program:
+                    reward, failure = await self._ended(program, session)
+                turns = await session.close()
+            except BaseException:
+                await session.cancel()
+                raise
+            if session.broken.done():
+                session.broken.result()
+        last = next((turn for turn in reversed(turns) if turn.sampled), None)
+        if failure is not None:
+            if last is None or not session.out_of_tokens or self.config.returns_reward:
+                raise RolloutError(str(failure)) from failure
+            last.finish = "length"
+        if last is None:
+            raise RolloutError(
+                "the program ended without an answer of the policy. It must ask the endpoint whose address and key "
+                "it is given (base_url and api_key, or OPENAI_BASE_URL and OPENAI_API_KEY)"
+            )
+        last.reward = reward
+        return turns
+
+    async def _ended(self, program: Program, session: Session) -> tuple[float | None, ProgramFailed | None]:
+        """The reward, or the failure. Raises the error of the run that ended the sample before."""
+        ending = asyncio.ensure_future(program.reward())
+        try:
+            both: set[asyncio.Future[Any]] = {ending, session.broken}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if session.broken.done():
+                session.broken.result()
+            return await ending, None
+        except ProgramFailed as failure:
+            return None, failure
+        finally:
+            ending.cancel()

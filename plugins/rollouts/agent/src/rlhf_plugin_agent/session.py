@@ -1,0 +1,127 @@
+"""One sample behind the endpoint: its conversations, its answers, and the requests that are repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.interfaces import RolloutContext
+from rlhf.types import Turn
+
+from rlhf_plugin_agent.api_error import ApiError
+from rlhf_plugin_agent.asked import Asked, Choice
+from rlhf_plugin_agent.tree import Message, Node, Tree, context_of, text_of
+
+_LOG = logging.getLogger(__name__)
+
+
+class Session:
+    """Answers the requests of one sample, one after the other.
+
+    An error of the run, not of a request, is kept in :attr:`broken` and ends the sample.
+    """
+
+    def __init__(self, ctx: RolloutContext) -> None:
+        self.ctx = ctx
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.out_of_tokens = False
+        """Whether a request was refused because its context leaves no room for an answer."""
+        self.sequences: list[str] = []
+        """For each new sequence but the first, why it was begun."""
+        self._tree, self._number = Tree(), 0
+        self._one = asyncio.Lock()
+        self._known: dict[str, asyncio.Task[Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def once(self, key: str | None, retry: bool, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of ``work``. A repeated request gets the result of the first one, which goes on when its client
+        has gone away.
+
+        Args:
+            key: the request's idempotency key.
+            retry: whether the client says that it repeats the request.
+        """
+        name = f"key {key}" if key else f"body {hashlib.sha256(body).hexdigest()}"
+        task = self._known.get(name) if key or retry else None
+        if task is None or (task.done() and task.exception() is not None):
+            task = asyncio.ensure_future(work())
+            self._known[name] = task
+            self._tasks.add(task)
+            task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    async def answer(self, asked: Asked) -> list[Choice]:
+        """Sample the answers to a conversation. Raises ApiError."""
+        async with self._one:  # a sample's turns are generated one at a time
+            try:
+                node, context, messages = self._place(asked)
+            except DataError as error:
+                raise ApiError(400, str(error), "messages", "invalid_messages") from error
+            choices = []
+            for _ in range(asked.choices):
+                turns = context_of(node, context)
+                length = sum(len(t.ids) for t in turns)
+                if length >= self.ctx.max_tokens:
+                    self.out_of_tokens = True
+                    why = f"the conversation has {length} tokens; the maximum is {self.ctx.max_tokens - 1}"
+                    raise ApiError(400, why, "messages", "context_length_exceeded")
+                turn = await self.ctx.generate(turns, asked.sampling, self._number)
+                self._number += 1
+                message = self._message(turn, asked)
+                self._tree.add(node, context, turn, messages, message, asked.tools)
+                choices.append(Choice(turn, message, length))
+            return choices
+
+    async def close(self) -> list[Turn]:
+        """Wait for what is being generated, and return all turns."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return self._tree.turns()
+
+    async def cancel(self) -> None:
+        """Stop what is being done."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _place(self, asked: Asked) -> tuple[Node | None, Turn, list[Message]]:
+        """The answer that the request goes on from, if its tokens can be kept; the tokens after it; and all messages,
+        those that are known as they were sampled."""
+        node, length = self._tree.find(asked.messages, asked.tools)
+        why = ""
+        if node is not None:
+            following = asked.messages[length:]
+            context = self.ctx.encode_following(node.before, node.answer, following, asked.tools, node.turn)
+            if context is not None:
+                if not node.is_last:
+                    self._begins(f"another one goes on from the same answer: {self._difference(asked)}")
+                return node, context, [*node.before, node.answer, *following]
+            why = "the chat template rewrites earlier messages"
+        if self._number:
+            self._begins(why or self._difference(asked))
+        return None, self.ctx.encode_messages(asked.messages, asked.tools), [*asked.messages]
+
+    def _difference(self, asked: Asked) -> str:
+        return self._tree.difference(asked.messages, asked.tools)
+
+    def _begins(self, why: str) -> None:
+        self.sequences.append(why)
+        _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
+
+    def _message(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+        """The assistant message of a turn: what was asked not to be read is text, and ends before a stop string."""
+        message = self.ctx.parse_answer(turn, asked.tools)
+        if not asked.calls and message.get("tool_calls"):
+            message = {"role": "assistant", "content": turn.text}
+        content = text_of(message["content"])
+        cuts = [at for stop in asked.stop if (at := content.find(stop)) >= 0]
+        return {**message, "content": content[: min(cuts)]} if cuts else message
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ApiError) and not self.broken.done():
+            self.broken.set_exception(error)

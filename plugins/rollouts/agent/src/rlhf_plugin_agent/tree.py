@@ -1,0 +1,191 @@
+"""What was said in a sample: a tree whose nodes are sampled answers, each after the messages before it.
+
+Requests hold whole conversations, as the client keeps them. A node is found by what messages mean: the arguments of
+calls as parsed JSON, parts of content as one text, reasoning only where the client sends it back, unknown fields not at
+all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf.types import Turn
+
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Branch:
+    """A sequence of the trajectory: context, answer, context, answer, ..."""
+
+    turns: list[Turn]
+    latest: int = 0
+    """Number of its last answer among all answers of the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A sampled answer."""
+
+    branch: Branch
+    end: int
+    """Number of the branch's turns up to and with the answer."""
+    before: Sequence[Message]
+    answer: Message
+    tools: Sequence[Message]
+
+    @property
+    def turn(self) -> Turn:
+        return self.branch.turns[self.end - 1]
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == len(self.branch.turns)
+
+
+class Tree:
+    """The answers of a sample so far."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, list[Node]] = {}
+        self._branches: list[Branch] = []
+        self._answers = 0
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Node | None, int]:
+        """The last answer with which ``messages`` begin, and how many messages that are."""
+        found: tuple[Node | None, int] = None, 0
+        for end, digest in enumerate(_digests(messages, tools), 1):
+            for node in reversed(self._nodes.get(digest, ())):
+                if _same_reasoning([*node.before, node.answer], messages):
+                    found = node, end
+                    break
+        return found
+
+    def add(
+        self, node: Node | None, context: Turn, turn: Turn, messages: Sequence[Message], answer: Message, tools: Any
+    ) -> None:
+        """An answer was sampled.
+
+        Args:
+            node: the answer that it goes on from; None: it begins a conversation.
+            context: the tokens after that answer.
+        """
+        if node is not None and node.is_last:
+            branch = node.branch
+            branch.turns += [context, turn]
+        else:
+            branch = Branch([*context_of(node, context), turn])
+            self._branches.append(branch)
+        self._answers += 1
+        branch.latest = self._answers
+        made = Node(branch, len(branch.turns), list(messages), answer, list(tools))
+        *_, digest = _digests([*messages, answer], tools)
+        self._nodes.setdefault(digest, []).append(made)
+
+    def turns(self) -> list[Turn]:
+        """The trajectory. The branch with the latest answer comes last, and each but the first is fresh."""
+        turns: list[Turn] = []
+        for branch in sorted(self._branches, key=lambda b: b.latest):
+            first, *rest = branch.turns
+            turns += [replace(first, fresh=bool(turns)), *rest]
+        return turns
+
+    def difference(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
+        """The first difference to the conversation that begins most like ``messages``."""
+        best, why = -1, "no answer was sampled before"
+        for node in (node for nodes in self._nodes.values() for node in nodes):
+            known = [*node.before, node.answer]
+            same = next((i for i, (a, b) in enumerate(zip(known, messages, strict=False)) if _key(a) != _key(b)), None)
+            if same is None:
+                same = min(len(known), len(messages))
+                what = "the tools differ" if _json(node.tools) != _json(tools) else f"it ends after message {same - 1}"
+            else:
+                what = f"message {same} ({messages[same].get('role')}) differs in {_field(known[same], messages[same])}"
+            if same > best:
+                best, why = same, what
+        return why
+
+
+def context_of(node: Node | None, context: Turn) -> list[Turn]:
+    """The context of an answer, from the begin of its sequence. Where the node has an answer after it already, its
+    tokens are context only: each sampled turn is trained on in its first branch."""
+    if node is None:
+        return [context]
+    before = node.branch.turns[: node.end]
+    if node.is_last:
+        return [*before, context]
+    parts = [*before, context]
+    ids = array("i", b"".join(t.ids for t in parts))
+    return [Turn(ids, sampled=False, text="".join(t.text for t in parts))]
+
+
+def text_of(content: Any) -> str:
+    """Content as one text."""
+    if isinstance(content, list):
+        return "\n".join(str(p.get("text", "")) if isinstance(p, Mapping) else str(p) for p in content)
+    return "" if content is None else str(content)
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> list[bytes]:
+    """For each message a digest of it and everything before it."""
+    digest, made = hashlib.sha256(_json(list(tools)).encode()), []
+    for message in messages:
+        digest.update(_json(_key(message)).encode())
+        made.append(digest.digest())
+    return made
+
+
+def _key(message: Message) -> dict[str, Any]:
+    """What a message means, without its reasoning."""
+    role = message.get("role")
+    key: dict[str, Any] = {
+        "role": "system" if role == "developer" else role,
+        "content": text_of(message.get("content")).strip(),
+    }
+    if calls := message.get("tool_calls"):
+        key["calls"] = [_call(call) for call in calls]
+    if role != "assistant" and message.get("name"):
+        key["name"] = message["name"]
+    return key
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [function.get("name"), arguments or {}]
+
+
+def _same_reasoning(known: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether all reasoning that the client sends back is what was sampled. Most clients send none."""
+    return all(
+        _reasoning(theirs) in ("", _reasoning(ours))
+        for ours, theirs in zip(known, messages, strict=False)
+        if theirs.get("role") == "assistant"
+    )
+
+
+def _reasoning(message: Message) -> str:
+    return str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
+
+
+def _field(ours: Message, theirs: Message) -> str:
+    a, b = _key(ours), _key(theirs)
+    field = next(f for f in ("role", "content", "calls", "name") if a.get(f) != b.get(f))
+    x, y = str(a.get(field)), str(b.get(field))
+    at = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    start = max(0, at - 10)
+    return f"{field}: {y[start : at + 30]!r} in place of {x[start : at + 30]!r}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
