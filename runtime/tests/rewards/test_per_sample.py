@@ -101,6 +101,17 @@ def test_calls_at_once_are_limited_and_waiting_counts_for_no_deadline(
     assert max(t.reward for g in groups for t in g.trajectories) == most
 
 
+@pytest.mark.parametrize(("concurrency", "most"), [(None, 2.0), (3, 3.0)])
+def test_a_reward_may_name_its_own_default(
+    from_file, make_group, monkeypatch, concurrency: int | None, most: float
+) -> None:
+    resolved = from_file("reward", ASYNC)
+    monkeypatch.setattr(resolved.cls, "concurrency", 2)
+    group = make_group(*"abcdefgh", act="")
+    score(resolved, group, concurrency=concurrency, deadline=20.0)
+    assert max(t.reward for t in group.trajectories) == most
+
+
 def test_concurrency_of_a_plain_reward_is_its_processes(from_file, make_group) -> None:
     text = "import os, time\ndef score(prompt, completion, row):\n    time.sleep(0.3)\n    return float(os.getpid())\n"
     group = make_group(*"abcdefgh")

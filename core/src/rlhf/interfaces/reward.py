@@ -63,6 +63,10 @@ class Reward(Component):
     """True: ``score`` gets groups of one trajectory. The trajectories of a prompt are scored concurrently. Each call
     has its own deadline and retries, and a failure fails only that sample. For rewards that do not compare the samples
     of a group."""
+    concurrency: int | None = None
+    """Largest number of calls of ``score`` under way at once, where the reward's section does not say; None: the
+    runtime's default. An instance may set it. Time spent waiting for a free call does not count for the deadline, so a
+    reward whose calls keep a processor busy says here how many it can serve at once."""
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""

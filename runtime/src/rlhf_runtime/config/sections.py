@@ -174,8 +174,8 @@ class RewardSection(Choice):
     """Program that runs a plain ``def`` reward: the Python of a virtual environment with packages of its own,
     ``DIR/bin/python``. `rlhf plugins isolate` makes one. Default: the Python of the run."""
     concurrency: Count | None = None
-    """Largest number of calls under way at once. Default: 64 for an ``async def``; for a plain ``def``, which runs in
-    worker processes, one per processor and at most 4."""
+    """Largest number of calls under way at once. Default: the plugin's, if it names one; else 64 for an ``async def``;
+    for a plain ``def``, which runs in worker processes, one per processor and at most 4."""
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     sources: tuple[str, ...] = ()

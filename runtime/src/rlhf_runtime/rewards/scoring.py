@@ -60,8 +60,8 @@ class ActiveReward:
     """Number of further attempts after a call that raised, exceeded its deadline or returned an invalid result."""
     credit: Literal["outcome", "step"] = "outcome"
     concurrency: int | None = None
-    """Maximum concurrent calls of ``score``; None: :data:`CALLS`, or the default number of workers for a plain ``def``.
-    """
+    """Maximum concurrent calls of ``score``; None: :attr:`Reward.concurrency`, else :data:`CALLS`, or the default
+    number of workers for a plain ``def``."""
     sources: tuple[str, ...] = ()
     """Sources of the rows that it scores; empty: all."""
     python: str | None = None
@@ -87,6 +87,10 @@ class ActiveReward:
 
     def __str__(self) -> str:
         return f"reward {self.name!r} ({f'{self.resolved.distribution} {self.resolved.version}'.strip()})"
+
+    def calls(self, default: int) -> int:
+        """Maximum concurrent calls of ``score``."""
+        return self.concurrency or self.instance.concurrency or default
 
     @property
     def in_worker(self) -> bool:
@@ -121,11 +125,11 @@ class Scorer:
         if "env" in names:
             raise ConfigError("a reward cannot be called 'env': that names the environment's own rewards; set `name`")
         self._pools = {
-            r.name: WorkerPool(r.resolved, r.config, RewardError, r.concurrency or size, str(r), r.python)
+            r.name: WorkerPool(r.resolved, r.config, RewardError, r.calls(size), str(r), r.python)
             for r in rewards
             if r.in_worker
         }
-        self._turns = {r.name: asyncio.Semaphore(r.concurrency or CALLS) for r in rewards if not r.in_worker}
+        self._turns = {r.name: asyncio.Semaphore(r.calls(CALLS)) for r in rewards if not r.in_worker}
 
     async def setup(self) -> None:
         """Set up every reward, and start a worker of each reward that needs one. A reward that cannot start stops the

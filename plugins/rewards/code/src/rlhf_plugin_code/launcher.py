@@ -1,0 +1,185 @@
+"""The client of the launcher process: runs programs in a sandbox, several at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from itertools import count
+from typing import Any, Literal
+
+from rlhf.errors import RewardError
+
+from rlhf_plugin_code.interpreter import Interpreter
+from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.seccomp import seccomp_filter
+from rlhf_plugin_code.starters import STARTERS
+
+PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
+"""Environment variables of the launcher process. It gets no others, because they may hold secrets."""
+
+Call = tuple[str, Sequence[Any]]
+"""(name of a function, its arguments)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a program ended that did start."""
+
+    end: Literal["exit", "wall", "output"]
+    """``wall``: it was killed at the limit of wall time. ``output``: it was killed because it wrote too much."""
+    code: int
+    """Exit status. Negative, or 128 and more: a signal."""
+    seconds: float
+    out: str
+    """Standard output, or the lines with answers to calls."""
+    err: str
+    """End of standard error."""
+    nonce: str
+    """Begins the lines with answers to calls."""
+
+
+class Launcher:
+    """Starts the launcher process when it is first needed, and again if it died."""
+
+    def __init__(self, sandbox: str, python: Interpreter, limits: Limits) -> None:
+        starter = STARTERS[sandbox]
+        limits = limits if starter.disk else replace(limits, disk=0)
+        filter_ = seccomp_filter()
+        self.sandbox = sandbox
+        self._header = {
+            "limits": limits.of_process(starter.own_user),
+            "filter": b"" if starter.filters_outside else filter_,
+        }
+        self._settings = {
+            "sandbox": sandbox,
+            "command": python.command,
+            "paths": python.paths,
+            "limits": asdict(limits),
+            "filter": filter_.hex(),
+            "inside": files("rlhf_plugin_code").joinpath("inside.py").read_text(),
+        }
+        self._process: _Process | None = None
+        self._lock = threading.Lock()
+
+    async def run(self, program: str, given: str = "", calls: Sequence[Call] | None = None) -> Finished:
+        """Run a program once.
+
+        Args:
+            given: its standard input.
+            calls: functions of the program that are called one after another; None: the program is run as a script.
+
+        Raises RewardError if the program did not start or something outside the sandbox ended it. A cancelled call
+        kills the program.
+        """
+        nonce = secrets.token_hex(16)
+        header = repr({**self._header, "nonce": nonce, "program": program, "calls": calls})
+        answer = await self._alive().ask({"header": header, "input": given})
+        out, err = answer["out"], answer["err"].strip()
+        begun, mark, rest = out.partition("\n")
+        if answer["end"] in ("failed", "cancelled") or not mark or begun != nonce:
+            why = err[-500:] or f"it ended with status {answer['code']} after {answer['seconds']:.1f} s"
+            raise RewardError(f"reward 'code': the sandbox {self.sandbox!r} did not start a program: {why}")
+        if self.sandbox == "bwrap" and answer["end"] == "exit" and answer["code"] < 0:
+            raise RewardError(f"reward 'code': signal {-answer['code']} from outside ended the program 'bwrap'")
+        return Finished(answer["end"], answer["code"], answer["seconds"], rest, err, nonce)
+
+    def close(self) -> None:
+        """Kill all programs and end the launcher process."""
+        with self._lock:
+            if self._process is not None:
+                self._process.close()
+            self._process = None
+
+    def _alive(self) -> _Process:
+        with self._lock:
+            if self._process is None or self._process.ended:
+                self._process = _Process(self._settings)
+            return self._process
+
+
+class _Process:
+    """The launcher process, and the requests that it has not answered."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        command = [sys.executable, "-P", "-m", "rlhf_plugin_code.launcher_process"]
+        # a session of its own, so that an interrupt from the terminal leaves it to the run how to end
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        )
+        self._process, self._waiting = process, dict[int, Future[dict[str, Any]]]()
+        self._numbers, self._writing = count(), threading.Lock()
+        self.ended = False
+        self.close = weakref.finalize(self, _end, process)
+        threading.Thread(target=_read, args=(weakref.ref(self), process), daemon=True).start()
+        self._send(settings)
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        future: Future[dict[str, Any]] = Future()
+        number = next(self._numbers)
+        self._waiting[number] = future
+        try:
+            # in a thread, because a full pipe blocks
+            await asyncio.to_thread(self._send, {"id": number, **request})
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        try:
+            with self._writing:
+                assert self._process.stdin is not None
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+        except (OSError, ValueError):  # the process died, or was closed
+            self.fail()
+
+    def answered(self, answer: dict[str, Any]) -> None:
+        future = self._waiting.pop(answer["id"], None)
+        if future is not None:
+            with contextlib.suppress(InvalidStateError):  # cancelled
+                future.set_result(answer)
+
+    def fail(self) -> None:
+        """No further answer comes."""
+        self.ended = True
+        for number in list(self._waiting):
+            future = self._waiting.pop(number, None)
+            if future is not None:
+                with contextlib.suppress(InvalidStateError):
+                    future.set_exception(RewardError("reward 'code': the process that starts programs has ended"))
+
+
+def _read(process: weakref.ref[_Process], child: subprocess.Popen[bytes]) -> None:
+    assert child.stdout is not None
+    with child.stdout:
+        for line in child.stdout:
+            if (owner := process()) is not None:
+                owner.answered(json.loads(line))
+            del owner
+    if (owner := process()) is not None:
+        owner.fail()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdin is not None
+    with contextlib.suppress(OSError):
+        child.stdin.close()
+    try:
+        child.wait(10)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()

@@ -1,0 +1,154 @@
+"""The process that starts programs and talks to them: ``python -m rlhf_plugin_code.launcher_process``.
+
+It is separate from the process of the run, because starting programs from a process with many threads and much memory
+is slow, and because its own capabilities can be dropped here. One JSON object per line:
+
+* first ``{"sandbox", "command", "paths", "limits", "filter"}``,
+* then ``{"id", "header", "input"}`` for each start, answered by ``{"id", "end", "code", "seconds", "out", "err"}``,
+* ``{"cancel": id}`` ends a program; it is answered like any other.
+
+``end`` is ``exit``, ``wall`` (time), ``output`` (too much), ``cancelled`` or ``failed`` (the sandbox did not start; the
+cause is in ``err``). At the end of standard input all programs are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+from typing import Any
+
+from rlhf_plugin_code.interpreter import Interpreter
+from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.starters import STARTERS, Started, drop_capabilities
+
+ERRORS = 4096
+"""Bytes at the end of standard error that are kept."""
+CHUNK = 65536
+
+
+class Program:
+    """One start of a program. ``cancel`` may be called from another thread at any time."""
+
+    def __init__(self, starter: Any, inside: str, limits: Limits) -> None:
+        self._starter, self._inside, self._limits = starter, inside, limits
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._started: Started | None = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._started is not None:
+                self._started.kill()
+
+    def run(self, data: bytes) -> dict[str, Any]:
+        begin = time.monotonic()
+        try:
+            started = self._starter.start(self._inside)
+        except Exception as error:
+            return {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": f"{type(error).__name__}: {error}"}
+        with self._lock:
+            self._started = started
+            if self._cancelled:
+                started.kill()
+        try:
+            end, out, err = self._talk(started, data, begin + self._limits.wall_seconds)
+        finally:
+            started.kill()
+            code = started.wait()
+            for stream in (started.stdin, started.stdout, started.stderr):
+                stream.close()
+        code = code if isinstance(code, int) else code.exit_code
+        seconds = time.monotonic() - begin
+        texts = {"out": out.decode(errors="replace"), "err": err.decode(errors="replace")}
+        return {"end": "cancelled" if self._cancelled else end, "code": code, "seconds": seconds, **texts}
+
+    def _talk(self, started: Started, data: bytes, deadline: float) -> tuple[str, bytearray, bytearray]:
+        """(end, standard output, end of standard error) of a program that may still run."""
+        out, err, sent = bytearray(), bytearray(), 0
+        exited = os.pidfd_open(started.pid)
+        try:
+            with selectors.DefaultSelector() as streams:
+                for stream in (started.stdin, started.stdout, started.stderr):
+                    os.set_blocking(stream.fileno(), False)
+                streams.register(started.stdin, selectors.EVENT_WRITE)
+                streams.register(started.stdout, selectors.EVENT_READ, out)
+                streams.register(started.stderr, selectors.EVENT_READ, err)
+                streams.register(exited, selectors.EVENT_READ)
+                while True:
+                    ready = {key.fileobj for key, _ in streams.select(max(0.0, deadline - time.monotonic()))}
+                    if not ready:
+                        return "wall", out, err
+                    if started.stdin in ready:
+                        try:
+                            sent += os.write(started.stdin.fileno(), data[sent : sent + CHUNK])
+                        except BrokenPipeError:
+                            sent = len(data)
+                        if sent == len(data):
+                            streams.unregister(started.stdin)
+                            started.stdin.close()
+                    for stream, kept in ((started.stdout, out), (started.stderr, err)):
+                        # what was written before the exit is read to its end
+                        while (stream in ready or exited in ready) and stream in streams.get_map():
+                            try:
+                                part = os.read(stream.fileno(), CHUNK)
+                            except BlockingIOError:
+                                break
+                            kept += part
+                            if not part:
+                                streams.unregister(stream)
+                            if len(out) > self._limits.output:
+                                return "output", out, err
+                            del err[:-ERRORS]
+                            if exited not in ready:
+                                break
+                    if exited in ready:
+                        return "exit", out, err
+        finally:
+            os.close(exited)
+
+
+def main() -> None:
+    source, answers = sys.stdin.buffer, sys.stdout.buffer
+    settings = json.loads(source.readline())
+    limits = Limits(**settings["limits"])
+    python = Interpreter(tuple(settings["command"]), tuple(settings["paths"]))
+    if not STARTERS[settings["sandbox"]].drops_capabilities:
+        drop_capabilities()
+    starter = STARTERS[settings["sandbox"]](python, limits, bytes.fromhex(settings["filter"]))
+    running: dict[int, Program] = {}
+    writing = threading.Lock()
+
+    def serve(number: int, program: Program, data: bytes) -> None:
+        try:
+            answer = program.run(data)
+        except Exception as error:  # a defect of this process is a failed sample, not a lost answer
+            why = f"{type(error).__name__}: {error}"
+            answer = {"end": "failed", "code": 0, "seconds": 0.0, "out": "", "err": why}
+        running.pop(number, None)
+        with writing:
+            answers.write(json.dumps({"id": number, **answer}).encode() + b"\n")
+            answers.flush()
+
+    for line in source:
+        request = json.loads(line)
+        if "cancel" in request:
+            program = running.get(request["cancel"])
+            if program is not None:
+                program.cancel()
+            continue
+        program = running[request["id"]] = Program(starter, settings["inside"], limits)
+        header = request["header"].encode()
+        data = b"%d\n%s%s" % (len(header), header, request["input"].encode(errors="surrogatepass"))
+        threading.Thread(target=serve, args=(request["id"], program, data), daemon=True).start()
+    for program in list(running.values()):
+        program.cancel()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The reward: runs the program in an answer against the tests of its row."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from rlhf.errors import RewardError
+from rlhf.interfaces import ComponentConfig, Reward, RewardContext
+from rlhf.types import Group, RewardResult
+
+from rlhf_plugin_code.extraction import last_block
+from rlhf_plugin_code.grading import Verdict, call_verdicts, stdin_verdict
+from rlhf_plugin_code.interpreter import interpreter
+from rlhf_plugin_code.launcher import Launcher
+from rlhf_plugin_code.limits import MIB, Limits
+from rlhf_plugin_code.row_tests import CallTest, StdinTest, Tests, read_tests
+from rlhf_plugin_code.sandboxes import Choice, candidates, working
+
+
+class CodeConfig(ComponentConfig):
+    column: str = "tests"
+    """Row column with the tests. None in a row: the reward does not apply to it."""
+    partial: bool = False
+    """False: 1 if all tests pass, else 0. True: the share of tests that pass."""
+    extract: Literal["fence", "text"] = "fence"
+    """``fence``: the program is the last fenced block of the answer. ``text``: the whole answer."""
+    tags: tuple[str, ...] = ("python", "python3", "py", "")
+    """Language tags of fenced blocks that may be the program; the empty tag allows blocks without one."""
+    sandbox: Choice = "auto"
+    """``auto``: ``bwrap`` if it works, else ``sandlock``. ``limits`` does not isolate: programs read the user's files.
+    """
+    interpreter: str | None = None
+    """Path of an interpreter whose installed packages programs may import. If absent: the interpreter of the run, with
+    the standard library only."""
+    cpu_seconds: Annotated[int, Field(ge=1)] = 5
+    """Processor time of one start of a program, its threads added up."""
+    wall_seconds: Annotated[float, Field(gt=0)] = 15.0
+    """Time of one start of a program on the clock."""
+    memory_mib: Annotated[int, Field(ge=64)] = 512
+    """Address space."""
+    disk_mib: Annotated[int, Field(ge=1)] = 16
+    """Size of the temporary folder."""
+    output_kib: Annotated[int, Field(ge=1)] = 1024
+    """Standard output."""
+    tolerance: Annotated[float, Field(ge=0)] = 0.0
+    """Largest difference of floats that functions return, absolute and relative; 0: they must be equal."""
+
+
+class CodeReward(Reward):
+    """Functions are called one after another in one start of the program. A test by standard input is one start. After
+    a time-out, and without ``partial`` after any failed test, the remaining tests of the program are not run.
+
+    A program that crashes or takes too long has failed its test. A sandbox that does not start is a failed sample.
+    """
+
+    name = "code"
+    source = "Layout inputs/outputs: Hendrycks et al. 2021, arXiv:2105.09938 (APPS)"
+    Config = CodeConfig
+    per_sample = True
+    conformance: ClassVar[dict[str, Any]] = {
+        "columns": {"prompt": "Add two numbers.", "tests": [{"function": "add", "args": [2, 2], "expected": 4}]},
+        "answers": ("```python\ndef add(a, b):\n    return a + b\n```", "", "```\n1/0\n```", "\N{SNOWMAN} " * 50),
+        "cases": (({}, "```\ndef add(a, b): return a + b\n```", 1.0), ({}, "```\ndef add(a, b): return 5\n```", 0.0)),
+    }
+
+    def __init__(self, config: CodeConfig | None = None) -> None:
+        super().__init__(config)
+        c = self.config
+        self.concurrency = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._sandboxes = candidates(c.sandbox)
+        self._python = interpreter(c.interpreter)
+        self._limits = Limits(
+            c.cpu_seconds, c.wall_seconds, c.memory_mib * MIB, c.disk_mib * MIB, c.output_kib * 1024
+        )  # fmt: skip
+        self._launcher: Launcher | None = None
+
+    async def setup(self, context: RewardContext) -> None:
+        self._launcher = await working(self._sandboxes, self._python, self._limits)
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        tests = read_tests(group.row, self.config.column)
+        if tests is None:
+            return [RewardResult(None) for _ in group.trajectories]
+        return [await self._grade(t.answer, tests) for t in group.trajectories]
+
+    async def _grade(self, answer: str, tests: Tests) -> RewardResult:
+        program = answer if self.config.extract == "text" else last_block(answer, self.config.tags)
+        if program is None or not program.strip():
+            return RewardResult(0.0, info={"program": False, "passed": 0, "tests": len(tests)})
+        verdicts = await self._verdicts(program, tests)
+        counts = Counter(verdict.word for verdict in verdicts)
+        passed = counts["passed"]
+        value = passed / len(tests) if self.config.partial else float(passed == len(tests))
+        failed = next((f"test {n}: {v.why}" for n, v in enumerate(verdicts) if v.word != "passed"), "")
+        words = [verdict.word for verdict in verdicts]
+        return RewardResult(
+            value,
+            info={
+                "program": True, "passed": passed, "tests": len(tests), "timeouts": counts["timeout"],
+                "verdicts": words, "failed": failed,
+            },
+        )  # fmt: skip
+
+    async def _verdicts(self, program: str, tests: Tests) -> list[Verdict]:
+        if self._launcher is None:
+            raise RewardError("reward 'code': score() was called before setup(), which looks for a sandbox")
+        c = self.config
+        calls = [test for test in tests if isinstance(test, CallTest)]
+        if calls:
+            run = await self._launcher.run(program, calls=[(test.function, test.arguments) for test in calls])
+            return call_verdicts(calls, run, c.cpu_seconds, c.tolerance)
+        verdicts: list[Verdict] = []
+        for test in tests:
+            assert isinstance(test, StdinTest)
+            last = verdicts[-1].word if verdicts else "passed"
+            if last in ("timeout", "not run") or (last != "passed" and not c.partial):
+                verdicts.append(Verdict("not run"))
+                continue
+            run = await self._launcher.run(program, test.given)
+            verdicts.append(stdin_verdict(test, run, c.cpu_seconds))
+        return verdicts

@@ -1,0 +1,135 @@
+"""The tests of a row, in one of the accepted layouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import RewardError, shown
+from rlhf.types import Row
+
+LAYOUTS = (
+    'Accepted: a list of {"input": text, "output": text}; a list of {"function": name, "args": [...], "expected": '
+    'value}; or {"inputs": [...], "outputs": [...]}, with "fn_name" for calls of a function; or one of these as JSON '
+    "text."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StdinTest:
+    """The program is run with ``given`` as standard input and must print ``expected``."""
+
+    given: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallTest:
+    """``function(*arguments)`` must return one of ``expected``."""
+
+    function: str
+    arguments: list[Any]
+    expected: tuple[Any, ...]
+
+
+Tests = list[StdinTest] | list[CallTest]
+
+
+def read_tests(row: Row, column: str) -> Tests | None:
+    """The tests of a row, all of one kind and at least one. None if the column holds None.
+
+    Raises RewardError for any other layout.
+    """
+    if column not in row.columns:
+        raise RewardError(
+            f"reward 'code': the row has no column {column!r}; it has {sorted(row.columns)}. Set `column`."
+        )
+    value = row[column]
+    if value is None:
+        return None
+    where = f"reward 'code': column {column!r}"
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"{where} holds text that is not JSON: {error}. {LAYOUTS}") from None
+    tests = _columns(value, where) if isinstance(value, Mapping) else _list(value, where)
+    if not tests:
+        raise RewardError(f"{where} holds no test. Give at least one, or None where the reward does not apply.")
+    return tests
+
+
+def _list(value: Any, where: str) -> Tests:
+    if not _is_list(value):
+        raise RewardError(f"{where} holds {shown(value)}. {LAYOUTS}")
+    stdin: list[StdinTest] = []
+    calls: list[CallTest] = []
+    for n, one in enumerate(value):
+        at = f"{where}, test {n}"
+        keys = set(one) if isinstance(one, Mapping) else None
+        if keys == {"input", "output"}:
+            stdin.append(StdinTest(_text(one["input"], f"{at}, input"), _text(one["output"], f"{at}, output")))
+        elif keys == {"function", "args", "expected"}:
+            calls.append(_call(one["function"], one["args"], one["expected"], at))
+        else:
+            raise RewardError(f"{at} is {shown(one)}. {LAYOUTS}")
+    if stdin and calls:
+        raise RewardError(f"{where} mixes tests by standard input and calls of functions. Give one kind in a row.")
+    return stdin or calls
+
+
+def _columns(value: Mapping[str, Any], where: str) -> Tests:
+    """The layout of APPS and TACO. An input or output of a script may be a list of lines. The expected value of a call
+    may stand in a list of one, because there it often does."""
+    if not {"inputs", "outputs"} <= set(value) <= {"inputs", "outputs", "fn_name"}:
+        raise RewardError(f"{where} holds an object with the keys {sorted(value)}. {LAYOUTS}")
+    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
+    if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
+        sizes = [f"{len(v)} values" if _is_list(v) else shown(v) for v in (inputs, outputs)]
+        raise RewardError(
+            f"{where} holds {sizes[0]} as inputs and {sizes[1]} as outputs. Give two lists of one length."
+        )
+    pairs = list(enumerate(zip(inputs, outputs, strict=True)))
+    if name is None:
+        return [
+            StdinTest(_lines(given, f"{where}, inputs[{n}]"), _lines(expected, f"{where}, outputs[{n}]"))
+            for n, (given, expected) in pairs
+        ]
+    tests = []
+    for n, (arguments, expected) in pairs:
+        test = _call(name, arguments, expected, f"{where}, test {n}")
+        inner = (*test.expected, *test.expected[0]) if _is_list(expected) and len(expected) == 1 else test.expected
+        tests.append(CallTest(test.function, test.arguments, inner))
+    return tests
+
+
+def _call(function: Any, arguments: Any, expected: Any, where: str) -> CallTest:
+    if not isinstance(function, str) or not function.isidentifier():
+        raise RewardError(f"{where}: the function is {shown(function)}. Give its name.")
+    if not _is_list(arguments):
+        raise RewardError(f"{where}: the arguments are {shown(arguments)}. Give a list.")
+    return CallTest(function, _json(arguments, f"{where}, args"), (_json(expected, f"{where}, expected"),))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RewardError(f"{where} is {shown(value)}. Give text.")
+    return value
+
+
+def _lines(value: Any, where: str) -> str:
+    return "\n".join(_text(line, where) for line in value) if _is_list(value) else _text(value, where)
+
+
+def _json(value: Any, where: str) -> Any:
+    """The value as JSON gives it back, so that types can be compared exactly."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(f"{where} is {shown(value)}, which is no JSON value: {error}") from None

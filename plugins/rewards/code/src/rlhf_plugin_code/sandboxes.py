@@ -1,0 +1,70 @@
+"""Which sandbox is used: what is installed, and what works."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal
+
+from rlhf.errors import ConfigError, RewardError
+
+from rlhf_plugin_code.interpreter import Interpreter
+from rlhf_plugin_code.launcher import Launcher
+from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.probe import probe
+
+_LOG = logging.getLogger(__name__)
+Choice = Literal["auto", "bwrap", "sandlock", "limits"]
+REMEDY = (
+    "Install bubblewrap 0.8 or newer (apt-get install bubblewrap), which needs user namespaces, or sandlock "
+    "(pip install sandlock), which needs Linux 6.12 or newer with Landlock."
+)
+UNISOLATED = (
+    "reward 'code': sandbox = 'limits' does not isolate. Programs of the policy read every file that this user can "
+    "read and send signals to the processes of this user."
+)
+
+
+def candidates(choice: Choice) -> list[str]:
+    """The installed sandboxes to try, the best first.
+
+    Raises ConfigError if there is none, with what to install.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(f"reward 'code': programs run in a sandbox of Linux, and this is {sys.platform}.")
+    if choice == "limits":
+        return ["limits"]
+    installed = {"bwrap": shutil.which("bwrap") is not None, "sandlock": find_spec("sandlock") is not None}
+    asked = [name for name in installed if choice in ("auto", name)]
+    found = [name for name in asked if installed[name]]
+    if not found:
+        raise ConfigError(f"reward 'code': sandbox = {choice!r}, but {' and '.join(asked)} is not installed. {REMEDY}")
+    return found
+
+
+async def working(names: Sequence[str], python: Interpreter, limits: Limits) -> Launcher:
+    """The first of these sandboxes that isolates a program on this machine.
+
+    Raises ConfigError if there is none, with what each of them did.
+    """
+    failures = []
+    for name in names:
+        launcher = None
+        try:
+            launcher = Launcher(name, python, limits)
+            succeeded = await probe(launcher, limits.memory)
+        except (RewardError, ValueError) as error:
+            failures.append(str(error))
+        else:
+            if name == "limits":
+                _LOG.warning("%s", UNISOLATED)
+                return launcher
+            if not succeeded:
+                return launcher
+            failures.append(f"the sandbox {name!r} let a program do what it must not: {', '.join(succeeded)}")
+        if launcher is not None:
+            launcher.close()
+    raise ConfigError(f"reward 'code': no sandbox works on this machine. {'; '.join(failures)}. {REMEDY}")

@@ -1,0 +1,144 @@
+"""How a program is started in each sandbox. Used by the launcher process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any, Protocol
+
+from rlhf_plugin_code.interpreter import ENVIRONMENT, Interpreter
+from rlhf_plugin_code.limits import Limits
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+PIPE = subprocess.PIPE
+
+
+class Started(Protocol):
+    """A program that runs, with pipes to its standard streams."""
+
+    @property
+    def pid(self) -> Any: ...
+
+    stdin: Any
+    stdout: Any
+    stderr: Any
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> Any: ...
+
+
+class Bwrap:
+    """Namespaces by the program ``bwrap``: an own view of files, no network, no other processes."""
+
+    own_user = True
+    """See :meth:`Limits.of_process`."""
+    filters_outside = True
+    """Whether the filter of system calls is set by the sandbox, before the interpreter starts."""
+    disk = True
+    """Whether there is a temporary folder."""
+    drops_capabilities = True
+    """Whether the sandbox itself takes the capabilities of root from the program. It needs them to map the user."""
+
+    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+        self._filter = filter_
+        shown = [word for path in python.paths for word in ("--ro-bind", path, path)]
+        devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
+        variables = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+        self._command = [
+            "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
+            "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables, *shown,
+            "--tmpfs", "/dev", *devices, "--remount-ro", "/dev",
+            "--size", str(limits.disk), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        ]  # fmt: skip
+        self._python = list(python.command)
+
+    def start(self, inside: str) -> Started:
+        read, write = os.pipe()
+        try:
+            os.write(write, self._filter)  # smaller than a pipe's buffer
+            os.close(write)
+            command = [*self._command, "--seccomp", str(read), *self._python, "-c", inside]
+            return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, pass_fds=(read,))
+        finally:
+            os.close(read)
+
+
+class Sandlock:
+    """Landlock and seccomp by the package ``sandlock``, which needs no namespaces. There is no folder to write in."""
+
+    own_user = False
+    filters_outside = False
+    disk = False
+    drops_capabilities = False
+
+    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+        self._python = python
+
+    def start(self, inside: str) -> Started:
+        from sandlock import Sandbox
+        from sandlock.sandbox import StdioMode
+
+        sandbox = Sandbox(
+            fs_readable=[*self._python.paths, "/dev/zero", "/dev/urandom", "/dev/random"],
+            fs_writable=["/dev/null"],
+            max_processes=1,
+            no_coredump=True,
+            clean_env=True,
+            env=ENVIRONMENT,
+            cwd="/",
+        )
+        pipes = {"stdin": StdioMode.PIPED, "stdout": StdioMode.PIPED, "stderr": StdioMode.PIPED}
+        return sandbox.popen([*self._python.command, "-c", inside], **pipes)
+
+
+class LimitsOnly:
+    """Resource limits and the filter of system calls. The program reads all files of the user, and writes some."""
+
+    own_user = False
+    filters_outside = False
+    disk = True
+    drops_capabilities = False
+
+    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+        self._python = python
+
+    def start(self, inside: str) -> Started:
+        return _WithFolder([*self._python.command, "-c", inside])
+
+
+class _WithFolder(subprocess.Popen[bytes]):
+    """A process in a new folder that is removed with the process."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-code-", ignore_cleanup_errors=True)
+        environment = {**ENVIRONMENT, "HOME": self._folder.name, "TMPDIR": self._folder.name}
+        super().__init__(
+            command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment, cwd=self._folder.name,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def wait(self, timeout: float | None = None) -> int:
+        try:
+            return super().wait(timeout)
+        finally:
+            if self.returncode is not None:
+                self._folder.cleanup()
+
+
+STARTERS: dict[str, Any] = {"bwrap": Bwrap, "sandlock": Sandlock, "limits": LimitsOnly}
+
+
+def drop_capabilities() -> None:
+    """What root may do beyond other users is lost, for this thread and all that it starts. Others have nothing."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    drop_from_bounding_set, version = 24, 0x20080522
+    for capability in range(64):
+        libc.prctl(drop_from_bounding_set, capability, 0, 0, 0)
+    header, nothing = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()
+    if libc.capset(header, nothing):
+        sys.exit(f"the launcher process cannot give up its capabilities: {os.strerror(ctypes.get_errno())}")

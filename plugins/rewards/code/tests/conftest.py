@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for groups
+
+from groups import LIMITS
+from rlhf_plugin_code.interpreter import interpreter
+from rlhf_plugin_code.launcher import Launcher
+
+NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+@pytest.fixture(scope="session", params=[pytest.param("bwrap", marks=NO_BWRAP), "sandlock"])
+def launcher(request):
+    """One sandbox after the other."""
+    one = Launcher(request.param, interpreter(None), LIMITS)
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="session")
+def unisolated():
+    one = Launcher("limits", interpreter(None), LIMITS)
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="session")
+def run(launcher):
+    """``run(program, ...)`` in the sandbox."""
+    return lambda *words, **named: asyncio.run(launcher.run(*words, **named))
+
+
+@pytest.fixture(scope="session")
+def code_reward(launcher):
+    """``code_reward(**options)``: a reward that uses the sandbox."""
+    from rlhf_plugin_code.reward import CodeReward
+
+    def make(**options):
+        one = CodeReward(CodeReward.Config(cpu_seconds=1, sandbox=launcher.sandbox, **options))
+        one._launcher = launcher
+        return one
+
+    return make

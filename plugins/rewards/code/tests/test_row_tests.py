@@ -1,0 +1,67 @@
+"""The layouts of tests in a row, and messages about others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.errors import RewardError
+from rlhf.types import Row
+from rlhf_plugin_code.row_tests import CallTest, StdinTest, read_tests
+
+
+def read(value):
+    return read_tests(Row({"tests": value}, "unit", 0), "tests")
+
+
+@pytest.mark.parametrize(
+    ("value", "tests"),
+    [
+        ([{"input": "1\n", "output": "2\n"}], [StdinTest("1\n", "2\n")]),
+        ([{"function": "f", "args": [1, "a"], "expected": None}], [CallTest("f", [1, "a"], (None,))]),
+        ({"inputs": ["1", "2"], "outputs": ["3", "4"]}, [StdinTest("1", "3"), StdinTest("2", "4")]),
+        ({"inputs": [["1", "2"]], "outputs": [["3", "4"]]}, [StdinTest("1\n2", "3\n4")]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, [CallTest("f", [1], (2,))]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, [CallTest("f", [1], ([2], 2))]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [[2, 3]]}, [CallTest("f", [1], ([2, 3],))]),
+    ],
+)
+def test_layouts(value, tests) -> None:
+    assert read(value) == tests
+    assert read(json.dumps(value)) == tests
+
+
+def test_a_row_without_tests() -> None:
+    assert read(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "holds no test"),
+        ({"inputs": [], "outputs": []}, "holds no test"),
+        ("assert add(1, 2) == 3", "text that is not JSON"),
+        (5, "holds int 5"),
+        (["assert add(1, 2) == 3"], "test 0 is str 'assert"),
+        ([{"input": "1"}], "test 0 is dict"),
+        ([{"input": "1", "output": "2", "weight": 3}], "test 0 is dict"),
+        ([{"input": "1", "output": 2}], "test 0, output is int 2. Give text"),
+        ([{"input": "1", "output": "2"}, {"function": "f", "args": [], "expected": 1}], "mixes tests"),
+        ([{"function": "a b", "args": [], "expected": 1}], "the function is str 'a b'"),
+        ([{"function": "f", "args": {"x": 1}, "expected": 1}], "the arguments are dict"),
+        ([{"function": "f", "args": [], "expected": {1, 2}}], "expected is set"),
+        ([{"function": "f", "args": [], "expected": float("nan")}], "no JSON value"),
+        ({"inputs": ["1"], "outputs": []}, "1 values as inputs and 0 values as outputs"),
+        ({"inputs": "1", "outputs": ["2"]}, "str '1' as inputs"),
+        ({"inputs": [1], "outputs": ["2"]}, "inputs\\[0\\] is int 1"),
+        ({"inputs": ["1"]}, "an object with the keys"),
+    ],
+)
+def test_other_layouts_are_refused(value, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        read(value)
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(RewardError, match=r"no column 'tests'; it has \['prompt'\]. Set `column`"):
+        read_tests(Row({"prompt": "x"}, "unit", 0), "tests")
