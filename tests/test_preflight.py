@@ -303,7 +303,7 @@ def test_a_run_refuses_a_language_model_as_reward_model(shop, reward, monkeypatc
 
 
 def test_score_and_eval_refuse_a_language_model_as_reward_model(shop, monkeypatch):
-    monkeypatch.setattr("rlhf_plugin_jobs.score_answers.launch_roles", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("rlhf_runtime.jobs.scoring.launch_roles", lambda *_: pytest.fail("it started"))
     monkeypatch.setattr("rlhf_runtime.jobs.inference.launch_roles", lambda *_: pytest.fail("it started"))
     shared = ("--model", str(shop.model), "--data", str(shop.data), "--reward", f"model:{shop.model}")
     for words in (("score", *shared, "--answers", "response", "-o", str(shop.folder / "out.jsonl")), ("eval", *shared)):

@@ -147,6 +147,19 @@ class Hangs(Brevity):
         await asyncio.sleep(60)
 
 
+class Counts(Brevity):
+    """Says that it reads texts, and counts tokens."""
+
+    reads = "text"
+
+    async def score(self, group):
+        return [RewardResult(float(t.sampled_tokens)) for t in group.trajectories]
+
+
+class Sees(Brevity):
+    reads = "everything"
+
+
 def suite(made, **attributes):
     return type("Broken", (RewardContract,), {"reward": made, "registered": False, **attributes})()
 
@@ -162,6 +175,8 @@ def suite(made, **attributes):
         (Reversed, "test_repeatable", "one result per trajectory, in order"),
         (StepOnPrompt, "test_results", "which the policy did not sample"),
         (Secret, "test_results", "does not declare"),
+        (Counts, "test_reads", "without token ids it scores otherwise: set reads = 'tokens'"),
+        (Sees, "test_reads", "reads is 'everything'; allowed: 'text', 'tokens'"),
     ],
 )
 def test_broken_reward_fails_the_right_check(made, check, message):

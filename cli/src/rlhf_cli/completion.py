@@ -14,7 +14,7 @@ from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 
 from rlhf_cli.data import ACTIONS, Data, action_command
-from rlhf_cli.main import command_names, load_command
+from rlhf_cli.main import command_names, load_command, typed
 from rlhf_cli.one_line_help import one_line_help
 
 SHELLS = ("bash", "zsh")
@@ -58,7 +58,7 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="rlhf", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="show the version")
     commands = top.add_subparsers()
-    lines = {entry.name: one_line_help(entry) for entry in plugins.list("command")}
+    lines = {typed(entry.name): one_line_help(entry) for entry in plugins.list("command")}
     for name in command_names(plugins):
         parser = commands.add_parser(name, help=lines[name].replace("%", "%%"))
         try:

@@ -52,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_names(plugins: Plugins) -> list[str]:
-    """Names of the installed commands, from metadata."""
-    return list(dict.fromkeys(entry.name for entry in plugins.list("command")))
+    """The installed commands as they are typed, from metadata: ``serve-reward`` for the plugin ``serve_reward``."""
+    return list(dict.fromkeys(typed(entry.name) for entry in plugins.list("command")))
+
+
+def typed(name: str) -> str:
+    """The name of a command on a command line. Names of plugins have no dash."""
+    return name.replace("_", "-")
 
 
 def call(name: str, words: Sequence[str]) -> int:
@@ -66,6 +71,7 @@ def call(name: str, words: Sequence[str]) -> int:
     """
     plugins = Plugins.discover()
     names = command_names(plugins)
+    name = name if "/" in name else typed(name)
     if "/" not in name and name not in names:
         install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
         raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{did_you_mean(name, names)}{install}")
@@ -74,7 +80,7 @@ def call(name: str, words: Sequence[str]) -> int:
 
 def load_command(plugins: Plugins, name: str) -> Command:
     """The command of this name. Raises PluginError where it is not installed, or cannot be imported."""
-    command: Command = plugins.resolve("command", name).cls()
+    command: Command = plugins.resolve("command", name if "/" in name else name.replace("-", "_")).cls()
     return command
 
 
@@ -110,7 +116,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _top_parser() -> argparse.ArgumentParser:
-    helps = {entry.name: one_line_help(entry) for entry in Plugins.discover().list("command")}
+    helps = {typed(entry.name): one_line_help(entry) for entry in Plugins.discover().list("command")}
     width = max(map(len, helps), default=0)
     parser = argparse.ArgumentParser(
         prog="rlhf",

@@ -21,6 +21,15 @@ def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
     assert f"{number.name}: stopping after this step, with a checkpoint" in capfd.readouterr().err
 
 
+def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
+    called = []
+    with StopRequest("ending soon", then=lambda: called.append(1)) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.request("again")
+    assert called == [1]
+    assert "SIGTERM: ending soon (Ctrl-C: at once)" in capfd.readouterr().err
+
+
 def test_the_second_ctrl_c_stops_at_once():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="second Ctrl-C"), StopRequest():  # noqa: PT012

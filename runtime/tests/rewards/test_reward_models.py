@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -144,9 +145,9 @@ def test_heads_that_need_columns_are_refused() -> None:
 
 
 class Counted:
-    """What reaches the model: the sequences of each pass."""
+    """What reaches the model: the sequences of each pass. ``options``: of :func:`together`."""
 
-    def __init__(self, model: Model, main: MainThread) -> None:
+    def __init__(self, model: Model, main: MainThread, **options) -> None:
         self.passes: list[int] = []
         begin = model.role.begin_forward
 
@@ -156,7 +157,7 @@ class Counted:
 
         model.role.begin_forward = counted  # type: ignore[method-assign]
         self.score, self.read = together(
-            score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main)
+            score_with_role({"judge": model.role}, main), read_role({"judge": model.role}, main), **options
         )
 
 
@@ -221,3 +222,49 @@ def test_a_slow_model_does_not_use_up_the_deadlines_of_those_that_wait_for_it_to
     finally:
         main.close()
     assert found == [[pytest.approx(float(model.logits(ids)[-1, 0]))] for ids in IDS]
+
+
+def test_calls_gather_while_a_pass_computes_up_to_the_largest_and_cancelled_ones_are_left_out() -> None:
+    model, main = Model("scalar"), MainThread()
+    told: list[int] = []
+    begun, go = threading.Event(), threading.Event()
+    begin = model.role.begin_forward
+    model.role.begin_forward = lambda *asked: (begun.set(), go.wait(60), begin(*asked))[-1]  # type: ignore[method-assign]
+
+    async def scenario(counted: Counted):
+        first = asyncio.create_task(counted.score("judge", IDS[:1]))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        later = [asyncio.create_task(counted.score("judge", [ids])) for ids in (*IDS, IDS[0], IDS[1])]
+        await asyncio.sleep(0.01)
+        later[1].cancel()
+        go.set()
+        return await asyncio.gather(first, *later, return_exceptions=True)
+
+    try:
+        counted = Counted(model, main, largest=3, passed=told.append)
+        first, *later = main.run(scenario(counted))
+    finally:
+        main.close()
+    assert counted.passes == told == [1, 2, 2], "one at once, then three less the cancelled one, then the others"
+    assert isinstance(later.pop(1), asyncio.CancelledError)
+    single = [pytest.approx([float(model.logits(IDS[n])[-1, 0])]) for n in (0, 0, 2, 0, 1)]
+    assert [first, *later] == single
+
+
+def test_a_pass_waits_for_more_until_it_is_full() -> None:
+    model, main = Model("scalar"), MainThread()
+
+    async def scenario(counted: Counted):
+        calls = []
+        for ids in IDS:
+            calls.append(asyncio.create_task(counted.score("judge", [ids])))
+            await asyncio.sleep(0.01)
+        return await asyncio.gather(*calls)
+
+    try:
+        counted = Counted(model, main, wait=60.0, largest=len(IDS))
+        main.run(scenario(counted))
+    finally:
+        main.close()
+    assert counted.passes == [len(IDS)]

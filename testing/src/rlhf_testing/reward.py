@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import json
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -189,6 +190,22 @@ class RewardContract(Contract):
             for role in roles:
                 expect(isinstance(role, RoleSpec), f"{about} roles() must hold RoleSpecs, got {role!r}")
                 expect(not role.trained, f"{about} role {role.name!r} of a reward cannot be trained")
+
+    def test_reads(self) -> None:
+        """A reward that reads texts only needs no tokenizer: without token ids its results are the same."""
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            allowed = ("text", "tokens")
+            expect(reward.reads in allowed, f"{about} reads is {reward.reads!r}; allowed: 'text', 'tokens'")
+            if reward.reads == "tokens":
+                continue
+            expect(not reward.roles(), f"{about} reads = 'text', but it declares roles, whose models read tokens")
+            for group in self.groups():
+                without = copy.deepcopy(group)
+                for turn in (turn for trajectory in without.trajectories for turn in trajectory.turns):
+                    turn.ids, turn.logprobs = array("i"), None
+                same = self.score(reward, without) == self.score(reward, group) or not self.deterministic
+                expect(same, f"{about} reads = 'text', but without token ids it scores otherwise: set reads = 'tokens'")
 
     def test_cases(self) -> None:
         """The author's cases get their expected values."""

@@ -67,6 +67,10 @@ class Reward(Component):
     """Largest number of calls of ``score`` under way at once, where the reward's section does not say; None: the
     runtime's default. An instance may set it. Time spent waiting for a free call does not count for the deadline, so a
     reward whose calls keep a processor busy says here how many it can serve at once."""
+    reads: Literal["text", "tokens"] = "tokens"
+    """What ``score`` reads of the turns. ``text``: their texts only (prompt, completion, answer). Such a reward scores
+    answers where no tokenizer is known. ``Turn.ids`` is empty there, so it has no roles and does not use
+    ``RewardContext.tokens``. ``tokens``: ``Turn.ids`` too. May be a property that depends on the config."""
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""

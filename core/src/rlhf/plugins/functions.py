@@ -44,6 +44,7 @@ def reward_of_samples(
     body = {
         "name": name,
         "per_sample": True,
+        "reads": "text",
         "__module__": module,
         "__doc__": function.__doc__ or f"Scores each trajectory with {label}({', '.join(SAMPLE_PARAMETERS)}).",
         "made_from": staticmethod(function),

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from reward_server import RewardServer, lengths
 from rlhf.errors import ConfigError, RewardError
+from rlhf.interfaces import RewardContext, Tokens
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_http import HttpReward, reward
@@ -101,6 +102,22 @@ def test_a_token_that_is_not_set_is_refused(server, monkeypatch) -> None:
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     with pytest.raises(ConfigError, match="token_env = 'REWARD_TOKEN', but this environment variable is not set"):
         made(server, token_env="REWARD_TOKEN")
+
+
+def test_special_tokens_are_sent_if_asked(server) -> None:
+    """The text of all tokens, so that a reward model can read them again."""
+    names = {1: "<user>Q:", 2: "A<end>"}
+    tokens = Tokens(lambda _: [], lambda ids: "".join(names[i] for i in ids))
+    one = made(server, special_tokens=True)
+    assert (one.reads, made(server).reads) == ("tokens", "text")
+
+    async def asked() -> None:
+        await one.setup(RewardContext(tokens=tokens))
+        await one.score(group("A"))
+
+    asyncio.run(asked())
+    assert server.asked[0]["query"] == ["<user>Q:A<end>"]
+    assert server.asked[0]["prompts"] == ["<user>Q:"]
 
 
 def test_servers_are_asked_in_turn(server, other) -> None:

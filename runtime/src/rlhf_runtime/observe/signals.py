@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,11 +20,20 @@ class StopRequest:
                     break
 
     Handlers are installed only in the main thread, because Python allows no other. They are restored at the end.
+
+    Args:
+        promise: what will be done about the request; the first signal shows it.
+        then: called at the first request, in a signal handler or by :meth:`request`.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        promise: str = "stopping after this step, with a checkpoint",
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.promise, self.then = promise, then
         self.requested = False
         self.reason = ""
         """Name of the signal, or the reason given to :meth:`request`."""
@@ -33,7 +43,9 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Ask for a stop at the next step boundary, from code instead of a signal."""
-        self.requested, self.reason = True, reason
+        first, self.requested, self.reason = not self.requested, True, reason
+        if first:
+            self.then()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -53,4 +65,4 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
         # os.write, because a handler may run in the middle of a print or while the progress bar holds its lock
-        os.write(2, f"\n{self.reason}: stopping after this step, with a checkpoint (Ctrl-C: at once)\n".encode())
+        os.write(2, f"\n{self.reason}: {self.promise} (Ctrl-C: at once)\n".encode())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,31 +60,82 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
     return read
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The sequences of one call."""
+
+    ids: Sequence[Sequence[int]]
+    positions: Sequence[Sequence[int]]
+    done: asyncio.Future[list[Any]]
+
+
 @dataclass(slots=True)
 class _Asked:
-    """The calls for one role and head in one turn of the event loop."""
+    """The calls that share a forward pass: of one role and head."""
 
     role: str
     head: Head | None
-    ids: list[Sequence[int]] = field(default_factory=list)
-    positions: list[Sequence[int]] = field(default_factory=list)
-    waiters: list[tuple[int, int, asyncio.Future[list[Any]]]] = field(default_factory=list)
-    """(first, end, future) of each call's sequences."""
+    calls: list[_Call] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def sequences(self) -> int:
+        return sum(len(call.ids) for call in self.calls)
 
 
-def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadRole]:
-    """The same two functions with batching: calls made in one turn of the event loop share one forward pass, in
-    micro-batches of the role's token budget. Groups that are scored at the same time therefore share it. Values equal
-    those of separate calls up to rounding.
+def together(
+    score: ScoreWithRole,
+    read: ReadRole,
+    wait: float = 0.0,
+    largest: int | None = None,
+    passed: Callable[[int], None] = lambda sequences: None,
+) -> tuple[ScoreWithRole, ReadRole]:
+    """The same two functions with batching: calls made in one turn of the event loop, or while another forward pass
+    computes, share one forward pass, in micro-batches of the role's token budget. Groups that are scored at the same
+    time therefore share it. Values equal those of separate calls up to rounding.
 
-    An invalid call fails alone. Where the model fails, all calls of that turn fail.
+    An invalid call fails alone. Where the model fails, all calls of that pass fail. A call that was cancelled before
+    its pass begins is not computed.
+
+    Args:
+        wait: seconds that the first call of a pass waits for others, unless the pass is full.
+        largest: most sequences of a pass; None: no limit. A call is not divided, so a larger one has a pass to itself.
+        passed: told the number of sequences of each pass, before it begins.
     """
     open_: list[_Asked] = []
     tasks: set[asyncio.Task[None]] = set()
+    turn = asyncio.Lock()
+    """Passes are computed one after another. While one computes, calls gather for the next."""
 
-    def begin(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
-        open_.remove(asked)  # later calls belong to another forward pass
-        task = asyncio.get_running_loop().create_task(_give(asked, answer))
+    async def compute(asked: _Asked) -> None:
+        if wait:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asked.full.wait(), wait)
+        async with turn:
+            open_.remove(asked)  # later calls belong to another forward pass
+            calls = [call for call in asked.calls if not call.done.done()]  # the others were cancelled
+            if not calls:
+                return
+            ids = [one for call in calls for one in call.ids]
+            passed(len(ids))
+            try:
+                if asked.head is None:
+                    found: list[Any] = await score(asked.role, ids)
+                else:
+                    found = await read(asked.role, asked.head, ids, [p for call in calls for p in call.positions])
+            except Exception as error:
+                for call in calls:
+                    if not call.done.done():
+                        call.done.set_exception(error)
+                return
+        values = iter(found)
+        for call in calls:
+            own = [next(values) for _ in call.ids]
+            if not call.done.done():
+                call.done.set_result(own)
+
+    def begin(asked: _Asked) -> None:
+        task = asyncio.get_running_loop().create_task(compute(asked))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -91,24 +143,20 @@ def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadR
         role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
     ) -> list[Any]:
         loop = asyncio.get_running_loop()
-        asked = next((a for a in open_ if a.role == role and a.head is head), None)
+        asked = next((a for a in open_ if a.role == role and a.head is head and not a.full.is_set()), None)
+        if asked is not None and largest is not None and asked.sequences + len(ids) > largest:
+            asked.full.set()
+            asked = None
         if asked is None:
-            asked = new = _Asked(role, head)
+            asked = _Asked(role, head)
             open_.append(asked)
-
-            async def answer() -> list[Any]:
-                if new.head is None:
-                    return await score(new.role, new.ids)
-                return await read(new.role, new.head, new.ids, new.positions)
-
-            loop.call_soon(begin, asked, answer)
-        first = len(asked.ids)
-        asked.ids += ids
-        asked.positions += positions
-        done: asyncio.Future[list[Any]] = loop.create_future()
-        asked.waiters.append((first, len(asked.ids), done))
+            loop.call_soon(begin, asked)
+        call = _Call(ids, positions, loop.create_future())
+        asked.calls.append(call)
+        if largest is not None and asked.sequences >= largest:
+            asked.full.set()
         with waiting():
-            return await done
+            return await call.done
 
     async def score_together(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
         return await join(role, None, ids, ())
@@ -120,20 +168,6 @@ def together(score: ScoreWithRole, read: ReadRole) -> tuple[ScoreWithRole, ReadR
         return await join(role, head, ids, positions)
 
     return score_together, read_together
-
-
-async def _give(asked: _Asked, answer: Callable[[], Coroutine[Any, Any, list[Any]]]) -> None:
-    """Give each call its part of the answer, or the error."""
-    try:
-        found = await answer()
-    except Exception as error:
-        for _, _, future in asked.waiters:
-            if not future.done():  # its coroutine may have been cancelled
-                future.set_exception(error)
-        return
-    for first, end, future in asked.waiters:
-        if not future.done():
-            future.set_result(found[first:end])
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:

@@ -29,12 +29,12 @@ from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.sampling import NoGenerator, Sampler
-from rlhf_runtime.setup.prepare import Prepared
+from rlhf_runtime.setup.prepare import Placed, Prepared
 from rlhf_runtime.workers.main_thread import MainThread
 
 
 def launch_roles(
-    prepared: Prepared,
+    prepared: Placed,
     launcher: Launcher,
     precomputed: Callable[[ModelSpec, Callable[[], Role]], Role] | None = None,
     reports: Path | None = None,
@@ -62,13 +62,13 @@ def launch_roles(
     return roles
 
 
-def _launch_role(name: str, prepared: Prepared, launcher: Launcher) -> Role:
+def _launch_role(name: str, prepared: Placed, launcher: Launcher) -> Role:
     trainer, spec = prepared.trainer(name), prepared.specs[name]
     group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
     return Role(spec, group, prepared.section(name).micro_tokens)
 
 
-def _base_of(name: str, prepared: Prepared, roles: Mapping[str, Role]) -> Role | None:
+def _base_of(name: str, prepared: Placed, roles: Mapping[str, Role]) -> Role | None:
     """The other role whose model, with its adapters disabled, serves as this frozen role. None where this role needs a
     model of its own."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
@@ -138,7 +138,7 @@ def launch_sampler(
     return Sampler(rollouts, weights, phases)
 
 
-def make_scorer(prepared: Prepared, score: ScoreWithRole, read: ReadRole) -> Scorer:
+def make_scorer(prepared: Placed, score: ScoreWithRole, read: ReadRole) -> Scorer:
     """The run's rewards.
 
     Args:

@@ -38,24 +38,30 @@ from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
 
 @dataclass(frozen=True)
-class Prepared(RunPlugins):
-    """A checked run, with everything that is decided before a model is loaded."""
+class Placed(RunPlugins):
+    """Checked plugins with the models that they need and where: enough to load the models and start the rewards."""
 
-    data: TrainData
     tokenizer: Any
-    total_steps: int
     specs: Mapping[str, ModelSpec]
     """What the trainer loads, by role."""
     schedule: Schedule
+    plugins: Sequence[Resolved]
+    """Every plugin that is used."""
+    places: Mapping[str, Place]
+    """The placement of every role, and of the generator where there is one."""
+
+
+@dataclass(frozen=True)
+class Prepared(Placed):
+    """A checked run, with everything that is decided before a model is loaded."""
+
+    data: TrainData
+    total_steps: int
     episodes: Episodes | None
     """None where the run has no environment."""
     curriculum: Curriculum | None
     """Chooses the rows of each batch; None: the rows come in the order of the data."""
     observers: Mapping[str, Observer]
-    plugins: Sequence[Resolved]
-    """Every plugin that the run uses."""
-    places: Mapping[str, Place]
-    """The placement of every role, and of the generator where there is one."""
     resolve: Callable[[RunFile], RunFile]
     """Fills in the plugins' options of a changed run file."""
 

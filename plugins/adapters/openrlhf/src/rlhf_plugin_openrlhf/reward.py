@@ -38,6 +38,7 @@ def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Rewar
         "__doc__": function.__doc__ or f"{function.__name__} of {module.__file__}.",
         "Config": RewardConfig,
         "per_sample": True,
+        "reads": "text",
         "score": score_async if inspect.iscoroutinefunction(function) else score,
     }
     return type(CLASS_NAME, (Reward,), body)

@@ -50,6 +50,7 @@ class FormatReward(Reward):
 
     name = "format"
     Config = FormatConfig
+    reads = "text"
     conformance = {"configs": (FormatConfig(pattern=".*4.*"),)}
     """Config for ``rlhf plugins check``, because the defaults have no form."""
 

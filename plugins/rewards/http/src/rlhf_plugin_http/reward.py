@@ -6,13 +6,13 @@ import asyncio
 import logging
 import os
 import ssl
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 from pydantic import Field, field_validator
 from rlhf.errors import ConfigError, RewardError
-from rlhf.interfaces import ComponentConfig, Reward
-from rlhf.types import Group, RewardResult, Row
+from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
+from rlhf.types import Group, RewardResult, Row, Trajectory
 
 from rlhf_plugin_http.answers import results
 from rlhf_plugin_http.servers import Servers
@@ -29,6 +29,9 @@ class HttpConfig(ComponentConfig):
     """Addresses of servers that give the same scores. They are asked in turn."""
     label: str | None = None
     """Row column that is sent as ``labels``. If absent: ``label``, else ``answer``, else an empty text."""
+    special_tokens: bool = False
+    """Send the text of all tokens, special tokens included, so that a reward model sees the start and end of messages
+    and answers. Without it: the texts that other rewards see."""
     token_env: str | None = None
     """Environment variable that holds a token, sent as ``Authorization: Bearer``."""
     timeout: Annotated[float, Field(gt=0)] = 20.0
@@ -74,12 +77,21 @@ class HttpReward(Reward):
                     "Export it, or remove token_env."
                 )
             self._headers["Authorization"] = f"Bearer {token}"
+        self._tokens: Tokens | None = None
         self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
 
+    @property
+    def reads(self) -> Literal["text", "tokens"]:
+        return "tokens" if self.config.special_tokens else "text"
+
+    async def setup(self, context: RewardContext) -> None:
+        self._tokens = context.tokens
+
     async def score(self, group: Group) -> list[RewardResult]:
+        texts = [self._texts(t) for t in group.trajectories]
         question = {
-            "query": [t.prompt_text + t.completion for t in group.trajectories],
-            "prompts": [t.prompt_text for t in group.trajectories],
+            "query": [prompt + completion for prompt, completion in texts],
+            "prompts": [prompt for prompt, _ in texts],
             "labels": [_label(group.row, self.config.label)] * len(group.trajectories),
         }
         failures: list[str] = []
@@ -100,6 +112,17 @@ class HttpReward(Reward):
                     return results(body, len(group.trajectories), url)
         why = "; ".join(dict.fromkeys(failures))
         raise RewardError(f"no server answered in {self.config.attempts} attempts: {why}")
+
+    def _texts(self, trajectory: Trajectory) -> tuple[str, str]:
+        """The prompt, and what follows it."""
+        if not self.config.special_tokens:
+            return trajectory.prompt_text, trajectory.completion
+        if self._tokens is None:
+            raise RewardError("reward 'http': special_tokens = true needs the policy's tokenizer, which this run lacks")
+        turns = trajectory.turns
+        first = next((n for n, turn in enumerate(turns) if turn.sampled), len(turns))
+        prompt, rest = ([i for turn in part for i in turn.ids] for part in (turns[:first], turns[first:]))
+        return self._tokens.decode(prompt), self._tokens.decode(rest)
 
     async def _ask(self, url: str, question: dict[str, Any]) -> bytes:
         async with (

@@ -45,6 +45,7 @@ class MathReward(Reward):
     name = "math"
     source = "Answer forms: Hendrycks et al. 2021, arXiv:2103.03874 (boxed); Cobbe et al. 2021, arXiv:2110.14168 (####)"
     Config = MathConfig
+    reads = "text"
 
     def score(self, group: Group) -> list[RewardResult]:
         truth = self._truth(group.row)

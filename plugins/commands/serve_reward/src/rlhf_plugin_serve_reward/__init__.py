@@ -1,0 +1,1 @@
+"""Command: serve rewards and reward models over HTTP."""

@@ -1,0 +1,55 @@
+"""Where the server listens, and who may ask it."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+from dataclasses import dataclass, field
+
+from rlhf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Access:
+    """``token``: None where everybody on this machine may ask. It is not shown."""
+
+    host: str
+    port: int
+    token: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def checked(cls, host: str, port: int, token_env: str | None) -> Access:
+        """Raises ConfigError: a port that does not exist, a token that is not set, or no token where other machines can
+        reach the server."""
+        if not 0 <= port < 2**16:
+            raise ConfigError(f"--port {port} is not a port; ports are 0 (any free one) to {2**16 - 1}.")
+        if token_env is None:
+            if not _here_only(host):
+                raise ConfigError(
+                    f"--host {host} can be reached from other machines, so clients must show a token. Put one into an "
+                    "environment variable and name it: --token-env NAME. Without --host the server is for this machine "
+                    "only."
+                )
+            return cls(host, port)
+        token = os.environ.get(token_env)
+        if not token:
+            raise ConfigError(
+                f"--token-env {token_env}: this environment variable is not set. Export it, or leave the flag out on "
+                "a loopback address."
+            )
+        return cls(host, port, token)
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether the header ``Authorization`` of a request shows the token."""
+        if self.token is None:
+            return True
+        return hmac.compare_digest((authorization or "").encode(), f"Bearer {self.token}".encode())
+
+
+def _here_only(host: str) -> bool:
+    """Whether only this machine can reach the address. A name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
