@@ -188,17 +188,12 @@ class AgentExecutor(MultiTurnAgentExecutor):
         Plugins.discover().resolve("rollout", file(text))
 
 
-async def nothing(prompt: str, completion: str, row) -> float:
-    return 0.0
-
-
 def test_a_run_learns_from_an_executor(file, model: str, tmp_path) -> None:
     text = EXECUTOR.replace(" and max_length == 400", "")
     result = rlhf.train(
         algorithm="rloo",
         model=model,
         data=[{"prompt": "2+2=", "label": "4"}, {"prompt": "3+1=", "label": "4"}],
-        reward=nothing,
         steps=1,
         output=tmp_path / "run",
         options={
