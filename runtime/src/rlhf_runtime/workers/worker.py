@@ -112,10 +112,11 @@ class Worker:
             await self.call("path", list(sys.path), deadline=START_DEADLINE)
         else:
             wanted = isolation.requirements(self._resolved)
+            here = f"{self._resolved.ref} --kind {self._resolved.kind}"
             if missing := await self.call("unmet", wanted, isolation.EXTRA, deadline=START_DEADLINE):
                 raise self.error(
                     f"{self.what}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it there, "
-                    f"or make another with `rlhf plugins isolate {self._resolved.ref} --output DIR`."
+                    f"or make another with `rlhf plugins isolate {here} --output DIR`."
                 )
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
