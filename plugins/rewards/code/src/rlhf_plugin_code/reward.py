@@ -60,6 +60,7 @@ class CodeReward(Reward):
     source = "Layout inputs/outputs: Hendrycks et al. 2021, arXiv:2105.09938 (APPS)"
     Config = CodeConfig
     per_sample = True
+    reads = "text"
     conformance: ClassVar[dict[str, Any]] = {
         "columns": {"prompt": "Add two numbers.", "tests": [{"function": "add", "args": [2, 2], "expected": 4}]},
         "answers": ("```python\ndef add(a, b):\n    return a + b\n```", "", "```\n1/0\n```", "\N{SNOWMAN} " * 50),

@@ -1,0 +1,88 @@
+"""The options of the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from rlhf.fields import PathText
+from rlhf.interfaces import ComponentConfig
+
+OURS = ("model", "messages", "n", "stream", "response_format")
+"""Fields of a request that ``body`` cannot set."""
+SCALE = (1, 10)
+"""The default of ``scale``."""
+
+
+class Criterion(ComponentConfig):
+    """What the judge scores."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    """Key of the score in the judge's answer and in metrics."""
+    text: Annotated[str, Field(min_length=1)]
+    """What is asked, as the judge reads it."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the score in the reward, relative to the other criteria."""
+
+
+class JudgeConfig(ComponentConfig):
+    url: str
+    """Address of the server, up to ``/v1``; ``/chat/completions`` is added."""
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model, as the server knows it."""
+    mode: Literal["rubric", "pairwise"] = "rubric"
+    """``rubric``: each answer is scored by the criteria. ``pairwise``: each pair of a group's answers is compared, in
+    both orders; the reward is the share of comparisons won, a tie being half."""
+    criteria: tuple[Criterion, ...] = (
+        Criterion(name="quality", text="How good is the answer: correct, complete, and to the point?"),
+    )
+    """What is scored (``rubric``), or what the comparison is about (``pairwise``, without weights)."""
+    scale: tuple[int, int] = SCALE
+    """Lowest and highest score of a criterion, whole numbers. The reward is the weighted mean, scaled to 0 .. 1."""
+    reference: str | None = None
+    """Row column with a right answer, which the judge is shown."""
+    template: PathText | None = None
+    """File with a Jinja template of the question that the judge gets, in place of the built-in one."""
+    response_format: Literal["none", "json_object", "json_schema"] = "none"
+    """What the server is asked to keep to, where it can. The judge's answer is checked in any case."""
+    body: Mapping[str, Any] = Field(default_factory=lambda: {"temperature": 0, "max_tokens": 1024})
+    """Further fields of each request, in place of these."""
+    token_env: str | None = None
+    """Environment variable that holds a token, sent as ``Authorization: Bearer``."""
+    timeout: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds for one request."""
+    attempts: Annotated[int, Field(gt=0)] = 3
+    """Requests for one judgement: after a failure of the server, or an answer that cannot be read."""
+    max_requests: Annotated[int, Field(gt=0)] = 16
+    """Largest number of requests under way at once."""
+    cache: PathText | None = None
+    """Folder in which judgements are kept for later runs. Without it they are kept in memory."""
+    price: tuple[float, float] | None = None
+    """Price of a million prompt tokens and of a million completion tokens, in any currency. Reported as ``cost``."""
+
+    @field_validator("criteria", "scale", "price", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
+
+    @model_validator(mode="after")
+    def _check(self) -> JudgeConfig:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url {self.url!r} is not an address of the web: it must begin with http:// or https://")
+        if not self.criteria:
+            raise ValueError("criteria is empty: there is nothing to judge by")
+        names = [criterion.name for criterion in self.criteria]
+        if len(set(names)) != len(names):
+            raise ValueError("two criteria have one name")
+        if self.mode == "pairwise" and any(criterion.weight != 1.0 for criterion in self.criteria):
+            raise ValueError("mode = 'pairwise' asks which answer is better as a whole; remove the weights of criteria")
+        if self.mode == "pairwise" and self.scale != SCALE:
+            raise ValueError("mode = 'pairwise' has no scores; remove scale")
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError(f"scale is {list(self.scale)}; expected the lowest score, then a higher one")
+        if self.price is not None and min(self.price) < 0:
+            raise ValueError(f"price is {list(self.price)}; expected two numbers that are not negative")
+        if fixed := sorted(self.body.keys() & set(OURS)):
+            raise ValueError(f"body sets {', '.join(fixed)}, which the plugin sets itself; remove it")
+        return self

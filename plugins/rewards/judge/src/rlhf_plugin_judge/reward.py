@@ -1,0 +1,173 @@
+"""The reward: asks a judge about each answer, or about each pair of a group's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rlhf.errors import ConfigError, RewardError
+from rlhf.interfaces import ComponentConfig, Reward
+from rlhf.types import Group, RewardResult, Trajectory
+
+from rlhf_plugin_judge.cache import Cache, key_of
+from rlhf_plugin_judge.config import JudgeConfig
+from rlhf_plugin_judge.endpoint import Endpoint, Reply, Unavailable
+from rlhf_plugin_judge.questions import Messages, Questions
+from rlhf_plugin_judge.verdicts import WINS, Form, Scores, Unreadable, Winner
+
+T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
+PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds before the second attempt, doubled before each further one, and their limit."""
+FENCE = "answer"
+"""Mark around an answer where the question is not sent: in the key of the cache."""
+
+
+@dataclass(slots=True)
+class _Judgement:
+    """A verdict, and what it cost. Tokens are None where the server does not count them."""
+
+    verdict: dict[str, Any]
+    tokens: tuple[int, int] | None = (0, 0)
+    cached: bool = False
+
+
+class JudgeReward(Reward):
+    """A judgement is JSON of one form (:mod:`rlhf_plugin_judge.verdicts`). An answer of another form is shown to the
+    judge again with what is wrong. After ``attempts`` requests without a judgement the sample fails: it never gets a
+    reward of 0.
+    """
+
+    name = "judge"
+    source = "Zheng et al. 2023, arXiv:2306.05685"
+    Config = JudgeConfig
+    reads = "text"
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        if config is None:
+            raise ConfigError("reward 'judge' needs `url` and `model`: which server and which model judges")
+        super().__init__(config)
+        c: JudgeConfig = self.config
+        self._scores = Scores(c.criteria, c.scale)
+        self._form: Form = Winner() if c.mode == "pairwise" else self._scores
+        self._questions = Questions(c, self._form)
+        self._cache = Cache(c.cache)
+        self._endpoint = Endpoint(c.url, c.token_env, c.timeout, c.max_requests)
+        self._warned = False
+
+    @property
+    def per_sample(self) -> bool:
+        return bool(self.config.mode == "rubric")
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        if self.config.mode == "pairwise":
+            return await self._compare(group)
+        return await _all(self._rate(t) for t in group.trajectories)
+
+    async def _rate(self, trajectory: Trajectory) -> RewardResult:
+        found = await self._judge(trajectory, {"answer": trajectory.answer, "completion": trajectory.completion})
+        info = {f"score_{name}": score for name, score in found.verdict["scores"].items()} | self._costs([found], 1)
+        return RewardResult(self._scores.value(found.verdict), info=info)
+
+    async def _compare(self, group: Group) -> list[RewardResult]:
+        """The share of comparisons that each answer wins. An answer without a rival has none: not applicable."""
+        answers = group.trajectories
+        if len(answers) == 1:
+            return [RewardResult(None)]
+        pairs = list(itertools.permutations(range(len(answers)), 2))
+        found = await _all(
+            self._judge(answers[a], {"answer_a": answers[a].answer, "answer_b": answers[b].answer}) for a, b in pairs
+        )
+        won = [0.0] * len(answers)
+        for (a, b), one in zip(pairs, found, strict=True):
+            share = WINS[one.verdict["winner"]]
+            won[a] += share
+            won[b] += 1 - share
+        games, info = 2 * (len(answers) - 1), self._costs(found, len(answers))
+        return [RewardResult(wins / games, info=dict(info)) for wins in won]
+
+    async def _judge(self, trajectory: Trajectory, answers: Mapping[str, str]) -> _Judgement:
+        c, columns = self.config, trajectory.row.columns
+        prompt = trajectory.prompt_text
+        settings = {"model": c.model, "body": dict(c.body), "response_format": c.response_format}
+        key = key_of({**settings, "messages": self._questions.messages(FENCE, prompt, answers, columns)})
+        if (kept := self._cache.get(key)) is not None:
+            try:
+                return _Judgement(self._form.checked(kept), cached=True)
+            except Unreadable:
+                pass  # a file that somebody changed: ask
+        fence = f"{FENCE}-{secrets.token_hex(8)}"
+        found = await self._ask(self._questions.messages(fence, prompt, answers, columns))
+        self._cache.put(key, found.verdict)
+        return found
+
+    async def _ask(self, messages: Messages) -> _Judgement:
+        body = {**self.config.body, "model": self.config.model} | self._response_format()
+        failures: list[str] = []
+        used: tuple[int, int] | None = (0, 0)
+        again: Messages = []
+        for attempt in range(self.config.attempts):
+            try:
+                reply = await self._endpoint.ask({**body, "messages": [*messages, *again]})
+            except Unavailable as error:
+                failures.append(str(error))
+                if attempt + 1 < self.config.attempts:
+                    pause = min(LONGEST_PAUSE, PAUSE * 2**attempt)
+                    await asyncio.sleep(pause if error.after is None else error.after)
+                continue
+            used = _added(used, reply)
+            try:
+                return _Judgement(self._form.read(reply.text), used)
+            except Unreadable as error:
+                cut = " It was cut off at its largest number of tokens." if reply.finish == "length" else ""
+                failures.append(f"the judge answered {reply.text[:80]!r}, but {error}.{cut}")
+                again = [
+                    {"role": "assistant", "content": reply.text},
+                    {"role": "user", "content": f"This cannot be read: {error}. Reply with the JSON object alone."},
+                ]
+        why = "; ".join(dict.fromkeys(failures))
+        raise RewardError(f"no judgement in {self.config.attempts} attempts: {why}")
+
+    def _response_format(self) -> dict[str, Any]:
+        if self.config.response_format == "json_schema":
+            schema = {"name": "verdict", "strict": True, "schema": self._form.schema}
+            return {"response_format": {"type": "json_schema", "json_schema": schema}}
+        if self.config.response_format == "json_object":
+            return {"response_format": {"type": "json_object"}}
+        return {}
+
+    def _costs(self, found: list[_Judgement], samples: int) -> dict[str, float]:
+        """What the judgements of a call cost, for each of its samples."""
+        costs = {"cached": sum(one.cached for one in found) / len(found)}
+        counted = [one.tokens for one in found if one.tokens is not None]
+        if len(counted) < len(found):
+            if not self._warned:
+                _LOG.warning("reward 'judge': the server does not count tokens (usage), so costs are not reported.")
+                self._warned = True
+            return costs
+        prompt, completion = (sum(column) / samples for column in zip(*counted, strict=True))
+        costs |= {"prompt_tokens": prompt, "completion_tokens": completion}
+        if self.config.price is not None:
+            costs["cost"] = (prompt * self.config.price[0] + completion * self.config.price[1]) / 1e6
+        return costs
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at once. After the first failure the others are cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _added(used: tuple[int, int] | None, reply: Reply) -> tuple[int, int] | None:
+    if used is None or reply.prompt_tokens is None or reply.completion_tokens is None:
+        return None
+    return used[0] + reply.prompt_tokens, used[1] + reply.completion_tokens

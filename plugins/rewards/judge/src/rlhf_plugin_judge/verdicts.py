@@ -1,0 +1,106 @@
+"""What the judge must answer, and how it is read: JSON of one form, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.errors import shown
+
+from rlhf_plugin_judge.config import Criterion
+
+WINS = {"A": 1.0, "tie": 0.5, "B": 0.0}
+"""{winner: the share of answer A}."""
+
+
+class Unreadable(Exception):
+    """The judge's answer does not have the form. The message tells the judge what is wrong."""
+
+
+class Form(ABC):
+    """The form of a verdict."""
+
+    @property
+    @abstractmethod
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema."""
+
+    @abstractmethod
+    def check(self, verdict: dict[str, Any]) -> None:
+        """Raises Unreadable for a verdict with the keys of the schema that is wrong otherwise."""
+
+    def read(self, text: str) -> dict[str, Any]:
+        """The verdict in the judge's answer. Raises Unreadable."""
+        try:
+            verdict = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise Unreadable(f"it is not JSON alone: {error}") from None
+        return self.checked(verdict)
+
+    def checked(self, verdict: Any) -> dict[str, Any]:
+        """Raises Unreadable."""
+        _keys(verdict, "the answer", list(self.schema["properties"]))
+        if not isinstance(verdict["reason"], str):
+            raise Unreadable(f"reason is {shown(verdict['reason'])}; expected text")
+        self.check(verdict)
+        return dict(verdict)
+
+
+class Scores(Form):
+    """``{"reason": text, "scores": {criterion: whole number}}``."""
+
+    def __init__(self, criteria: Sequence[Criterion], scale: tuple[int, int]) -> None:
+        self._criteria, self._scale = criteria, scale
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        low, high = self._scale
+        score = {"type": "integer", "minimum": low, "maximum": high}
+        scores = _object({criterion.name: score for criterion in self._criteria})
+        return _object({"reason": {"type": "string"}, "scores": scores})
+
+    def check(self, verdict: dict[str, Any]) -> None:
+        low, high = self._scale
+        _keys(verdict["scores"], "scores", [criterion.name for criterion in self._criteria])
+        for name, value in verdict["scores"].items():
+            if type(value) is not int or not low <= value <= high:
+                raise Unreadable(f"scores.{name} is {shown(value)}; expected a whole number from {low} to {high}")
+
+    def value(self, verdict: dict[str, Any]) -> float:
+        """The weighted mean of the scores, from 0 to 1."""
+        low, high = self._scale
+        weighted = sum(c.weight * (verdict["scores"][c.name] - low) / (high - low) for c in self._criteria)
+        return weighted / sum(c.weight for c in self._criteria)
+
+
+class Winner(Form):
+    """``{"reason": text, "winner": "A" | "B" | "tie"}``."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return _object({"reason": {"type": "string"}, "winner": {"type": "string", "enum": list(WINS)}})
+
+    def check(self, verdict: dict[str, Any]) -> None:
+        winner = verdict["winner"]
+        if not isinstance(winner, str) or winner not in WINS:
+            raise Unreadable(f"winner is {shown(winner)}; expected one of {', '.join(WINS)}")
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _keys(value: Any, what: str, names: Sequence[str]) -> None:
+    if not isinstance(value, dict) or sorted(value) != sorted(names):
+        raise Unreadable(f"{what} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is a number that is not finite")
