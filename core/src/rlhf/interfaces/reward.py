@@ -70,7 +70,7 @@ class Reward(Component):
     reads: Literal["text", "tokens"] = "tokens"
     """What ``score`` reads of the turns. ``text``: their texts only (prompt, completion, answer). Such a reward scores
     answers where no tokenizer is known. ``Turn.ids`` is empty there, so it has no roles and does not use
-    ``RewardContext.tokens``. ``tokens``: ``Turn.ids`` too. May be a property that depends on the config."""
+    ``RewardContext.tokens``. ``tokens``: ``Turn.ids`` too. An instance may set it."""
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""

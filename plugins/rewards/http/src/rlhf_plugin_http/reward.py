@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import ssl
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import httpx
 from pydantic import Field, field_validator
@@ -67,6 +67,7 @@ class HttpReward(Reward):
 
     def __init__(self, config: HttpConfig) -> None:
         super().__init__(config)
+        self.reads = "tokens" if config.special_tokens else "text"
         self._servers = Servers(config.urls, config.rest)
         self._headers = {}
         if config.token_env is not None:
@@ -79,10 +80,6 @@ class HttpReward(Reward):
             self._headers["Authorization"] = f"Bearer {token}"
         self._tokens: Tokens | None = None
         self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
-
-    @property
-    def reads(self) -> Literal["text", "tokens"]:
-        return "tokens" if self.config.special_tokens else "text"
 
     async def setup(self, context: RewardContext) -> None:
         self._tokens = context.tokens

@@ -53,16 +53,13 @@ class JudgeReward(Reward):
             raise ConfigError("reward 'judge' needs `url` and `model`: which server and which model judges")
         super().__init__(config)
         c: JudgeConfig = self.config
+        self.per_sample = c.mode == "rubric"
         self._scores = Scores(c.criteria, c.scale)
         self._form: Form = Winner() if c.mode == "pairwise" else self._scores
         self._questions = Questions(c, self._form)
         self._cache = Cache(c.cache)
         self._endpoint = Endpoint(c.url, c.token_env, c.timeout, c.max_requests)
         self._warned = False
-
-    @property
-    def per_sample(self) -> bool:
-        return bool(self.config.mode == "rubric")
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self.config.mode == "pairwise":
