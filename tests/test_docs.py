@@ -343,7 +343,9 @@ def known(path: list[str]) -> bool:
     if head not in RunFile.model_fields:
         return False
     if head in LISTS:
-        return len(rest) < 2 or rest[-1] in LISTS[head].model_fields or ".".join(rest[1:]) in plugin_options(head)
+        options = plugin_options(head)  # rest[1] alone: an option that is a table, with keys of the user's own
+        of_plugin = ".".join(rest[1:]) in options or (len(rest) == 3 and rest[1] in options)
+        return len(rest) < 2 or rest[-1] in LISTS[head].model_fields or of_plugin
     if head == "algorithm" and rest[:1] == ["members"]:  # fields of the member itself, or options of its algorithm
         return ".".join(["members", "NAME", *rest[2:]]) in plugin_options(head) or known([head, *rest[2:]])
     if head in SINGLE:

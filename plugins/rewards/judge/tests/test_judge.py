@@ -46,8 +46,8 @@ def score(one: JudgeReward, *answers: str, **columns) -> list[RewardResult]:
 
 
 def test_scores_of_criteria_are_weighted_and_scaled(server) -> None:
-    right = {"name": "right", "text": "Is it right?", "weight": 3}
-    one = made(server, criteria=[right, {"name": "short", "text": "Is it short?"}], scale=[0, 4])
+    criteria = {"right": "Is it right?", "short": "Is it short?"}
+    one = made(server, criteria=criteria, weights={"right": 3}, scale=[0, 4])
     server.reply = lambda _: '{"reason": "so", "scores": {"short": 0, "right": 4}}'
     [result] = score(one, "because")
     assert result.value == 0.75
@@ -73,7 +73,7 @@ def test_a_pair_is_compared_in_both_orders_and_a_tie_is_half(server) -> None:
 def test_a_file_of_a_run_can_hold_all_options(server, tmp_path) -> None:
     (tmp_path / "run.toml").write_text(
         f'[algorithm]\nuse = "grpo"\n[[reward]]\nuse = "judge"\nurl = "{server.url}"\nmodel = "m"\nscale = [1, 5]\n'
-        'price = [1, 2.5]\n[[reward.criteria]]\nname = "right"\ntext = "Is it right?"\nweight = 2\n'
+        'price = [1, 2.5]\n[reward.criteria]\nright = "Is it right?"\n[reward.weights]\nright = 2\n'
     )
     options = load(str(tmp_path / "run.toml"), []).reward[0].options
     asked = group("aaa")
@@ -265,12 +265,12 @@ def test_a_failure_fails_one_sample_by_scores_and_all_by_pairs(server) -> None:
     ("options", "message"),
     [
         ({"url": "ftp://x"}, "must begin with http"),
-        ({"criteria": ()}, "criteria is empty"),
-        ({"criteria": [{"name": "a", "text": "?"}, {"name": "a", "text": "!"}]}, "two criteria have one name"),
-        ({"criteria": [{"name": "a b", "text": "?"}]}, "should match pattern"),
+        ({"criteria": {}}, "criteria is empty"),
+        ({"criteria": {"a b": "?"}}, "should match pattern"),
+        ({"weights": {"clear": 2.0}}, "weights names clear; the criteria are quality"),
         ({"scale": (3, 3)}, "expected the lowest score, then a higher one"),
         ({"mode": "pairwise", "scale": (1, 5)}, "remove scale"),
-        ({"mode": "pairwise", "criteria": [{"name": "a", "text": "?", "weight": 2.0}]}, "remove the weights"),
+        ({"mode": "pairwise", "weights": {"quality": 2.0}}, "remove weights"),
         ({"body": {"stream": True}}, "body sets stream, which the plugin sets itself"),
         ({"price": (-1.0, 1.0)}, "two numbers that are not negative"),
     ],

@@ -11,19 +11,13 @@ from rlhf.interfaces import ComponentConfig
 
 OURS = ("model", "messages", "n", "stream", "response_format")
 """Fields of a request that ``body`` cannot set."""
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+"""Key of a score in the judge's answer and in metrics."""
+Text = Annotated[str, Field(min_length=1)]
+CRITERIA = {"quality": "How good is the answer: correct, complete, and to the point?"}
+"""The default of ``criteria``."""
 SCALE = (1, 10)
 """The default of ``scale``."""
-
-
-class Criterion(ComponentConfig):
-    """What the judge scores."""
-
-    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    """Key of the score in the judge's answer and in metrics."""
-    text: Annotated[str, Field(min_length=1)]
-    """What is asked, as the judge reads it."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the score in the reward, relative to the other criteria."""
 
 
 class JudgeConfig(ComponentConfig):
@@ -34,10 +28,10 @@ class JudgeConfig(ComponentConfig):
     mode: Literal["rubric", "pairwise"] = "rubric"
     """``rubric``: each answer is scored by the criteria. ``pairwise``: each pair of a group's answers is compared, in
     both orders; the reward is the share of comparisons won, a tie being half."""
-    criteria: tuple[Criterion, ...] = (
-        Criterion(name="quality", text="How good is the answer: correct, complete, and to the point?"),
-    )
-    """What is scored (``rubric``), or what the comparison is about (``pairwise``, without weights)."""
+    criteria: Mapping[Name, Text] = Field(default_factory=lambda: dict(CRITERIA))
+    """{name: question to the judge}: what is scored (``rubric``), or what the comparison is about (``pairwise``)."""
+    weights: Mapping[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """{name of a criterion: weight of its score}, for ``rubric``; 1 where absent."""
     scale: tuple[int, int] = SCALE
     """Lowest and highest score of a criterion, whole numbers. The reward is the weighted mean, scaled to 0 .. 1."""
     reference: str | None = None
@@ -61,7 +55,7 @@ class JudgeConfig(ComponentConfig):
     price: tuple[float, float] | None = None
     """Price of a million prompt tokens and of a million completion tokens, in any currency. Reported as ``cost``."""
 
-    @field_validator("criteria", "scale", "price", mode="before")
+    @field_validator("scale", "price", mode="before")
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value  # TOML has no tuples
@@ -72,11 +66,10 @@ class JudgeConfig(ComponentConfig):
             raise ValueError(f"url {self.url!r} is not an address of the web: it must begin with http:// or https://")
         if not self.criteria:
             raise ValueError("criteria is empty: there is nothing to judge by")
-        names = [criterion.name for criterion in self.criteria]
-        if len(set(names)) != len(names):
-            raise ValueError("two criteria have one name")
-        if self.mode == "pairwise" and any(criterion.weight != 1.0 for criterion in self.criteria):
-            raise ValueError("mode = 'pairwise' asks which answer is better as a whole; remove the weights of criteria")
+        if unknown := sorted(self.weights.keys() - self.criteria.keys()):
+            raise ValueError(f"weights names {', '.join(unknown)}; the criteria are {', '.join(self.criteria)}")
+        if self.mode == "pairwise" and self.weights:
+            raise ValueError("mode = 'pairwise' asks which answer is better as a whole; remove weights")
         if self.mode == "pairwise" and self.scale != SCALE:
             raise ValueError("mode = 'pairwise' has no scores; remove scale")
         if self.scale[0] >= self.scale[1]:

@@ -36,7 +36,7 @@ The answer:
 {{ answer }}
 
 Score the answer from {{ low }} (worst) to {{ high }} (best) by each of these criteria:
-{% for criterion in criteria %}- {{ criterion.name }}: {{ criterion.text }}
+{% for name, text in criteria.items() %}- {{ name }}: {{ text }}
 {% endfor %}"""
 )
 PAIRWISE = (
@@ -49,7 +49,7 @@ Answer B:
 {{ answer_b }}
 
 Which answer is better? If neither is, it is a tie. Compare them by:
-{% for criterion in criteria %}- {{ criterion.text }}
+{% for text in criteria.values() %}- {{ text }}
 {% endfor %}"""
 )
 Messages = list[dict[str, str]]
@@ -88,7 +88,7 @@ class Questions:
             "prompt": prompt,
             "reference": None if c.reference is None else columns[c.reference],
             "row": dict(columns),
-            "criteria": c.criteria,
+            "criteria": dict(c.criteria),
             "low": c.scale[0],
             "high": c.scale[1],
             **{name: f"<{fence}>\n{text}\n</{fence}>" for name, text in answers.items()},

@@ -54,7 +54,7 @@ class JudgeReward(Reward):
         super().__init__(config)
         c: JudgeConfig = self.config
         self.per_sample = c.mode == "rubric"
-        self._scores = Scores(c.criteria, c.scale)
+        self._scores = Scores({name: c.weights.get(name, 1.0) for name in c.criteria}, c.scale)
         self._form: Form = Winner() if c.mode == "pairwise" else self._scores
         self._questions = Questions(c, self._form)
         self._cache = Cache(c.cache)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import shown
-
-from rlhf_plugin_judge.config import Criterion
 
 WINS = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """{winner: the share of answer A}."""
@@ -49,21 +47,26 @@ class Form(ABC):
 
 
 class Scores(Form):
-    """``{"reason": text, "scores": {criterion: whole number}}``."""
+    """``{"reason": text, "scores": {criterion: whole number}}``.
 
-    def __init__(self, criteria: Sequence[Criterion], scale: tuple[int, int]) -> None:
-        self._criteria, self._scale = criteria, scale
+    Args:
+        weights: {criterion: weight}.
+        scale: lowest and highest score.
+    """
+
+    def __init__(self, weights: Mapping[str, float], scale: tuple[int, int]) -> None:
+        self._weights, self._scale = weights, scale
 
     @property
     def schema(self) -> dict[str, Any]:
         low, high = self._scale
         score = {"type": "integer", "minimum": low, "maximum": high}
-        scores = _object({criterion.name: score for criterion in self._criteria})
+        scores = _object(dict.fromkeys(self._weights, score))
         return _object({"reason": {"type": "string"}, "scores": scores})
 
     def check(self, verdict: dict[str, Any]) -> None:
         low, high = self._scale
-        _keys(verdict["scores"], "scores", [criterion.name for criterion in self._criteria])
+        _keys(verdict["scores"], "scores", list(self._weights))
         for name, value in verdict["scores"].items():
             if type(value) is not int or not low <= value <= high:
                 raise Unreadable(f"scores.{name} is {shown(value)}; expected a whole number from {low} to {high}")
@@ -71,8 +74,8 @@ class Scores(Form):
     def value(self, verdict: dict[str, Any]) -> float:
         """The weighted mean of the scores, from 0 to 1."""
         low, high = self._scale
-        weighted = sum(c.weight * (verdict["scores"][c.name] - low) / (high - low) for c in self._criteria)
-        return weighted / sum(c.weight for c in self._criteria)
+        weighted = sum(weight * (verdict["scores"][name] - low) for name, weight in self._weights.items())
+        return weighted / (high - low) / sum(self._weights.values())
 
 
 class Winner(Form):
