@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,19 +41,26 @@ def model_with(tmp_path_factory):
 
     made = {}
 
-    def make(template):
-        if template not in made:
+    def make(template, call=CALL):
+        if (template, call) not in made:
             path = tmp_path_factory.mktemp("agent") / "model"
-            tiny_model(path, tied=False, chars=[*CHARS, *(p for p in PIECES if p != "<eos>")], chat_template=template)
+            pieces = {call if text == CALL else text: often for text, often in PIECES.items()}
+            tiny_model(
+                path,
+                tied=False,
+                max_position_embeddings=32768,
+                chars=[*CHARS, *(p for p in pieces if p != "<eos>")],
+                chat_template=template,
+            )
             tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
             with torch.no_grad():
                 model.get_input_embeddings().weight[:, 0] = 3.0
                 model.get_output_embeddings().weight[:, 0] = 0.0
-                for text, often in PIECES.items():
+                for text, often in pieces.items():
                     model.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids(text), 0] = often
             model.save_pretrained(path)
-            made[template] = path
-        return made[template]
+            made[template, call] = path
+        return made[template, call]
 
     return make
 
@@ -128,10 +137,10 @@ class Laboratory:
 def laboratories(model_with):
     made = {}
 
-    def make(template):
-        if template not in made:
-            made[template] = Laboratory(model_with(template))
-        return made[template]
+    def make(template, call=CALL):
+        if (template, call) not in made:
+            made[template, call] = Laboratory(model_with(template, call))
+        return made[template, call]
 
     yield make
     for laboratory in made.values():
@@ -146,6 +155,23 @@ def lab(laboratories):
 @pytest.fixture
 def thinking(laboratories):
     return laboratories(QWEN3)
+
+
+@pytest.fixture(scope="session")
+def python_with(tmp_path_factory):
+    """The Python of a virtual environment with packages. ``RLHF_TEST_ENVIRONMENTS`` names a folder in which such
+    environments are kept."""
+
+    def make(name, *requirements):
+        kept = os.environ.get("RLHF_TEST_ENVIRONMENTS")
+        folder = (Path(kept) if kept else tmp_path_factory.getbasetemp()) / name
+        python = folder / "bin" / "python"
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+            subprocess.run([python, "-m", "pip", "install", "-q", *requirements], check=True)
+        return str(python)
+
+    return make
 
 
 @pytest.fixture

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from rlhf_testing.chat_templates import HERMES, QWEN3
+
 HERE = Path(__file__).parent
 
 
@@ -28,3 +31,62 @@ def test_openai_responses(thinking, wire):
     assert all("Be brief." in text for text in thinking.text(trajectory))
     used = [len(t.ids) for t in trajectory.turns if t.sampled]
     assert [given for _, given in wire()] == used[:2]
+
+
+TOGETHER = (
+    "langchain-openai==1.7.3",
+    "pydantic-ai-slim[openai]==2.68.0",
+    "openai-agents==0.24.0",
+    "smolagents[openai]==1.26.0",
+)
+MINI = ("mini-swe-agent==2.4.6", "mcp")  # its litellm needs another openai, and mcp, which it does not ask for
+BASH = '<tool_call>\n{"name": "bash",  "arguments": {"command": "echo 3"}}\n</tool_call>'
+CODE = "Thought: I add.\n<code>\nx = 1 + 2\nprint(x)\n</code>"
+
+
+def client(laboratory, python, name, **options):
+    """The trajectory of an agent; its log-probs are compared with the trainer's."""
+    options = uses(f"client_programs.py:{name}", returns_reward=True, python=python, **options)
+    trajectory = laboratory.one(options, max_tokens=24000, deadline=60.0)
+    assert trajectory.status != "failed", trajectory.error
+    return trajectory, laboratory.text(trajectory)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", [HERMES, QWEN3])
+def test_langchain(laboratories, python_with, template):
+    """Streamed and not; arguments are written anew, reasoning is dropped."""
+    trajectory, texts = client(laboratories(template), python_with("clients", *TOGETHER), "langchain")
+    assert sum(t.sampled for t in trajectory.turns) == 4
+    assert template is QWEN3 or len(texts) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", [HERMES, QWEN3])
+def test_pydantic_ai(laboratories, python_with, template):
+    _, texts = client(laboratories(template), python_with("clients", *TOGETHER), "pydantic_ai")
+    assert len(texts) >= 3, "three conversations; one more where it takes <think> out of the content"
+    assert any("<tool_response>\n3\n</tool_response>" in text for text in texts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", [HERMES, QWEN3])
+def test_openai_agents(laboratories, python_with, template):
+    _, texts = client(laboratories(template), python_with("clients", *TOGETHER), "openai_agents")
+    assert sum("Subagent." in text for text in texts) == 1
+    assert any("<tool_response>\n3\n</tool_response>" in text for text in texts)
+
+
+@pytest.mark.full
+def test_smolagents(laboratories, python_with):
+    """It writes its own answers anew, so each step begins a sequence."""
+    trajectory, texts = client(laboratories(HERMES, CODE), python_with("clients", *TOGETHER), "smolagents")
+    assert len(texts) == sum(t.sampled for t in trajectory.turns) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("template", [HERMES, QWEN3])
+def test_mini_swe_agent(laboratories, python_with, template):
+    """It leaves an answer without a call out of its conversation; the next request then begins a sequence."""
+    trajectory, _ = client(laboratories(template, BASH), python_with("mini", *MINI), "mini_swe_agent")
+    assert trajectory.turns[-1].reward == sum(t.sampled for t in trajectory.turns) == 3

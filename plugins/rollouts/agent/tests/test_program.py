@@ -177,6 +177,11 @@ def test_what_is_missing_is_found_before_the_run(tmp_path, options, error):
         Agent(Agent.Config(**options)).check()
 
 
+def test_a_row_that_is_no_json(lab, program):
+    trajectory = lab.one(program(ASKS), {"value": b"bytes"})
+    assert "the row cannot be given to the program as JSON" in trajectory.error
+
+
 def test_no_descriptor_is_left_open(lab, program):
     options = program(ASKS)
     lab.one(options)

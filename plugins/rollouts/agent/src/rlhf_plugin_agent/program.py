@@ -29,13 +29,12 @@ _TAIL, _LONGEST_RESULT = 2000, 2**16
 
 
 class Program:
-    """A process in a session of its own, with everything that it starts there. ``async with`` kills them all.
+    """A process in a session of its own, with everything that it starts there. After :meth:`start`, ``async with``
+    kills them all.
 
     Args:
         task: what the program gets, as JSON values.
         secret: the key of the sample, which is left out of messages.
-
-    Raises RolloutError where the process cannot be started.
     """
 
     def __init__(self, config: AgentConfig, task: Mapping[str, Any], base_url: str, secret: str, seed: int) -> None:
@@ -48,12 +47,13 @@ class Program:
             "RLHF_SEED": str(seed),
         }
         self._process: asyncio.subprocess.Process | None = None
-        self._output, self._result = _Pipe(_TAIL), _Pipe(_LONGEST_RESULT)
 
-    async def __aenter__(self) -> Program:
-        command = self._command()
+    async def start(self) -> None:
+        """Raises RolloutError: the process cannot be started."""
+        command, task = self._command(), _as_json(self._task)
+        self._output, self._result = _Pipe(_TAIL), _Pipe(_LONGEST_RESULT)
         with tempfile.TemporaryFile() as standard_input:
-            standard_input.write(_as_json(self._task))
+            standard_input.write(task)
             standard_input.seek(0)
             try:
                 self._process = await asyncio.create_subprocess_exec(
@@ -73,6 +73,8 @@ class Program:
                 raise
         self._output.start()
         self._result.start()
+
+    async def __aenter__(self) -> Program:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -42,6 +42,7 @@ class Agent(Rollout):
         self.gives_rewards = config.returns_reward
         self.concurrency = config.concurrency
         self._endpoint = Endpoint(config)
+        self._starting = asyncio.Lock()  # processes start one by one: each start blocks the event loop for a moment
 
     def check(self) -> None:
         check_program(self.config)
@@ -50,7 +51,10 @@ class Agent(Rollout):
         session = Session(ctx)
         async with self._endpoint.serve(session) as (base_url, key):
             try:
-                async with Program(self.config, row.columns, base_url, key, seed) as program:
+                program = Program(self.config, row.columns, base_url, key, seed)
+                async with self._starting:
+                    await program.start()
+                async with program:
                     reward, failure = await self._ended(program, session)
                 turns = await session.close()
             except BaseException:

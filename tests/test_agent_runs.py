@@ -1,0 +1,71 @@
+"""Whole runs whose samples are drawn by an agent program, in waves and in a continuous stream."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf_testing.tiny import tiny_model
+
+from tests.continuous import simulated
+from tests.runs import Workshop, assert_same_run, merged
+
+PROGRAM = """
+import json
+import urllib.request
+
+
+def run(task, base_url, api_key):
+    messages, said = [{"role": "user", "content": task["prompt"]}], ""
+    for _ in range(2):
+        body = {"model": "policy", "messages": messages, "max_tokens": 6}
+        head = {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + "/chat/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(request) as answer:
+            message = json.load(answer)["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "Go on."}]
+        said += message["content"]
+    return sum(c in "0123456789" for c in said) / 12
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agent")
+    model = tiny_model(folder / "model", chat_template="default")
+    shop = Workshop(folder, model, folder / "data.jsonl")
+    shop.rows("data.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(4)])
+    shop.file("agent.py", PROGRAM)
+    return shop
+
+
+def with_agent(shop, **changes):
+    rollout = {"use": "agent", "program": f"file:{shop.folder / 'agent.py'}:run", "returns_reward": True}
+    return merged({"rollout": rollout, "reward": None, "data": {"max_tokens": 200}}, changes)
+
+
+def test_a_run_learns_from_what_an_agent_returned(shop):
+    config = with_agent(shop, run={"steps": 2}, data={"batch_size": 2})
+    run = shop.train("grpo", "waves", **config)
+    samples = list(run.samples())
+    assert len(samples) == 2 * 2 * 3
+    for sample in samples:
+        assert [t["sampled"] for t in sample["turns"]] == [False, True] * 2
+        assert sample["turns"][-1]["reward"] == sample["reward"]
+    assert_same_run(shop.train("grpo", "again", **config), run)  # samples depend on the seed, not on time
+
+
+def test_a_continuous_stream_of_agents(shop):
+    changes = with_agent(shop, run={"steps": 3}, data={"batch_size": 2, "max_tokens": 400}, checkpoint=None)
+    run = shop.run_config(merged(simulated(shop, "continuous", **changes), {"env": None}))
+    assert run.code == 0, run.said
+    assert len(run.lines()) == 3
+    assert len(list(run.samples())) == 3 * 2 * 2
+
+
+def test_an_agent_needs_a_chat_template_and_a_reward(shop):
+    plain = shop.run("grpo", "plain", **with_agent(shop, data={"template": "plain"}))
+    assert "the rollout encodes messages, which needs a chat template, but prompts are plain text" in plain.said
+    unscored = shop.run("grpo", "unscored", **with_agent(shop, rollout={"returns_reward": False}))
+    assert "an online run needs a reward" in unscored.said
+    missing = shop.run("grpo", "missing", **with_agent(shop, rollout={"program": "file:missing.py:run"}))
+    assert "rollout.program: cannot read" in missing.said
+    assert [r.code == 0 for r in (plain, unscored, missing)] == [False] * 3
