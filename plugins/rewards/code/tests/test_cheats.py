@@ -17,8 +17,8 @@ SEARCH = """
 import gc, sys
 def look(found, depth=0):
     want = "needle-" + str(73000 + 121)
-    frame = sys._getframe()
-    seen, todo = set(), [frame.f_back, sys.argv, sys.modules, gc.get_objects()]
+    frame = sys._getframe().f_back
+    seen, todo = set(), [frame.f_back, sys.argv, sys.modules, gc.get_objects(), sys.stdin.read()]
     while frame:
         todo += [frame.f_locals, frame.f_globals]
         frame = frame.f_back
@@ -26,14 +26,14 @@ def look(found, depth=0):
         one = todo.pop()
         if id(one) in seen: continue
         seen.add(id(one))
-        if type(one) is str and want in one: found.append(one)
+        if type(one) is str and want in one and one is not want: found.append(one)
         if type(one) is bytes and want.encode() in one: found.append(one)
         if isinstance(one, dict): todo += list(one.values())
         elif isinstance(one, (list, tuple, set)): todo += list(one)
 def add(a, b):
     found = []
     look(found)
-    return found[0] if found else None
+    return "needle-" + str(73000 + 121) if found else None
 """
 FRAMES = """
 import os, sys

@@ -103,6 +103,12 @@ def test_what_functions_may_return(code_reward) -> None:
     assert score(code_reward(), tests, program).info["verdicts"] == list(RETURNS.values())
 
 
+def test_what_a_program_says_is_always_text_that_can_be_written(code_reward) -> None:
+    program = "def f():\n    raise ValueError('\\ud800')"
+    result = score(code_reward(), [{"function": "f", "args": [], "expected": 1}], program)
+    assert result.info["failed"] == "test 0: ValueError: ?"
+
+
 def test_methods_of_a_class_solution_are_found(code_reward) -> None:
     program = "class Solution:\n    def f(self, a): return a[::-1]\nif __name__ == '__main__': raise ValueError"
     assert score(code_reward(), {"fn_name": "f", "inputs": [["ab"]], "outputs": [["ba"]]}, program).value == 1.0

@@ -62,7 +62,7 @@ def _answer(answer: str, test: CallTest, tolerance: float) -> Verdict:
     except (ValueError, RecursionError):
         return Verdict("error", f"an answer that is no JSON: {text[:60]!r}")
     if kind != "=":
-        return Verdict("error", str(value)[:200])
+        return Verdict("error", str(value)[:200].encode(errors="replace").decode())
     if any(same(value, expected, tolerance) for expected in test.expected):
         return Verdict("passed")
     return Verdict("wrong", f"{test.function}() returned {text[:60]}")
