@@ -1,0 +1,70 @@
+"""A run with a real model and the embedded generator: what is trained on is what was sampled, results included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rlhf_cli.main import main
+from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_testing.chat_templates import HERMES
+from rlhf_testing.tiny import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TOOL = 'def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n'
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><eos>'
+SHORT = HERMES.replace("{{ tool | tojson }}", "{{ tool.function.name }}")
+"""Without the descriptions, which are long for a tokenizer of characters."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model that has learned one conversation by heart, nearly."""
+    path = tiny_model(tmp_path_factory.mktemp("model"), hidden=64, chat_template=SHORT)
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    head = "<|im_start|>system\n<tools>\nadd\n</tools><eos>\n<|im_start|>user\n2+3?<eos>\n<|im_start|>assistant\n"
+    result = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><eos>\n<|im_start|>assistant\n"
+    ids = torch.tensor([tokenizer(head + CALL + result + "5<eos>")["input_ids"]])
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-3)
+    torch.manual_seed(0)
+    for _ in range(200):
+        loss = policy(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.02:
+            break
+    policy.save_pretrained(path)
+    return path
+
+
+def test_log_probs_of_calls_and_answers_are_the_models_own(model, tmp_path, capsys) -> None:
+    (tmp_path / "tool.py").write_text(TOOL)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+3?", "answer": "5"}) + "\n")
+    (tmp_path / "run.toml").write_text(f"""
+        run = {{ output = "{tmp_path}/run", steps = 2 }}
+        algorithm = {{ use = "rloo" }}
+        policy = {{ model = "{model}", dtype = "fp32" }}
+        data = {{ train = "{tmp_path}/rows.jsonl", batch_size = 1, max_tokens = 400 }}
+        sampling = {{ samples_per_prompt = 4, max_new_tokens = 100 }}
+        rollout = {{ use = "tools", functions = ["file:{tmp_path}/tool.py:add"], max_turns = 3 }}
+        [[reward]]
+        use = "math"
+    """)
+    assert main(["train", str(tmp_path / "run.toml")]) == 0, capsys.readouterr().err
+    samples = [sample for _, sample in recorded(tmp_path / "run" / "rollouts" / "step-000001.arrow")]
+    assert any(sample["turns"][2:] and sample["reward"] == 1 for sample in samples), "the tool was called and helped"
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    for sample in samples:
+        ids = torch.tensor([[i for turn in sample["turns"] for i in turn["ids"]]])
+        with torch.no_grad():
+            logprobs = policy(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        position = 0
+        for turn in sample["turns"]:
+            if turn["sampled"]:
+                own = logprobs[position - 1 : position - 1 + len(turn["ids"])]
+                assert (own - torch.tensor(turn["logprobs"])).abs().max() < 1e-5
+            position += len(turn["ids"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(abs(line["policy/kl_generator"]) < 1e-5 for line in lines)
