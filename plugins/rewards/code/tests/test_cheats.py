@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from groups import score
+from groups import fenced, group, score
+from rlhf.types import RewardResult
 
 NEEDLE = "needle-73121"
 TESTS = [
@@ -107,16 +110,17 @@ def test_a_part_of_the_tests(code_reward) -> None:
     assert score(code_reward(), TESTS[:2], program).value == 0.0
 
 
-@pytest.mark.parametrize("cheat", CALLS)
-def test_no_cheat_of_calls_is_accepted(code_reward, cheat: str) -> None:
-    result = score(code_reward(partial=True), TESTS, CALLS[cheat])
-    assert (result.value, result.info["passed"]) == (0.0, 0), result.info
+@pytest.mark.parametrize(("cheats", "tests"), [(CALLS, TESTS), (SCRIPTS, STDIN)], ids=["calls", "scripts"])
+def test_no_cheat_is_accepted(code_reward, cheats: dict[str, str], tests: list[dict[str, object]]) -> None:
+    reward = code_reward(partial=True)
 
+    async def all_of_them() -> list[RewardResult]:
+        groups = [group(tests, fenced(cheat)) for cheat in cheats.values()]
+        return [result for (result,) in await asyncio.gather(*map(reward.score, groups))]
 
-@pytest.mark.parametrize("cheat", SCRIPTS)
-def test_no_cheat_of_scripts_is_accepted(code_reward, cheat: str) -> None:
-    result = score(code_reward(partial=True), STDIN, SCRIPTS[cheat])
-    assert (result.value, result.info["passed"]) == (0.0, 0), result.info
+    results = dict(zip(cheats, asyncio.run(all_of_them()), strict=True))
+    assert {name: result for name, result in results.items() if result.value != 0 or result.info["passed"]} == {}
+    assert all(result.info["program"] for result in results.values())
 
 
 def test_the_search_would_find_what_is_inside(code_reward) -> None:

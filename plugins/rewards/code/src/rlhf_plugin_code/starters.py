@@ -47,6 +47,7 @@ class Bwrap:
         shown = [word for path in python.paths for word in ("--ro-bind", path, path)]
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
         variables = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+        # a session of its own, because a signal to the process group would reach bwrap and the launcher process outside
         self._command = [
             "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
             "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables, *shown,
