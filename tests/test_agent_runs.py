@@ -61,6 +61,30 @@ def test_a_continuous_stream_of_agents(shop):
     assert len(list(run.samples())) == 3 * 2 * 2
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("stream", [{"mode": "waves"}, {"mode": "continuous", "staleness": 1}])
+def test_agents_on_engines(shop, tmp_path, stream):
+    """The log-probs of vLLM and of the trainer agree at every token that an agent got."""
+    model = tiny_model(tmp_path / "model", chat_template="default", head_dim=32)
+    config = with_agent(
+        shop,
+        run={"steps": 2},
+        data={"batch_size": 2},
+        policy={"model": str(model)},
+        launcher={"use": "ray", "cpus": 2},
+        generator={"use": "vllm", "kv_cache_gib": 0.25},
+        placement={"generator": {"ranks": 1}},
+        algorithm={"loss": {"correction": {"preset": "tis"}}},
+        stream=stream,
+    )
+    run = shop.train("grpo", f"engines_{stream['mode']}", **config)
+    assert len(list(run.samples())) == 2 * 2 * 3
+    first = run.lines()[0]  # in a stream, later steps train on samples of older weights
+    assert first["policy/kl_generator"] < 1e-10
+
+
 def test_an_agent_needs_a_chat_template_and_a_reward(shop):
     plain = shop.run("grpo", "plain", **with_agent(shop, data={"template": "plain"}))
     assert "the rollout encodes messages, which needs a chat template, but prompts are plain text" in plain.said
