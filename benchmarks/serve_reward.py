@@ -4,7 +4,8 @@
 
 Each client sends one group of 8 answers. "own" is one call of the model with all tokens, in micro-batches of its token
 budget. "served" is from the first request to the last answer, JSON, tokens and HTTP included; the clients run on the
-same cores. The rounds alternate, and the figures are medians.
+same cores. The rounds alternate, and the figures are medians. Processor time is that of the server, without clients;
+other work on the machine changes it least.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 from model import CHARS, make_model
 from rlhf.plugins import Plugins
@@ -54,10 +56,11 @@ async def served(url: str, asked: list[dict[str, list[str]]]) -> list[float]:
     return [value for answer in answers for value in answer.raise_for_status().json()["rewards"]]
 
 
-def timed(function: Any) -> tuple[float, list[float]]:
-    begin = time.perf_counter()
+def timed(function: Any, process: psutil.Process) -> tuple[float, float, list[float]]:
+    """(seconds, processor seconds of the process, what the function returns)."""
+    begin, before = time.perf_counter(), sum(process.cpu_times()[:2])
     found = function()
-    return time.perf_counter() - begin, found
+    return time.perf_counter() - begin, sum(process.cpu_times()[:2]) - before, found
 
 
 def main() -> None:
@@ -88,20 +91,22 @@ def main() -> None:
         assert server.stdout is not None
         url = server.stdout.readline().split()[-1]
 
-        rounds: list[tuple[float, float]] = []
+        own, there = psutil.Process(), psutil.Process(server.pid)
+        rounds: list[tuple[float, float, float, float]] = []
         for number in range(args.rounds + 1):
-            own, values = timed(lambda: main_thread.run(score("reward_model", ids)))
-            over_http, others = timed(lambda: asyncio.run(served(url, asked)))
+            wall, cpu, values = timed(lambda: main_thread.run(score("reward_model", ids)), own)
+            served_wall, served_cpu, others = timed(lambda: asyncio.run(served(url, asked)), there)
             assert max(abs(a - b) for a, b in zip(values, others, strict=True)) < 1e-5
             if number:  # the first round warms up
-                rounds.append((own, over_http))
-        own, over_http = (statistics.median(column) for column in zip(*rounds, strict=True))
-        ratio = statistics.median(b / a for a, b in rounds)
+                rounds.append((wall, served_wall, cpu, served_cpu))
     samples, tokens = len(ids), sum(map(len, ids))
     print(f"{CLIENTS} clients, {samples} samples, {tokens} tokens, {args.threads} threads, {args.rounds} rounds")
-    print("| | seconds | samples/s |\n|---|---|---|")
-    print(f"| own | {own:.2f} | {samples / own:.0f} |\n| served | {over_http:.2f} | {samples / over_http:.0f} |")
-    print(f"served / own: {ratio:.3f}, rounds {', '.join(f'{b / a:.3f}' for a, b in rounds)}")
+    print("| | own | served | served / own | rounds |\n|---|---|---|---|---|")
+    for name, at in (("seconds", 0), ("processor seconds", 2)):
+        ratios = [one[at + 1] / one[at] for one in rounds]
+        medians = (statistics.median(one[at + n] for one in rounds) for n in (0, 1))
+        shown = " | ".join(f"{value:.2f}" for value in (*medians, statistics.median(ratios)))
+        print(f"| {name} | {shown} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} |")
 
 
 if __name__ == "__main__":
