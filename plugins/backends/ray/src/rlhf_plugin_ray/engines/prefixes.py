@@ -50,8 +50,8 @@ class Prefixes:
         """
         fewest = min(loads.values())
         most = fewest + max(1, fewest // 4)
-        known = (self._engines.get(mark) for mark in reversed(marks))
-        chosen = next((engine for engine in known if engine in loads and loads[engine] <= most), None)
+        known = (self._engines[mark] for mark in reversed(marks) if mark in self._engines)
+        chosen = next((engine for engine in known if loads.get(engine, most + 1) <= most), None)
         if chosen is None:
             chosen = min(loads, key=lambda engine: loads[engine])
         for mark in marks:
