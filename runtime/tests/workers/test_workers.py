@@ -47,7 +47,7 @@ class Act(Reward):
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             open(group.row["pid"], "w").write(str(child.pid))
             time.sleep(600)
-        info = {"pid": os.getpid(), "torch": "torch" in sys.modules}
+        info = {"pid": os.getpid(), "torch": "torch" in sys.modules, "order": list({str(n) for n in range(50)})}
         return [RewardResult(1.0, info=info) for t in group.trajectories]
 """
 
@@ -78,6 +78,13 @@ def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_f
     assert "hello from the plugin" in shown
     assert "raw bytes" in shown
     assert "[reward 'reward_0' (file)]" in shown
+
+
+def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group) -> None:
+    """The samples of a group run in different workers. An environment that draws from a set must give them one task."""
+    resolved = from_file("reward", REWARD)
+    orders = [asyncio.run(call(resolved, make_group("2", act="set")))[0][0]["info"]["order"] for _ in range(2)]
+    assert orders[0] == orders[1]
 
 
 def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:

@@ -74,6 +74,7 @@ class Worker:
         lifeline, self._lifeline = os.pipe()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
+        environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
         self._mark = environment[MARK] = secrets.token_hex(16)
         ends = (str(theirs.fileno()), str(lifeline))
         program = [sys.executable, "-P", "-m", "rlhf_runtime.workers.worker_process", *ends]

@@ -1,0 +1,86 @@
+"""The environment: one question, one answer, one score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from reasoning_gym.utils import extract_answer
+from rlhf.errors import EnvError, shown
+from rlhf.interfaces import ComponentConfig, Env
+from rlhf.types import EnvStep, Row
+
+from rlhf_plugin_reasoning_gym.task import MOST_SEED, Entry, check
+
+
+class ReasoningGymConfig(ComponentConfig):
+    """The task, and how an answer is read."""
+
+    task: str | None = None
+    """Name of a task, such as ``chain_sum``; ``composite`` mixes several. A row's column ``task`` comes first."""
+    task_config: Mapping[str, Any] = Field(default_factory=dict)
+    """The task's own options, such as ``{ min_terms = 2, max_terms = 3 }``. A row with a ``task`` has its own in the
+    column ``task_config``."""
+    answer: Literal["tag", "text"] = "tag"
+    """``tag``: the answer is the text in the last ``<answer>...</answer>``, and a turn without it gets 0. ``text``: the
+    answer is the whole turn without white space around it."""
+    scorer_error: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Score of an answer on which the task's scorer raises an error. Absent: the sample has failed. A few scorers raise
+    for every answer of another form."""
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> ReasoningGymConfig:
+        if self.task is not None:
+            check(self.task, self.task_config)
+        elif self.task_config:
+            raise ValueError("task_config is set without a task. Set task, or give the rows both as columns")
+        return self
+
+
+class ReasoningGym(Env):
+    """The opening is the question; the first turn of the policy is scored, from 0 to 1, and ends the episode.
+
+    The sample's seed chooses the question, so all samples of a group get one question, and evaluation gets others than
+    training. A row's column ``seed`` (a whole number from 0 to 2**31 - 1) chooses it in place of the sample's seed.
+    """
+
+    name = "reasoning_gym"
+    source = "https://github.com/open-thought/reasoning-gym"
+    Config = ReasoningGymConfig
+
+    def reset(self, row: Row, seed: int) -> str:
+        c = self.config
+        task, task_config = row.get("task"), row.get("task_config")
+        where = f"row {row.index} of source {row.source!r}"
+        if task is None and c.task is None:
+            raise EnvError(f"{where} has no column 'task', and [env] sets no task. Set one of them")
+        if task_config is not None and (task is None or not isinstance(task_config, Mapping)):
+            got = shown(task_config) if task is not None else "a task_config without a task"
+            raise EnvError(f"{where} has {got}; allowed in the column 'task_config': a table, beside the column 'task'")
+        if task is not None:
+            try:
+                check(task, task_config or {})
+            except (ValueError, TypeError) as error:
+                raise EnvError(f"{where}: {error}") from None
+        if (own := row.get("seed")) is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
+            raise EnvError(f"{where} has the seed {shown(own)}; allowed: a whole number from 0 to {MOST_SEED}")
+        chosen = seed % (MOST_SEED + 1) if own is None else own
+        self._entry = Entry(task or c.task, c.task_config if task is None else task_config or {}, chosen)
+        return self._entry.question
+
+    def step(self, action: str) -> EnvStep:
+        answer = extract_answer(action) if self.config.answer == "tag" else action.strip()
+        info = {"task": self._entry.task, "answered": answer is not None}
+        if answer is None:
+            return EnvStep(reward=0.0, done=True, info=info)
+        try:
+            score = self._entry.score(answer)
+        except Exception as error:
+            if self.config.scorer_error is None:
+                raise EnvError(
+                    f"the scorer of task {self._entry.task!r} raised {type(error).__name__}: {error} for the answer "
+                    f"{shown(answer)}. Set scorer_error in [env] if such answers have a score"
+                ) from error
+            score, info["scorer_error"] = self.config.scorer_error, f"{type(error).__name__}: {error}"
+        return EnvStep(reward=score, done=True, info=info)

@@ -1,0 +1,90 @@
+"""A task of reasoning-gym with its config: drawing an entry from a seed, and scoring an answer to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.composite import DatasetSpec
+from reasoning_gym.factory import DATASETS
+from rlhf.errors import EnvError, did_you_mean, shown
+
+COMPOSITE = "composite"
+SET_HERE = {"seed", "size"}
+"""Fields of a task's config that are set for every entry."""
+MOST_SEED = 2**31 - 1
+"""Largest seed of an entry. Some tasks use NumPy's seeds of 32 bits, and some add small numbers to theirs."""
+
+
+class Entry:
+    """One question. ``Entry(task, config, seed)`` is the same question wherever it is made.
+
+    Raises whatever the task raises for a config that it cannot use; see :func:`check`.
+    """
+
+    def __init__(self, task: str, config: Mapping[str, Any], seed: int) -> None:
+        options = dict(config)
+        if task == COMPOSITE:
+            options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in _parts(config)]
+        self._dataset = reasoning_gym.create_dataset(task, **options, seed=seed, size=1)
+        self._entry: dict[str, Any] = self._dataset[0]
+        self.question: str = self._entry["question"]
+        self.answer: str | None = self._entry["answer"]
+        """One right answer; None for a task that has only a scorer."""
+        self.task: str = self._entry["metadata"]["source_dataset"]
+        """The task of the question; for ``composite`` the part that it comes from."""
+
+    def score(self, answer: str) -> float:
+        """From 0 to 1, by the task's own scorer. Raises what the scorer raises, and EnvError for another value."""
+        value = float(self._dataset.score_answer(answer, self._entry))
+        if not -1e-6 <= value <= 1 + 1e-6:  # sums of shares are rounded
+            raise EnvError(f"task {self.task!r} scored an answer with {value}; allowed: 0 to 1")
+        return min(max(value, 0.0), 1.0)
+
+
+def check(task: str, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a task that does not exist, and for a config with which it makes no entry."""
+    try:
+        text = json.dumps(config, sort_keys=True)
+    except TypeError as error:
+        raise ValueError(f"the config of task {task!r} must hold numbers, text, lists and tables: {error}") from None
+    _check(task, text)
+
+
+@cache
+def _check(task: str, text: str) -> None:
+    config = json.loads(text)
+    if task not in DATASETS:
+        near = did_you_mean(task, DATASETS) or f" It has {len(DATASETS)}, among them chain_sum, countdown and sudoku."
+        raise ValueError(f"reasoning-gym has no task {task!r}.{near}")
+    allowed = {field.name for field in fields(DATASETS[task][1])} - SET_HERE
+    for name in config:
+        if name in SET_HERE:
+            raise ValueError(f"{name!r} is set for every entry; remove it. The column 'seed' of a row chooses the entry")
+        if name not in allowed:
+            raise ValueError(
+                f"task {task!r} has no option {name!r}.{did_you_mean(name, allowed)} It has {', '.join(sorted(allowed))}"
+            )
+    if task == COMPOSITE:
+        for part in _parts(config):
+            if not isinstance(part, dict) or "name" not in part or part.keys() - {"name", "weight", "config"}:
+                raise ValueError(
+                    f"'datasets' holds {shown(part)}; allowed: tables with name, weight and config, such as "
+                    '{ name = "chain_sum", weight = 2, config = { max_terms = 3 } }'
+                )
+            check(part["name"], part.get("config", {}))
+    try:
+        Entry(task, config, 0)
+    except Exception as error:
+        raise ValueError(f"task {task!r} makes no entry with {config}: {type(error).__name__}: {error}") from error
+
+
+def _parts(config: Mapping[str, Any]) -> list[Any]:
+    parts = config.get("datasets")
+    if not isinstance(parts, list | tuple) or not parts:
+        raise ValueError(f"task {COMPOSITE!r} needs 'datasets', a list of tables with name, weight and config")
+    return list(parts)
