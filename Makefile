@@ -29,9 +29,10 @@ endef
 
 METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)
 
-# The quick start leaves out Ray, vLLM, DeepSpeed and what tests need: not every machine can have them.
+# The quick start leaves out Ray, vLLM, DeepSpeed, other projects' environments and what tests need: not every machine can
+# have them.
 $(LIGHT): $(METADATA)
-	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)' | sed 's/\[dev\]//'))
+	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)|envs/(reasoning_gym|gymnasium|textarena)' | sed 's/\[dev\]//'))
 	@touch $(LIGHT)
 
 $(STAMP): $(METADATA)

@@ -12,7 +12,8 @@ from rlhf.types import EnvStep, Row, Sampling
 class Env(Component):
     """One instance is one episode. The runtime builds a new instance for every sample and always closes it. Methods are
     all ``async def`` (run on the event loop) or all plain ``def`` (run in a worker process, which is killed at the
-    deadline). With equal row, seed and actions an environment must give equal answers. Complete example::
+    deadline). With equal row, seed and actions an environment must give equal answers, also in another worker process:
+    all of them have one ``PYTHONHASHSEED``, so sets of texts have one order. Complete example::
 
         class Echo(Env):
             name = "echo"

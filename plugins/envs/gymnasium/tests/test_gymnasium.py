@@ -34,7 +34,10 @@ def test_an_episode_is_shown_as_the_environment_draws_it() -> None:
     assert opening == "Actions: left, down, right, up\n[red:S]FFF\nFHFH\nFFFH\nHFFG"
     assert steps[0].observation == "  (Right)\nS[red:F]FF\nFHFH\nFFFH\nHFFG"
     assert steps[1] == EnvStep(
-        "  (Down)\nSFFF\nF[red:H]FH\nFFFH\nHFFG", 0.0, True, info={"valid": True, "terminated": True, "truncated": False}
+        "  (Down)\nSFFF\nF[red:H]FH\nFFFH\nHFFG",
+        0.0,
+        True,
+        info={"valid": True, "terminated": True, "truncated": False},
     )
 
 
@@ -71,7 +74,7 @@ def test_one_seed_is_one_episode_and_a_row_may_choose_its_own() -> None:
 
 @pytest.mark.parametrize("action", ["", "east", "4", "right!", "right down", "-1", "\N{SUPERSCRIPT ONE}"])
 def test_an_invalid_action_is_told_or_ends_the_episode(action) -> None:
-    opening, (told, moved) = play(action, "right", **LAKE, invalid_reward=-0.5)
+    _, (told, moved) = play(action, "right", **LAKE, invalid_reward=-0.5)
     assert told == EnvStep(
         "That is not an action. Write one of them, and nothing else. Actions: left, down, right, up",
         -0.5,

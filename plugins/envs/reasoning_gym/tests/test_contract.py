@@ -1,7 +1,11 @@
-"""The conformance suite of environments."""
+"""The conformance suites of environments and rewards."""
 
-from rlhf_plugin_reasoning_gym import ReasoningGym
+from rlhf_plugin_reasoning_gym import ReasoningGym, ReasoningGymReward
+from rlhf_plugin_reasoning_gym.__main__ import rows
 from rlhf_testing.env import EnvContract
+from rlhf_testing.reward import RewardContract
+
+[ROW] = rows("spell_backward", {}, range(1))
 
 
 class TestReasoningGym(EnvContract):
@@ -12,3 +16,14 @@ class TestReasoningGym(EnvContract):
     )
     rows = ({"prompt": ""}, {"prompt": "", "seed": 3}, {"prompt": "", "task": "rush_hour"})
     actions = ("<answer>4</answer>", "4", "", "\N{SNOWMAN}", "<answer></answer> <answer>a\nb</answer>")
+
+
+class TestReasoningGymReward(RewardContract):
+    reward = ReasoningGymReward
+    configs = (ReasoningGymReward.Config(), ReasoningGymReward.Config(answer="text", scorer_error=0.0))
+    columns = ROW
+    cases = ((ROW, f"<answer>{ROW['prompt'].rpartition(': ')[2][::-1]}</answer>", 1.0),)
+
+    def test_cases(self) -> None:
+        self.configs = self.configs[:1]
+        super().test_cases()

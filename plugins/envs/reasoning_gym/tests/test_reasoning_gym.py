@@ -1,11 +1,6 @@
-"""Every task of the real package: drawn by seed in several processes, scored, and what is refused."""
+"""Every task of the real package: drawn by seed, scored, and what is refused."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 from pydantic import ValidationError
@@ -19,15 +14,8 @@ from rlhf_plugin_reasoning_gym.task import Entry
 TASKS = sorted(set(DATASETS) - {"composite"})
 NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 MIX = {"datasets": [{"name": "chain_sum", "weight": 3}, {"name": "gcd", "config": {"max_numbers": 2}}]}
-UNORDERED = ("isomorphic_strings", "list_functions", "ransom_note")
-"""Tasks that draw from sets of texts, whose order depends on Python's hash seed (so do others)."""
 ANY_TEXT = {"boxnet", "prime_factorization", "game_of_life_halting"}
 """The scorers of the first two raise for an answer of another form; the third reads any text but True as False."""
-DRAW = """
-import json, sys
-from rlhf_plugin_reasoning_gym.task import Entry
-print(json.dumps([Entry(task, {}, 5).question for task in sys.argv[1:]]))
-"""
 
 
 def row(**columns) -> Row:
@@ -54,16 +42,6 @@ def test_every_task_is_drawn_and_its_own_answer_scores_1_and_another_less() -> N
             assert entry.score(entry.answer) == 1.0, task
         if task not in ANY_TEXT:
             assert entry.score("no answer at all") < 1.0, task
-
-
-def test_a_seed_is_one_question_in_every_worker_process() -> None:
-    """Worker processes have one hash seed (``rlhf_runtime.workers.worker``)."""
-    command = [sys.executable, "-c", DRAW, *UNORDERED]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    drawn = [json.loads(process.communicate()[0].splitlines()[-1]) for process in both]
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0])) == len(UNORDERED)
 
 
 def test_the_seed_chooses_the_question_and_a_row_may_choose_its_own() -> None:

@@ -76,7 +76,8 @@ class GymnasiumEnv(Env):
             )
         c = self.config
         _, draws = inspect(c.id, json.dumps(c.kwargs, sort_keys=True), c.view)
-        self._env = gymnasium.make(c.id, **c.kwargs, **({"render_mode": "ansi"} if draws else {}))
+        kwargs = {**c.kwargs, "render_mode": "ansi"} if draws else c.kwargs
+        self._env = gymnasium.make(c.id, **kwargs)
         observation, _ = self._env.reset(seed=seed if own is None else own)
         first = int(self._space.start)
         numbers = [str(first + n) for n in range(int(self._space.n))]
@@ -106,8 +107,10 @@ class GymnasiumEnv(Env):
 
     @property
     def _space(self) -> spaces.Discrete:
-        assert self._env is not None and isinstance(self._env.action_space, spaces.Discrete)
-        return self._env.action_space
+        assert self._env is not None
+        space = self._env.action_space
+        assert isinstance(space, spaces.Discrete)
+        return space
 
     def _text(self, observation: Any) -> str:
         assert self._env is not None

@@ -25,7 +25,9 @@ def cannot_be_text(space: gymnasium.Space[Any]) -> str:
         return ""
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         size = int(np.prod(space.shape))
-        return "" if size <= LARGEST else f"an array of {size} values is too long as text, at most {LARGEST} are written"
+        return (
+            "" if size <= LARGEST else f"an array of {size} values is too long as text, at most {LARGEST} are written"
+        )
     return f"{type(space).__name__} spaces are not written as text"
 
 

@@ -1,12 +1,18 @@
-"""Environment: the tasks of reasoning-gym, each made and scored by a program."""
+"""Environment and reward: the tasks of reasoning-gym, each made and scored by a program."""
 
 from rlhf import hookimpl
 
 from rlhf_plugin_reasoning_gym.env import ReasoningGym
+from rlhf_plugin_reasoning_gym.reward import ReasoningGymReward
 
-__all__ = ["ReasoningGym"]
+__all__ = ["ReasoningGym", "ReasoningGymReward"]
 
 
 @hookimpl
 def rlhf_register_env() -> list[type]:
     return [ReasoningGym]
+
+
+@hookimpl
+def rlhf_register_reward() -> list[type]:
+    return [ReasoningGymReward]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
-from reasoning_gym.utils import extract_answer
 from rlhf.errors import EnvError, shown
-from rlhf.interfaces import ComponentConfig, Env
+from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
+from rlhf_plugin_reasoning_gym.answers import AnswerConfig, judge
 from rlhf_plugin_reasoning_gym.task import MOST_SEED, Entry, check
 
 
-class ReasoningGymConfig(ComponentConfig):
+class ReasoningGymConfig(AnswerConfig):
     """The task, and how an answer is read."""
 
     task: str | None = None
@@ -22,12 +22,6 @@ class ReasoningGymConfig(ComponentConfig):
     task_config: Mapping[str, Any] = Field(default_factory=dict)
     """The task's own options, such as ``{ min_terms = 2, max_terms = 3 }``. A row with a ``task`` has its own in the
     column ``task_config``."""
-    answer: Literal["tag", "text"] = "tag"
-    """``tag``: the answer is the text in the last ``<answer>...</answer>``, and a turn without it gets 0. ``text``: the
-    answer is the whole turn without white space around it."""
-    scorer_error: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Score of an answer on which the task's scorer raises an error. Absent: the sample has failed. A few scorers raise
-    for every answer of another form."""
 
     @model_validator(mode="after")
     def _can_be_made(self) -> ReasoningGymConfig:
@@ -70,17 +64,5 @@ class ReasoningGym(Env):
         return self._entry.question
 
     def step(self, action: str) -> EnvStep:
-        answer = extract_answer(action) if self.config.answer == "tag" else action.strip()
-        info = {"task": self._entry.task, "answered": answer is not None}
-        if answer is None:
-            return EnvStep(reward=0.0, done=True, info=info)
-        try:
-            score = self._entry.score(answer)
-        except Exception as error:
-            if self.config.scorer_error is None:
-                raise EnvError(
-                    f"the scorer of task {self._entry.task!r} raised {type(error).__name__}: {error} for the answer "
-                    f"{shown(answer)}. Set scorer_error in [env] if such answers have a score"
-                ) from error
-            score, info["scorer_error"] = self.config.scorer_error, f"{type(error).__name__}: {error}"
-        return EnvStep(reward=score, done=True, info=info)
+        score, info = judge(self._entry, action, self.config, EnvError)
+        return EnvStep(reward=score, done=True, info={"task": self._entry.task, **info})

@@ -64,11 +64,12 @@ def _check(task: str, text: str) -> None:
     allowed = {field.name for field in fields(DATASETS[task][1])} - SET_HERE
     for name in config:
         if name in SET_HERE:
-            raise ValueError(f"{name!r} is set for every entry; remove it. The column 'seed' of a row chooses the entry")
-        if name not in allowed:
             raise ValueError(
-                f"task {task!r} has no option {name!r}.{did_you_mean(name, allowed)} It has {', '.join(sorted(allowed))}"
+                f"{name!r} is set for every entry; remove it. The column 'seed' of a row chooses the entry"
             )
+        if name not in allowed:
+            near = did_you_mean(name, allowed)
+            raise ValueError(f"task {task!r} has no option {name!r}.{near} It has {', '.join(sorted(allowed))}")
     if task == COMPOSITE:
         for part in _parts(config):
             if not isinstance(part, dict) or "name" not in part or part.keys() - {"name", "weight", "config"}:

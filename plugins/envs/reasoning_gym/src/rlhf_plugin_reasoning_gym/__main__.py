@@ -1,0 +1,52 @@
+"""Writes questions of a task as rows: ``python -m rlhf_plugin_reasoning_gym chain_sum --rows 1000 > rows.jsonl``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rlhf_plugin_reasoning_gym.task import MOST_SEED, Entry, check
+
+HASH_SEED = "PYTHONHASHSEED"
+
+
+def rows(task: str, config: dict[str, Any], seeds: range) -> Iterator[dict[str, Any]]:
+    """One row per seed. The order of sets must be that of worker processes; see :func:`with_hash_seed`."""
+    for seed in seeds:
+        yield {"prompt": Entry(task, config, seed).question, "task": task, "task_config": config, "seed": seed}
+
+
+def with_hash_seed() -> None:
+    """Start this program again with the hash seed of worker processes. Some tasks draw from sets of texts."""
+    if os.environ.get(HASH_SEED) is None:
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, HASH_SEED: "0"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rlhf_plugin_reasoning_gym", description=__doc__)
+    parser.add_argument("task", help="name of the task; composite mixes several")
+    parser.add_argument("--rows", type=int, default=1000, help="number of questions (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="seed of the first question; each next one is 1 more")
+    parser.add_argument("--config", default="{}", help="the task's own options as JSON")
+    given = parser.parse_args()
+    seeds = range(given.first_seed, given.first_seed + given.rows)
+    try:
+        config = json.loads(given.config)
+        if not isinstance(config, dict):
+            raise ValueError("--config: a JSON object is expected")
+        if not 0 <= seeds.start <= seeds.stop - 1 <= MOST_SEED:
+            raise ValueError(f"--rows and --first-seed: at least 1 row, and seeds from 0 to {MOST_SEED}")
+        check(given.task, config)
+    except ValueError as error:
+        parser.error(str(error))
+    for row in rows(given.task, config, seeds):
+        sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    with_hash_seed()
+    main()
