@@ -351,7 +351,8 @@ def known(path: list[str]) -> bool:
     if head in SINGLE:
         named = ".".join([*rest[:1], "NAME", *rest[2:]])  # an option in a table of a plugin's, with a name in between
         options = plugin_options(head)
-        return not rest or rest[-1] in SINGLE[head].model_fields or bool({".".join(rest), named} & options)
+        free = rest[:1] != [] and rest[0] in FREE_TABLES.get(head, ())
+        return not rest or free or rest[-1] in SINGLE[head].model_fields or bool({".".join(rest), named} & options)
     return own(RunFile.model_fields[head].annotation, rest)
 
 
@@ -369,6 +370,8 @@ def own(annotation: object, rest: list[str]) -> bool:
     return own(model.model_fields[rest[0]].annotation, rest[1:])
 
 
+FREE_TABLES = {"env": {"kwargs", "task_config"}}
+"""Options that are tables with the names of other projects."""
 EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
 """Options of the plugin that docs/tutorial/first-algorithm.md makes."""
 

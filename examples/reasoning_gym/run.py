@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path("examples/reasoning_gym")
@@ -26,16 +24,12 @@ def run(*command: str) -> None:
         sys.exit(f"`{' '.join(command)}` failed; the message above says why")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="steps of both trainings; fewer show less (default: the run files')")
-    steps = parser.parse_args(words).steps
-    shorter = () if steps is None else ("--steps", str(steps))
+def main() -> None:
     start = time.perf_counter()
     shutil.rmtree(RUNS, ignore_errors=True)
     run("python", str(HERE / "make_task.py"), str(RUNS / "task"))
-    run("rlhf", "train", str(HERE / "sft.toml"), *shorter)
-    run("rlhf", "train", str(HERE / "rloo.toml"), *shorter)
+    run("rlhf", "train", str(HERE / "sft.toml"))
+    run("rlhf", "train", str(HERE / "rloo.toml"))
     lines = [json.loads(line) for line in (RUNS / "rloo" / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = [line for line in lines if "eval/pass@1" in line]
     print(

@@ -66,6 +66,7 @@ class GymnasiumEnv(Env):
     name = "gymnasium"
     source = "https://gymnasium.farama.org"
     Config = GymnasiumConfig
+    conformance = {"configs": (GymnasiumConfig.model_construct(id="FrozenLake-v1"),)}  # made without the check
     _env: gymnasium.Env[Any, Any] | None = None
 
     def reset(self, row: Row, seed: int) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium import spaces
 
 LARGEST = 64
@@ -24,7 +24,7 @@ def cannot_be_text(space: gymnasium.Space[Any]) -> str:
     if isinstance(space, spaces.Discrete | spaces.Text):
         return ""
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
-        size = int(np.prod(space.shape))
+        size = math.prod(space.shape)
         return (
             "" if size <= LARGEST else f"an array of {size} values is too long as text, at most {LARGEST} are written"
         )
@@ -39,7 +39,7 @@ def as_text(space: gymnasium.Space[Any], value: Any) -> str:
         return "(" + ", ".join(as_text(part, one) for part, one in zip(space, value, strict=True)) + ")"
     if isinstance(space, spaces.Text):
         return str(value)
-    return _numbers(np.asarray(value).tolist())
+    return _numbers(value.tolist() if hasattr(value, "tolist") else value)
 
 
 def plain(rendered: str) -> str:

@@ -42,6 +42,7 @@ class ReasoningGym(Env):
     name = "reasoning_gym"
     source = "https://github.com/open-thought/reasoning-gym"
     Config = ReasoningGymConfig
+    conformance = {"configs": (ReasoningGymConfig(answer="text"),), "rows": ({"prompt": "", "task": "chain_sum"},)}
 
     def reset(self, row: Row, seed: int) -> str:
         c = self.config

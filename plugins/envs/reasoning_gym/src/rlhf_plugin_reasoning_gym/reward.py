@@ -24,6 +24,15 @@ class ReasoningGymReward(Reward):
     name = "reasoning_gym"
     source = "https://github.com/open-thought/reasoning-gym"
     Config = AnswerConfig
+    conformance = {
+        "columns": {
+            "prompt": "Find the Greatest Common Divisor (GCD) of these numbers: 777, 912. "
+            "Give only the GCD as your final answer.",
+            "task": "gcd",
+            "task_config": {"max_numbers": 2},
+            "seed": 0,
+        }
+    }
     per_sample = True
 
     def score(self, group: Group) -> list[RewardResult]:

@@ -62,6 +62,7 @@ class TextArena(Env):
     name = "textarena"
     source = "https://github.com/LeonGuertler/TextArena"
     Config = TextArenaConfig
+    conformance = {"configs": (TextArenaConfig.model_construct(id="GuessTheNumber-v0"),)}  # made without the check
 
     def reset(self, row: Row, seed: int) -> str:
         c, own = self.config, row.get("seed")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import textarena
 from textarena.core import GAME_ID, ObservationType
 
@@ -19,6 +18,8 @@ class Game:
     """
 
     def __init__(self, id: str, kwargs: Mapping[str, Any], players: int, seed: int) -> None:
+        import numpy as np
+
         self._random: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed).get_state())
         with self._own_random():
             self._game = textarena.make(id, **kwargs)
@@ -66,6 +67,8 @@ class Game:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
+        import numpy as np
+
         before = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
