@@ -22,9 +22,9 @@ def test_kinds_of_hooks_and_of_interfaces_are_the_same():
         ("reward", "file:C:\\x.py:f", {"scheme": "file", "path": "C:\\x.py", "attribute": "f"}),
         ("reward", "model:org/m", {"scheme": "plugin", "name": "model", "options": {"model": "org/m"}}),
         (
-            "env",
+            "reward",
             "https://h:80/p",
-            {"scheme": "plugin", "name": "http", "options": {"url": "https://h:80/p"}},
+            {"scheme": "plugin", "name": "http", "options": {"urls": ["https://h:80/p"]}},
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_every_form_of_reference_is_parsed(kind, text, expected):
         ("reward", "file:score", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 'score'"),
         ("reward", "file:s.py:1x", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 's.py:1x'"),
         ("loss", "model:x", "loss 'model:x': 'model:' selects only kind reward; write 'NAME'"),
-        ("loss", "http://x", "loss 'http://x': 'http:' selects only kind reward and env"),
+        ("loss", "http://x", "loss 'http://x': 'http:' selects only kind reward; write 'NAME'"),
         ("reward", "model:", "reward 'model:': nothing after 'model:'"),
         ("reward", "http://", "reward 'http://': nothing after 'http:'"),
         ("reward", "modle:x", r"unknown scheme 'modle'; allowed are plugin:, file:, model:, .*Did you mean 'model'\?"),

@@ -7,7 +7,7 @@
 ``file:reward.py``             the one component that the file defines, without packaging
 ``file:reward.py:Score``       the class (or, for rewards, function) of that name in the file
 ``model:PATH``                 rewards only: the plugin ``model`` with the option ``model = "PATH"``
-``http://...``                 rewards and environments: the plugin ``http`` with the option ``url``
+``http://...``                 rewards only: the plugin ``http`` with the option ``urls = ["http://..."]``
 =============================  ====================================================================
 """
 
@@ -24,7 +24,7 @@ from rlhf.plugins.entry import KINDS
 NAME = re.compile(r"[a-z0-9_]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
 _EXAMPLES = "'NAME', 'plugin:NAME', 'DISTRIBUTION/NAME' or 'file:PATH.py[:ATTRIBUTE]'"
-_SCHEME_KINDS = {"model": ("reward",), "http": ("reward", "env"), "https": ("reward", "env")}
+_SCHEME_KINDS = {"model": ("reward",), "http": ("reward",), "https": ("reward",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def parse_reference(kind: str, text: str) -> Reference:
             )
         if scheme == "model":
             return Reference(kind, text, "plugin", "model", options={"model": rest})
-        return Reference(kind, text, "plugin", "http", options={"url": text})
+        return Reference(kind, text, "plugin", "http", options={"urls": [text]})
     allowed = ("plugin", "file", *(s for s, kinds in _SCHEME_KINDS.items() if kind in kinds))
     raise ConfigError(
         f"{kind} {text!r}: unknown scheme {scheme!r}; allowed are {', '.join(f'{s}:' for s in allowed)}."
