@@ -482,7 +482,9 @@ def whole(tiny: Workshop) -> Finished:
     return tiny.train("rloo", "whole", run={"steps": 4}, checkpoint={"every": 2})
 
 
-@pytest.mark.parametrize("kilobytes", [1, 5, 12])
+@pytest.mark.parametrize(
+    "kilobytes", [pytest.param(1, marks=pytest.mark.full), 5, pytest.param(12, marks=pytest.mark.full)]
+)
 def test_a_full_disk(forks: Forks, shop: Workshop, whole: Finished, kilobytes: int) -> None:
     """No file can grow beyond a size that a checkpoint, the samples of a step or the metrics exceed."""
     run = shop.config("rloo", "run", run={"steps": 2}, checkpoint={"every": 2})

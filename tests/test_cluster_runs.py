@@ -188,6 +188,7 @@ def test_a_continuous_run_survives_killed_workers(forks, place):
     check_ledger(resumed, config)
 
 
+@pytest.mark.full
 def test_vllm_and_deepspeed_work_without_ray(forks, place):
     embedded = {"launcher": None, "placement": None, "trainer": {"use": "deepspeed", "stage": 2, "lr": 1e-3}}
     config = place.config("grpo", "embedded", **{**CLUSTER, **embedded, "run": {"steps": 2}})

@@ -131,8 +131,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("stream", [{"staleness": 2}, {"round": 2}], ids=["staleness", "round"])
-@pytest.mark.parametrize("name", CASES)
+STREAMS = {"staleness": {"staleness": 2}, "round": {"round": 2}}
+ALWAYS = [("pass_rate", "round"), ("adaptive_mixing", "staleness")]
+"""The others are for ``make test-all``."""
+KILLED = [
+    pytest.param(
+        name, STREAMS[stream], marks=() if (name, stream) in ALWAYS else pytest.mark.full, id=f"{name}-{stream}"
+    )
+    for name in CASES
+    for stream in STREAMS
+]
+
+
+@pytest.mark.parametrize(("name", "stream"), KILLED)
 def test_a_killed_run_chooses_the_same_rows(runs: Runs, name: str, stream: dict[str, int]) -> None:
     """Killed where batches are ready that the curriculum has not been told of; groups are filtered and refilled."""
     section, make = CASES[name]

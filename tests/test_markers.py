@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.members import ROOT
 
 STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimports\.vllm\(120", r'\b(BIN / "ray"|RAY), ')
@@ -25,6 +27,7 @@ def test_files_that_start_a_cluster_have_the_marker():
     assert [str(path) for path in asking if "pytest.mark.cluster" not in path.read_text()] == []
 
 
+@pytest.mark.full
 def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
     by_its_folder = "plugins/backends/ray/tests/test_placement.py"
     paths = [by_its_folder, "tests/test_divided_layers.py", "tests/test_precompute.py"]

@@ -109,6 +109,7 @@ def test_a_run_within_a_running_event_loop(shop: Workshop):
     assert finished(asyncio.run(cell())).weights == finished(outside).weights
 
 
+@pytest.mark.full
 def test_the_notebook_runs_and_shows_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A real notebook kernel, whose event loop runs while a cell trains."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # other tests in this process may have set it

@@ -58,7 +58,7 @@ from rlhf.paths import path_argument
 
 
 class CountRows(Command):
-    """Count the rows of a file: `rlhf count_rows FILE`."""
+    """Count the rows of a file: `rlhf count-rows FILE`."""
 
     name = "count_rows"
 
@@ -141,12 +141,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_third_party_command_is_listed_and_runs(site, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n{}\n")
-    assert re.search(r"^  count_rows +Count the rows of a file$", rlhf(site, "--help", cwd=tmp_path).stdout, re.M)
-    done = rlhf(site, "count_rows", "rows.jsonl", cwd=tmp_path)
+    assert re.search(r"^  count-rows +Count the rows of a file$", rlhf(site, "--help", cwd=tmp_path).stdout, re.M)
+    done = rlhf(site, "count-rows", "rows.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
     done = rlhf(site, "count_rows", "row.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "rlhf: there is no row.jsonl\n")
-    assert "Count the rows of a file: `rlhf count_rows FILE`." in rlhf(site, "count_rows", "-h", cwd=tmp_path).stdout
+    assert "Count the rows of a file: `rlhf count-rows FILE`." in rlhf(site, "count_rows", "-h", cwd=tmp_path).stdout
 
 
 def test_a_broken_third_party_command_does_not_affect_the_others(site, tmp_path):

@@ -54,7 +54,7 @@ def complete(script, tmp_path):
 def test_commands_and_actions(complete):
     assert set(complete("")) >= set(command_names(Plugins.discover()))
     assert complete("tr") == ["train"]
-    assert complete("plugins", "") == ["list", "show", "new", "check"]
+    assert complete("plugins", "") == ["list", "show", "new", "check", "isolate"]
     assert complete("data", "pre") == ["preview"]
 
 

@@ -15,7 +15,7 @@ INSTALLATION = [
     *("python", "versions", "requirements", "vision packages", "torch", "nccl", "transformers", "plugins"),
     *("cores", "memory", "shared memory", "open files", "loopback", "disk", "environment"),
 ]
-OF_PLUGINS = ["deepspeed", "ray", "ray start", "ray cluster", "vllm"]
+OF_PLUGINS = ["code", "deepspeed", "ray", "ray start", "ray cluster", "vllm"]
 STUB = "raise ImportError('left out of this test')"
 
 
@@ -97,7 +97,7 @@ def test_json_names_every_check_once_and_an_address_alone_is_asked(light):
     assert code == 1
     checks = json.loads(out)["checks"]
     # no "ray start": Ray itself cannot be imported here
-    of_plugins = ["deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
+    of_plugins = ["code", "deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
     assert [check["name"] for check in checks] == [*INSTALLATION, *of_plugins]
     by_name = {check["name"]: check for check in checks}
     assert by_name["ray cluster"]["found"] == f"127.0.0.1:{port}: Connection refused"

@@ -36,6 +36,7 @@ def test_the_chat_template_uses_one_token_per_marker(tmp_path):
     assert plain.chat_template is None
 
 
+@pytest.mark.full
 def test_making_a_model_prints_nothing(tmp_path):
     """Where DeepSpeed is installed, transformers imports it to save, and it warns of every CPU."""
     code = f"from rlhf_testing.tiny import tiny_model; tiny_model({str(tmp_path)!r}, hidden=16, heads=2, kv_heads=1)"

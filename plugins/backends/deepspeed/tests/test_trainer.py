@@ -300,6 +300,7 @@ for stage in (2, 3):
 """
 
 
+@pytest.mark.full
 def test_deepspeed_prints_nothing(folder):
     code = QUIET.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -317,6 +318,7 @@ assert "deepspeed" in sys.modules, "transformers imports it where it saves"
 """
 
 
+@pytest.mark.full
 def test_an_export_by_transformers_prints_nothing(folder, tmp_path):
     code = EXPORT.format(path=str(folder / "model"), out=str(tmp_path))
     env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}

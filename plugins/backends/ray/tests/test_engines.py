@@ -26,6 +26,7 @@ def run(launch, tmp_path):
     return make
 
 
+@pytest.mark.full
 def test_samples_are_yielded_as_they_finish(run):
     r = run(seconds=0.3)
     start, times = time.monotonic(), []
@@ -53,6 +54,7 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, c
     assert r.answers(asked) == expected(r.weights, asked)
 
 
+@pytest.mark.full
 def test_an_engine_killed_before_the_first_links_connect(run):
     """The engine dies when it is asked for the number of its receivers."""
     r = run(transport="shared", max_restarts=1)
@@ -68,6 +70,7 @@ def test_an_engine_killed_before_the_first_links_connect(run):
     assert r.answers(asked) == expected(r.weights, asked)
 
 
+@pytest.mark.full
 def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
     r = run(transport="broadcast")
     os.kill(r.policy.members[0].facts["pid"], signal.SIGKILL)
@@ -77,6 +80,7 @@ def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
         r.policy.call("nothing", [()])
 
 
+@pytest.mark.full
 def test_an_engine_whose_replacement_dies_is_replaced_again(run):
     r = run(max_restarts=2)
     r.sync(1)

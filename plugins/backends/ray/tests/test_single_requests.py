@@ -154,6 +154,7 @@ def test_the_requests_of_a_killed_engine_go_to_the_others(asking):
     assert len(a.run.notes("started")) == 3, "the sync replaced it"
 
 
+@pytest.mark.full
 def test_requests_wait_until_the_only_engine_is_replaced(asking):
     a = asking(engines=1, seconds=0.5)
     asked = requests(1)
@@ -179,6 +180,7 @@ def test_generate_works_beside_single_requests_and_replaces_engines(asking):
     assert {n for n, _ in running} == {0, 1}
 
 
+@pytest.mark.full
 def test_an_engines_error_ends_every_request(asking):
     a = asking()
     futures = a.ask([ENDLESS, GenerationRequest((1,), -1, Sampling(8))])

@@ -180,6 +180,7 @@ def test_an_error_in_a_stream_names_its_rank(pair, rank):
             pair.call("nothing", [()] * 2)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_while_it_streams_is_an_error(pair):
     stream = pair.stream("arrays", 50, 1000, 0.2)
     next(stream)

@@ -262,6 +262,7 @@ def test_a_failed_start_has_a_reason_and_harms_no_other_engine(engines, generato
     assert len(list(generator.generate([request()]))) == 1
 
 
+@pytest.mark.full
 def test_experts_are_refused_on_a_cpu(engines, generator):
     path = model_path("qwen3_moe", head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     with pytest.raises(CapabilityError, match="mixture of experts: on a CPU vLLM keeps using the experts' old weights"):

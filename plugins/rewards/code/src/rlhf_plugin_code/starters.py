@@ -50,9 +50,9 @@ class Bwrap:
         # a session of its own, because a signal to the process group would reach bwrap and the launcher process outside
         self._command = [
             "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
-            "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables, *shown,
-            "--tmpfs", "/dev", *devices, "--remount-ro", "/dev",
-            "--size", str(limits.disk), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+            "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables,
+            "--size", str(limits.disk), "--tmpfs", "/tmp", *shown,  # the interpreter may be in /tmp
+            "--tmpfs", "/dev", *devices, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp",
         ]  # fmt: skip
         self._python = list(python.command)
 
