@@ -154,6 +154,7 @@ def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
     assert (checkpoint / "reference/model.safetensors").exists()
 
 
+@pytest.mark.full
 def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: Runs) -> None:
     """TR-DPO, stated from the weights in the checkpoints: after every second step 0.6 policy + 0.4 old reference."""
     soft = {"algorithm": {"snapshot_every": 2, "snapshot_share": 0.6}, "checkpoint": {"every": 1, "keep": 9}}

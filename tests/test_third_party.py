@@ -162,6 +162,7 @@ def test_a_broken_third_party_command_does_not_affect_the_others(site, tmp_path)
     assert re.search(r"^command +count_rows +somebodys-plugins +1\.2\.3 +ok$", listed.stdout, re.M)
 
 
+@pytest.mark.full
 def test_a_third_party_check_is_in_the_report_of_the_doctor(site, tmp_path):
     for name in ("torch", "transformers", "vllm", "deepspeed", "ray"):  # so that their checks end at once
         (tmp_path / f"{name}.py").write_text("raise ImportError('left out of this test')")

@@ -204,6 +204,7 @@ def test_a_card_may_define_the_form_of_csv(hub, client):
     assert prints.isdisjoint({read[list(FORMS).index("other names")]["fingerprint"]}), "equal files, other rows"
 
 
+@pytest.mark.full
 def test_other_forms_of_csv_are_refused(hub, client):
     odd = [{"sep": "\\s+"}, {"header": None}, {"header": 1}, {"sep": ";", "decimal": ","}, {"column_names": ["a", 2]}]
     for number, options in enumerate(odd):

@@ -223,6 +223,7 @@ def test_checkpoints_of_another_run_are_refused(folder, saved):
         trainer(spec(folder, head="scalar")).load(saved)
 
 
+@pytest.mark.full
 def test_checkpoints_before_the_first_step_and_of_muon_can_be_resumed(folder, tmp_path):
     for optimizer in ("adamw", "muon"):
         for steps in (0, 2):
@@ -431,6 +432,7 @@ assert mlflow.__version__
 """
 
 
+@pytest.mark.full
 def test_deepspeed_does_not_import_mlflow(tmp_path):
     """DeepSpeed's autotuner would import mlflow. A later import of mlflow must work."""
     pytest.importorskip("mlflow")

@@ -100,6 +100,7 @@ def test_an_engine_that_raises_worker_error_is_replaced(run):
     assert len(r.notes("started")) == 4
 
 
+@pytest.mark.full
 def test_more_deaths_than_max_restarts_end_the_run(run):
     r = run(max_restarts=0)
     r.sync(1)
