@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
+from rlhf_runtime.config.command_line import SHORT_FLAGS
 from rlhf_runtime.config.flag_values import FlagText
-from rlhf_runtime.config.load import line_numbers, load, short_flags, to_toml
+from rlhf_runtime.config.load import line_numbers, load, to_toml
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EvalSection
 
@@ -231,7 +232,7 @@ def test_backend_triple(write):
 
 def test_short_flags_lead_to_places_that_exist():
     values = {"seed": "3", "steps": "4", "resume": "true", "overwrite": "true", "backend": "local"}
-    run = load(None, [(target, values.get(flag, f"v-{flag}")) for flag, target in short_flags().items()])
+    run = load(None, [(target, values.get(flag, f"v-{flag}")) for flag, target in SHORT_FLAGS.items()])
     assert (run.algorithm.use, run.policy.model, run.run.output, run.run.seed) == ("v-algo", "v-model", "v-output", 3)
     assert (run.run.steps, run.run.resume, run.data.eval[0].path, run.reward[0].use) == (
         4,

@@ -1,4 +1,7 @@
-"""Flags of the run file on a command line: short flags, and a dotted flag for every field."""
+"""Flags of the run file on a command line: short flags, and a dotted flag for every field.
+
+A command imports this file to build its parser, so this file imports nothing of the run file: ``--help`` stays quick.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,20 @@ from collections.abc import Mapping, Sequence
 
 from rlhf.errors import ConfigError
 
-from rlhf_runtime.config.load import short_flags
-
+SHORT_FLAGS: Mapping[str, str] = {
+    "algo": "algorithm.use",
+    "reward": "reward",
+    "model": "policy.model",
+    "data": "data.train",
+    "eval-data": "data.eval",
+    "backend": "backend",
+    "output": "run.output",
+    "seed": "run.seed",
+    "resume": "run.resume",
+    "overwrite": "run.overwrite",
+    "steps": "run.steps",
+}
+"""{short flag without dashes: dotted path, as in the overrides of :func:`rlhf_runtime.config.load.load`}."""
 HELP = {
     "algo": "algorithm plugin",
     "reward": "reward: plugin:NAME, file:PATH.py, model:PATH; may be given several times",
@@ -37,8 +52,8 @@ def add_run_file(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -
 
 
 def add_short_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Add the flags that :func:`rlhf_runtime.config.load.short_flags` maps, but for those in ``without``."""
-    for name in short_flags():
+    """Add :data:`SHORT_FLAGS`, but for those in ``without``."""
+    for name in SHORT_FLAGS:
         if name in without:
             continue
         if name in ("resume", "overwrite"):
@@ -54,7 +69,7 @@ def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None
     Args:
         renamed: {short flag: dotted path} for flags that have another meaning in the command.
     """
-    targets = {**short_flags(), **(renamed or {})}
+    targets = {**SHORT_FLAGS, **(renamed or {})}
     found: list[tuple[str, str | None]] = []
     for name, target in targets.items():
         value = getattr(args, name.replace("-", "_"), None)

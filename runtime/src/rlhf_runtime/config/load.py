@@ -13,7 +13,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -34,29 +33,6 @@ from rlhf_runtime.config.suggestions import Chosen, Suggestions
 
 MAX_DEPTH = 100
 """Deepest nesting of tables and lists. No section needs more than a few levels."""
-
-_SHORT = {
-    "algo": "algorithm.use",
-    "reward": "reward",
-    "model": "policy.model",
-    "data": "data.train",
-    "eval-data": "data.eval",
-    "backend": "backend",
-    "output": "run.output",
-    "seed": "run.seed",
-    "resume": "run.resume",
-    "overwrite": "run.overwrite",
-    "steps": "run.steps",
-}
-
-
-def short_flags() -> Mapping[str, str]:
-    """{short flag without dashes: dotted path, as in :func:`load`'s overrides}.
-
-    ``reward``, ``data`` and ``eval-data`` may be given several times; ``resume`` and
-    ``overwrite`` take the text ``true``.
-    """
-    return MappingProxyType(_SHORT)
 
 
 def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins | None = None) -> RunFile:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rlhf.errors import ConfigError, did_you_mean
 from rlhf.plugins import Plugins
 from rlhf_runtime.checkpoint.compare import at_resume
+from rlhf_runtime.config.command_line import SHORT_FLAGS
 from rlhf_runtime.config.components import chosen_by
-from rlhf_runtime.config.load import short_flags
 from rlhf_runtime.config.options import Option, Section, plugin_options, run_file_options, sections
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.suggestions import Suggestions
@@ -53,7 +53,7 @@ def explained(name: str, run: RunFile, plugins: Plugins) -> Found:
     imported.
     """
     known = {section.path: section for section in sections()}
-    wanted = _unnumbered(name if name in known else short_flags().get(name, name), run)
+    wanted = _unnumbered(name if name in known else SHORT_FLAGS.get(name, name), run)
     place = wanted.partition(".")[0]
     chosen = [c for c in chosen_by(run) if c[2].use != UNNAMED]
     selected = [c for c in chosen if c[0] == c[1].partition(".")[0] == place]
