@@ -343,9 +343,9 @@ def known(path: list[str]) -> bool:
     if head not in RunFile.model_fields:
         return False
     if head in LISTS:
-        options = plugin_options(head)  # rest[1] alone: an option that is a table, with keys of the user's own
-        of_plugin = ".".join(rest[1:]) in options or (len(rest) == 3 and rest[1] in options)
-        return len(rest) < 2 or rest[-1] in LISTS[head].model_fields or of_plugin
+        free = rest[1:2] != [] and rest[1] in FREE_TABLES.get(head, ())
+        own_field = len(rest) < 2 or rest[-1] in LISTS[head].model_fields
+        return own_field or free or ".".join(rest[1:]) in plugin_options(head)
     if head == "algorithm" and rest[:1] == ["members"]:  # fields of the member itself, or options of its algorithm
         return ".".join(["members", "NAME", *rest[2:]]) in plugin_options(head) or known([head, *rest[2:]])
     if head in SINGLE:
@@ -370,8 +370,8 @@ def own(annotation: object, rest: list[str]) -> bool:
     return own(model.model_fields[rest[0]].annotation, rest[1:])
 
 
-FREE_TABLES = {"env": {"kwargs", "task_config"}}
-"""Options that are tables with the names of other projects."""
+FREE_TABLES = {"env": {"kwargs", "task_config"}, "reward": {"criteria", "weights"}}
+"""Options that are tables with keys of the user's or of other projects."""
 EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
 """Options of the plugin that docs/tutorial/first-algorithm.md makes."""
 

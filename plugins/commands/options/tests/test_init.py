@@ -134,13 +134,13 @@ def test_every_line_says_what_it_is_and_none_is_long(call):
             assert "  # " in line, line
     assert re.search(r"^#steps = +# integer > 0, <= 1e\+07; \w+", text, re.MULTILINE)
     assert re.search(r"^#lr = 1e-06 +# Peak learning rate of AdamW\.$", text, re.MULTILINE)
-    assert re.search(r"^use = \"math\" +# installed: code, format, http, judge", text, re.MULTILINE)
+    assert re.search(r"^use = \"math\" +# installed: code, format, http, judge, length, math", text, re.MULTILINE)
 
 
 def test_what_an_algorithm_needs_is_written_as_a_value(call):
     grpo = tomllib.loads(call("init", "--algo", "grpo"))
     assert grpo["sampling"] == {"samples_per_prompt": 8}
-    assert grpo["reward"][0]["use"].startswith("<fill in: a reward: code, format, http, judge")
+    assert grpo["reward"][0]["use"].startswith("<fill in: a reward: code, format, http, judge, length, math")
     assert "value_loss" not in grpo["algorithm"], "GRPO trains no critic"
     ppo = call("init", "--algo", "ppo")
     assert "[algorithm.value_loss]" in ppo
