@@ -1,5 +1,6 @@
 """One thread per test process: the models of the tests are too small for two, and `make test` runs two processes."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -21,3 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: started last, one of them would keep one process busy while the other is done."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look at the ten thousand tests, and at all that they import, again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what is frozen is not freed at exit, and libraries print that as leaks
