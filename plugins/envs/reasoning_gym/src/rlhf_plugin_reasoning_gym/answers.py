@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from reasoning_gym.utils import extract_answer
 from rlhf.errors import RlhfError, shown
 from rlhf.interfaces import ComponentConfig
 
@@ -28,6 +27,8 @@ def judge(entry: Entry, turn: str, config: AnswerConfig, failure: type[RlhfError
 
     Raises ``failure`` if the scorer raises and ``scorer_error`` is not set.
     """
+    from reasoning_gym.utils import extract_answer
+
     answer = extract_answer(turn) if config.answer == "tag" else turn.strip()
     if answer is None:
         return 0.0, {"answered": False}

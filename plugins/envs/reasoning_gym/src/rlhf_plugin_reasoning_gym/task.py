@@ -1,4 +1,7 @@
-"""A task of reasoning-gym with its config: drawing an entry from a seed, and scoring an answer to it."""
+"""A task of reasoning-gym with its config: drawing an entry from a seed, and scoring an answer to it.
+
+The package is imported when the first entry is drawn: its import takes seconds, and every command lists the plugin.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,6 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-import reasoning_gym
-from reasoning_gym.composite import DatasetSpec
-from reasoning_gym.factory import DATASETS
 from rlhf.errors import EnvError, did_you_mean, shown
 
 COMPOSITE = "composite"
@@ -27,6 +27,9 @@ class Entry:
     """
 
     def __init__(self, task: str, config: Mapping[str, Any], seed: int) -> None:
+        import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
+
         options = dict(config)
         if task == COMPOSITE:
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in _parts(config)]
@@ -57,6 +60,8 @@ def check(task: str, config: Mapping[str, Any]) -> None:
 
 @cache
 def _check(task: str, text: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
     config = json.loads(text)
     if task not in DATASETS:
         near = did_you_mean(task, DATASETS) or f" It has {len(DATASETS)}, among them chain_sum, countdown and sudoku."

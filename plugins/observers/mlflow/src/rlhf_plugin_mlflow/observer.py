@@ -1,4 +1,7 @@
-"""Logs metrics, parameters and a few samples to MLflow, on a server or in a folder. A resumed run continues its run."""
+"""Logs metrics, parameters and a few samples to MLflow, on a server or in a folder. A resumed run continues its run.
+
+MLflow is imported when a run starts: its import takes seconds, and every command lists the observer.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
-
-from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 from pydantic import field_validator
 from rlhf.errors import ConfigError
 from rlhf.folders import require_possible
@@ -88,6 +86,10 @@ class MLflowObserver(Observer):
             require_possible(Path(place), "observer 'mlflow', tracking_uri")
 
     def run_started(self, info: RunInfo) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
         place = self._place(info.output)
         uri = place if "://" in place or place == "databricks" else Path(place).absolute().as_uri()
         if uri.startswith("file:"):
@@ -113,6 +115,8 @@ class MLflowObserver(Observer):
             self._client.log_text(self._run_id, text, f"rollouts/step-{step:06d}.json")
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
         now = int(time.time() * 1000)
         values = [Metric(_name(name), float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(values), _METRICS_AT_ONCE):
@@ -132,6 +136,8 @@ class MLflowObserver(Observer):
 
     def _new_run(self, client: Any, info: RunInfo) -> str:
         """Create the run. The config is logged as parameters, and as an artifact."""
+        from mlflow.entities import Param, RunTag
+
         found = client.get_experiment_by_name(self.config.experiment)
         experiment = found.experiment_id if found is not None else client.create_experiment(self.config.experiment)
         run_id: str = client.create_run(experiment, run_name=info.name).info.run_id
