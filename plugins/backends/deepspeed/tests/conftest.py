@@ -1,4 +1,4 @@
-"""Two processes in one gloo group, which run every case for two ranks once, for all tests of this folder."""
+"""Two processes in one gloo group, which run the cases for two ranks once, for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for rank_processes and zero_cases
 
 from rank_processes import Ranks  # noqa: E402
+from zero_pair_names import ONLY_FULL  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     from rlhf_testing.tiny import tiny_model
     from rlhf_testing.tiny_architectures import tiny_architecture
 
@@ -32,7 +33,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     )
     tiny_architecture(folder / "recurrent", "qwen3_next")
     one_rank_checkpoint(folder)
-    return Ranks(HERE / "zero_pair.py", folder, 2)
+    full = any(item.get_closest_marker("full") for item in request.session.items if item.path.parent == HERE)
+    return Ranks(HERE / "zero_pair.py", folder, 2, without=() if full else ONLY_FULL)
 
 
 def one_rank_checkpoint(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The common part of the scripts that run one rank: ``python SCRIPT RANK RANKS PORT FOLDER [CASE ...]``.
+"""The common part of the scripts that run one rank: ``python SCRIPT RANK RANKS PORT FOLDER [CASE ...] [-CASE ...]``.
 
 A case is a function. Tests read its return value (JSON) by the name of the case; tensors are in files. All ranks run
 the same cases in the same order.
@@ -70,11 +70,14 @@ def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
 
 
 def run(cases: Cases) -> None:
-    """Run every case, or those whose names start with a word of the command line. Ends this process."""
-    only = tuple(sys.argv[5:])
+    """Run every case, or those whose names start with a word of the command line; ``-CASE`` leaves one out. Ends this
+    process."""
+    only = tuple(word for word in sys.argv[5:] if not word.startswith("-"))
+    left_out = {word[1:] for word in sys.argv[5:] if word.startswith("-")}
+    assert left_out <= cases.keys(), left_out - cases.keys()
     results = {}
     for name, function in cases.items():
-        if only and not name.startswith(only):
+        if name in left_out or (only and not name.startswith(only)):
             continue
         start = time.process_time()
         results[name] = function()

@@ -1,7 +1,7 @@
-"""``python rank_forks.py SCRIPT RANKS PORT FOLDER``: one process per rank, forked after all imports.
+"""``python rank_forks.py SCRIPT RANKS PORT FOLDER [-CASE ...]``: one process per rank, forked after all imports.
 
-Each process runs ``SCRIPT RANK RANKS PORT FOLDER`` like ``python`` and writes its output to ``FOLDER/rank-RANK.log``.
-The last line of this program's output is the list of their exit codes.
+Each process runs ``SCRIPT RANK RANKS PORT FOLDER [-CASE ...]`` like ``python`` and writes its output to
+``FOLDER/rank-RANK.log``. The last line of this program's output is the list of their exit codes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rank(script: str, number: int, words: list[str]) -> None:
     """Never returns."""
     code = 1
     try:
-        log = os.open(str(Path(words[-1]) / f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(str(Path(words[2]) / f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.argv = [script, str(number), *words]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,18 @@ class Ranks:
     """``results[rank][case]``, written by the ranks, and files below ``folder``.
 
     Args:
-        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rank_case`, :mod:`rank_forks`).
+        script: run as ``python SCRIPT RANK RANKS PORT FOLDER [-CASE ...]`` for each rank (:mod:`rank_case`,
+            :mod:`rank_forks`).
+        without: names of cases that are left out.
     """
 
-    def __init__(self, script: Path, folder: Path, ranks: int) -> None:
+    def __init__(self, script: Path, folder: Path, ranks: int, without: Sequence[str] = ()) -> None:
         self.folder, self.ranks = folder, ranks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = [sys.executable, str(HERE / "rank_forks.py"), str(script), str(ranks), str(port), str(folder)]
+        command += [f"-{case}" for case in without]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (folder / "forks.log").open("w") as log:
             forks = subprocess.Popen(

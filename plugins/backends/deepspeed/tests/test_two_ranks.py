@@ -21,7 +21,7 @@ from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero_cases import STEPS, apart, batch, shares, spec, trainer
-from zero_pair_names import STAGES, VARIANTS
+from zero_pair_names import ONLY_FULL, STAGES, VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +121,7 @@ def test_ranks_have_different_dropout_masks(ranks):
     assert apart(found, alone([*dealt[0], *dealt[1]])) > 0.1, "another order has other masks"
 
 
+@pytest.mark.full
 def test_several_roles_of_one_process_can_have_second_copies(ranks):
     """DeepSpeed itself fails with an assertion at the second model with ZeRO++."""
     found = ranks("hpz")
@@ -153,7 +154,9 @@ def test_a_recurrent_model_is_computed_one_length_at_a_time(ranks):
     assert apart(load_file(ranks.folder / "gradients-alone.safetensors"), one.gradients()) < GRADIENT
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if f"variant-{n}" in ONLY_FULL else n for n in VARIANTS]
+)
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]
     muon, dtype = options.get("optimizer") == "muon", options.get("dtype", "fp32")

@@ -22,3 +22,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
 }
 """Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+
+_SLOW_VARIANTS = ("checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3")
+ONLY_FULL = ("hpz", *(f"variant-{name}" for name in _SLOW_VARIANTS))
+"""Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""
