@@ -113,6 +113,23 @@ def test_shared_heads_need_a_trainer_with_that_capability():
     assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in said
 
 
+def test_weights_in_bf16_need_a_trainer_with_that_capability():
+    class Wide(Trainer):
+        name = "wide"
+        capabilities = frozenset({"export:module"})
+
+    class Narrow(Trainer):
+        name = "narrow"
+        capabilities = frozenset({"export:module", "storage:bf16"})
+
+    roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
+    flags = [*OFFLINE, ("roles.teacher.model", "t"), ("roles.teacher.storage", "bf16")]
+    algorithm = Demonstrations(roles=roles)
+    check(load(None, flags), algorithm, trainer=Narrow)
+    said = messages(flags, algorithm, trainer=Wide)
+    assert "roles.teacher.storage = 'bf16': trainer 'wide' stores weights in fp32 only" in said
+
+
 def test_settings_of_a_sync_that_never_happens_are_refused():
     class Holds(Generator):
         name = "holds"

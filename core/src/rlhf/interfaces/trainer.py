@@ -42,7 +42,7 @@ class ModelSpec:
     role: RoleSpec
     path: str
     dtype: str = "auto"
-    """``auto`` | ``fp32`` | ``bf16``: precision of the forward and backward arithmetic; weights stay fp32."""
+    """``auto`` | ``fp32`` | ``bf16``: precision of the forward and backward arithmetic."""
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     seed: int = 0
@@ -56,6 +56,10 @@ class ModelSpec:
     rendezvous: str = ""
     """``tcp://HOST:PORT`` for the rendezvous of the role's ranks; empty if there is one rank."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    storage: str = "fp32"
+    """``fp32`` | ``bf16``: number format of the weights. A trained role that is stored in ``bf16`` has fp32 masters in
+    its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets
+    ``fp32`` only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class Trainer(Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``export:module`` (a generator in this process may sample from the module), ``export:tensors``, ``lend:head``
-    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ..."""
+    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`), ..."""
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
 
@@ -249,7 +253,7 @@ class Trainer(Component):
 
     @abstractmethod
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face parameter name, whole tensor), in a fixed order.
+        """Yield (Hugging Face parameter name, whole tensor), in a fixed order and in the stored number format.
 
         Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
 

@@ -30,6 +30,8 @@ class Arithmetic:
     bf16: bool = False
     casts: bool = False
     """Autocast keeps bf16 copies of the weights from forward to backward."""
+    wide_head: bool = False
+    """The head is stored in bf16 and converted to fp32 for each micro-batch."""
     fused: bool = False
     """The layers' element-wise work is fused where :mod:`rlhf_modeling.fused` knows the layers."""
     logits: int = 2**24
@@ -135,8 +137,9 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
 
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:
     """Copies of one chunk of logits and the selected hidden states twice; with several chunks also the head's gradient,
-    which they add up."""
+    which they add up; and an fp32 copy of a head that is stored in bf16."""
     chunk = max(1, a.logits // size.outputs)
     gradient = size.head * FP32 if backward and a.tokens > chunk else 0
     logits = min(a.tokens, chunk) * size.outputs * FP32
-    return copies(outputs, backward=backward) * logits + 2 * a.tokens * size.hidden * FP32 + gradient
+    converted = size.head * FP32 if a.wide_head else 0
+    return copies(outputs, backward=backward) * logits + 2 * a.tokens * size.hidden * FP32 + gradient + converted

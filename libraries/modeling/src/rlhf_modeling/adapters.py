@@ -156,11 +156,12 @@ def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str,
         owner = name.removesuffix(".base_layer.weight")
         if owner != name:
             layer = layers[owner]
-            tensor = tensor + product(layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+            tensor = with_product(tensor, layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
         yield merged_name(name), tensor.detach()
 
 
-def product(layer: Any, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-    """[O, I]: what an adapter of ``layer`` with these whole factors adds to its weight."""
+def with_product(weight_OI: Tensor, layer: Any, a_RI: Tensor, b_OR: Tensor) -> Tensor:
+    """[O, I]: the weight of ``layer`` with its adapter of these whole factors added, in fp32 and rounded once to the
+    weight's number format."""
     scaling: float = layer.scaling[NAME]
-    return b_OR @ a_RI * scaling
+    return (weight_OI.float() + b_OR.float() @ a_RI.float() * scaling).to(weight_OI.dtype)

@@ -10,15 +10,16 @@ from rlhf.interfaces import ModelSpec
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.kernels import check_kernels
-from rlhf_modeling.precision import choose_device, choose_precision
+from rlhf_modeling.precision import choose_device, precision_of
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.skeleton import check_model
+from rlhf_modeling.stored import check_storage
 
 LEARNING = frozenset(
     {
         "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef", "optimizer", "muon_lr",
-        "muon_momentum",
+        "muon_momentum", "export_masters",
     }
 )  # fmt: skip
 """Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""
@@ -30,13 +31,24 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     Args:
         wanted: the trainer's option ``device``: ``auto`` | ``cpu`` | ``cuda``.
     """
+    check_storage(spec)
+    if spec.storage == "bf16" and config.kernels == "liger":
+        raise ConfigError(
+            f"role {spec.role.name!r} has storage = 'bf16' and trainer.kernels = 'liger', which takes norms' "
+            "weights in fp32 only: leave one of them out."
+        )
+    if config.export_masters and spec.role.trained and spec.storage == "fp32":
+        raise ConfigError(
+            f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
+            "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
+        )
     if spec.role.trained and spec.total_updates:
         Schedule(config, spec.total_updates)
     check_model(config, spec)
     if device is None:
         return
     on = choose_device(wanted)
-    bf16 = choose_precision(spec.dtype, on, spec.on_processor).bf16
+    bf16 = precision_of(spec, on).bf16
     check_kernel(config.attention, on, bf16)
     check_kernels(config.kernels, on.type)
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:

@@ -73,6 +73,9 @@ class TrainingConfig(ComponentConfig):
     head_fp32: bool = True
     """Under bf16, compute the head's logits in fp32, so that log-probs do not have the rounding of bf16 logits."""
 
+    export_masters: bool = False
+    """With ``storage = "bf16"``: exported models hold the fp32 masters, twice the bytes, in place of the weights."""
+
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:
         if not all(0 <= b < 1 for b in self.betas):
@@ -81,6 +84,11 @@ class TrainingConfig(ComponentConfig):
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and self.optimizer != "muon":
                 raise ValueError(f"{name} = {value} has no effect with optimizer = {self.optimizer!r}")
+        if self.export_masters and self.lora is not None:
+            raise ValueError(
+                "export_masters does not go with lora: only the adapters have masters, the model that they are merged "
+                "into has none. Leave one of them out."
+            )
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
                 f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio} both set the warm-up: "

@@ -130,13 +130,14 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm_backward(g: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of y = x r(x) weight for x and weight; ``g`` is overwritten. All [M, H] fp32, r [M, 1].
+    """Gradients of y = x r(x) weight for x and weight; ``g`` is overwritten. All [M, H] fp32, r [M, 1];
+    the weight may be bf16.
 
     dx = r (g w) - x r^3 / H sum(g w x);  dw = sum over rows of g x r.
     """
     product = g * x
     dweight = torch.mv(product.t(), r[:, 0])
-    dot = torch.mv(product, weight)[:, None]
+    dot = torch.mv(product, weight.float())[:, None]
     coefficient = r.pow(3).mul_(dot).div_(x.shape[-1])
     return g.mul_(weight).mul_(r).addcmul_(x, coefficient, value=-1.0), dweight
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rlhf_modeling import liger
 from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
+from rlhf_modeling.stored import in_fp32
 
 Kernels = Literal["auto", "own", "liger", "none"]
 AGREE = 1e-3
@@ -92,7 +93,8 @@ def _probe(loaded: Loaded) -> Tensor:
     """fp32 [7, hidden], of two sequences."""
     device = _device(loaded)
     ids_N = torch.arange(7, device=device) % loaded.vocabulary
-    return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
+    with in_fp32(loaded.module):
+        return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
 
 
 def _device(loaded: Loaded) -> torch.device:

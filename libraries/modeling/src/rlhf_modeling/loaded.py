@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import packed
 from rlhf_modeling.rope import LengthRope
+from rlhf_modeling.stored import fp32_head
 
 Layout = Literal["shared", "packed", "alone"]
 
@@ -150,7 +151,22 @@ class LoadedModel:
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """[C, V] or [C, outputs of the head], in the precision of ``hidden_CH``."""
-        return shape_logits(self.head(hidden_CH), self.logit_scale, self.softcap)
+        return self.shaped(self.head(hidden_CH))
+
+    def shaped(self, product_CV: Tensor) -> Tensor:
+        """The logits, of the product of hidden states and the head's weights."""
+        return shape_logits(product_CV, self.logit_scale, self.softcap)
+
+    def logits_of(self, fp32: bool) -> Callable[[Tensor], Tensor]:
+        """The function ``logits`` for one micro-batch.
+
+        Args:
+            fp32: logits are computed in fp32. A head that is stored in bf16 is converted once.
+        """
+        if not fp32 or self.head.weight.dtype == torch.float32:
+            return self.logits
+        multiply = fp32_head(self.head)
+        return lambda hidden_CH: self.shaped(multiply(hidden_CH))
 
 
 def sequence_bounds(lens: Iterable[int], device: torch.device) -> dict[str, Any]:

@@ -61,11 +61,16 @@ class Storage:
     """``Trainer.offload`` moves optimizer state and gradients to host memory."""
 
 
-def whole_storage(config: TrainingConfig, device: str, size: ModelSize) -> Storage:
-    """Storage of a rank that divides nothing."""
-    muon = config.optimizer == "muon"
+def whole_storage(config: TrainingConfig, device: str, size: ModelSize, stored: str = "fp32") -> Storage:
+    """Storage of a rank that divides nothing.
+
+    Args:
+        stored: ``fp32`` | ``bf16``, the number format of the weights; with ``bf16`` the optimizer has fp32 masters.
+    """
+    muon, bf16 = config.optimizer == "muon", stored == "bf16"
     return Storage(
-        optimizer_bytes=8.0 + (4.0 if config.ema_decay is not None else 0.0),
+        weight_bytes=2.0 if bf16 else 4.0,
+        optimizer_bytes=8.0 + (4.0 if config.ema_decay is not None else 0.0) + (4.0 if bf16 else 0.0),
         matrix_saving=4.0 if muon else 0.0,
         step=2 * largest_matrix(size) if muon else 0,
         offloads=device == "cuda",
@@ -85,7 +90,8 @@ def arithmetic(
     Args:
         sharers: ranks that compute the same micro-batches (tensor parallel).
     """
-    bf16 = computes_bf16(spec.dtype, device)
+    stored = spec.storage == "bf16"
+    bf16 = stored or computes_bf16(spec.dtype, device)
     budget = work.micro_tokens or default_micro_tokens(bf16)
     shares = math.ceil(work.units / max(1, spec.world_size // sharers))
     tokens = min(max(budget, work.unit), work.unit * shares)
@@ -97,7 +103,8 @@ def arithmetic(
         repeats=repeats(work, tokens) if shared else 1.0,
         device=device,
         bf16=bf16,
-        casts=bf16,
+        casts=bf16 and not stored,
+        wide_head=stored and config.head_fp32,
         fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
         logits=config.logits_chunk,
         checkpointing=spec.gradient_checkpointing and spec.role.trained,

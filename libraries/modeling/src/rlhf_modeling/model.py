@@ -24,6 +24,7 @@ from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import EXPECTED, quiet, read
 from rlhf_modeling.probe import probe
 from rlhf_modeling.rope import length_rope
+from rlhf_modeling.stored import DTYPES, widen
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config fields of the soft cap of logits: ``softcap * tanh(logits / softcap)``."""
@@ -36,7 +37,8 @@ def load_model(
     divided: bool = False,
     kernels: Kernels = "auto",
 ) -> LoadedModel:
-    """Load ``spec.path`` as the role's kind of model: fp32 weights, evaluation mode, the fastest correct layout.
+    """Load ``spec.path`` as the role's kind of model: weights in ``spec.storage``, evaluation mode, the fastest correct
+    layout.
 
     Where the checkpoint is a causal language model, a scalar or classes head is new: normal with standard deviation
     1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get adapters,
@@ -51,7 +53,7 @@ def load_model(
     """
     kind = spec.role.head
     auto, from_lm = model_class(spec, read(spec, "model", AutoConfig.from_pretrained))
-    options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": DTYPES[spec.storage], "output_loading_info": True, "use_safetensors": True}
     if from_lm:
         options["num_labels"] = _outputs(kind)
     with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
@@ -60,6 +62,8 @@ def load_model(
     loaded = _take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
     loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
+    if spec.storage == "bf16":
+        widen(module)
     if divided:
         module.eval().to(device)
         return loaded

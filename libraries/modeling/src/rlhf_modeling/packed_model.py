@@ -39,7 +39,7 @@ class PackedModel(nn.Module):
             hidden_MH,
             batch,
             outputs,
-            self.loaded.logits,
+            self.loaded.logits_of(self.config.head_fp32),
             place_N,
             tempered=self.loaded.kind == "lm",
             chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),

@@ -1,4 +1,4 @@
-"""Chooses fp32 or bf16 arithmetic from the processor's features and a short measurement. Weights stay fp32."""
+"""Chooses fp32 or bf16 arithmetic from the processor's features and a short measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import Precision
+from rlhf.interfaces import ModelSpec, Precision
 
 MIN_GAIN = 1.3
 """bf16 is chosen on a CPU only if its matrix product is at least this much faster."""
@@ -36,6 +36,13 @@ def choose_precision(dtype: str, device: torch.device, on_processor: Precision |
     if dtype not in ("fp32", "bf16"):
         raise ConfigError(f"dtype = {dtype!r} is not known: use 'auto', 'fp32' or 'bf16'")
     return Precision(dtype == "bf16", f"{dtype} on {device.type}: asked for")
+
+
+def precision_of(spec: ModelSpec, device: torch.device) -> Precision:
+    """The precision to compute a role's model in. Weights that are stored in bf16 are computed with in bf16."""
+    if spec.storage == "bf16" and spec.dtype == "auto":
+        return Precision(True, f"bf16 on {device.type}: the weights are stored in bf16")
+    return choose_precision(spec.dtype, device, spec.on_processor)
 
 
 @cache

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError
+from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.seeds import derive_seed
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.logit_scale import find_logit_scale
 from rlhf_modeling.noise import noise_settings
 from rlhf_modeling.pretrained import quiet
+from rlhf_modeling.stored import in_bf16, in_fp32
 
 TOLERANCE = 1e-3
 """A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
@@ -52,7 +53,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
     """
     loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
     use_attention(loaded.module, "eager")
-    with torch.no_grad(), quiet(), short_lengths(loaded.module):
+    with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
         rows = _sequences(loaded)
         try:
             truth = [_alone(loaded, ids) for ids in rows]
@@ -83,7 +84,22 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))
+    if in_bf16(loaded.module):
+        _require_storage(loaded, spec, rows[0])
     _write_notes(loaded, spec, why)
+
+
+@torch.no_grad()
+def _require_storage(loaded: LoadedModel, spec: ModelSpec, ids_T: Tensor) -> None:
+    """Raises CapabilityError where the model's code cannot compute with weights that are stored in bf16."""
+    try:
+        with torch.autocast(ids_T.device.type, torch.bfloat16):
+            _alone(loaded, ids_T)
+    except Exception as cause:  # any exception: the model's code is not ours
+        raise CapabilityError(
+            f"{_who(loaded, spec)} cannot be computed with weights in bf16 ({type(cause).__name__}: {cause}). Set "
+            "storage = 'fp32' for this role."
+        ) from cause
 
 
 def _who(loaded: LoadedModel, spec: ModelSpec) -> str:

@@ -33,13 +33,13 @@ from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import arithmetic, default_micro_tokens, trainer_memory, whole_storage
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
-from rlhf_modeling.precision import Precision, choose_precision
+from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf_modeling.skeleton import check_files
 
 
 class PackedTrainer(LendsHead, Trainer):
-    """Padding-free forward and backward of one role's model; fp32 weights, bf16 as autocast on top."""
+    """Padding-free forward and backward of one role's model; bf16 arithmetic is autocast on top of the weights."""
 
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
@@ -58,7 +58,8 @@ class PackedTrainer(LendsHead, Trainer):
     def memory(
         cls, config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
-        storage, computed = whole_storage(config, device, size), arithmetic(config, spec, size, work, device)
+        storage = whole_storage(config, device, size, spec.storage)
+        computed = arithmetic(config, spec, size, work, device)
         targets = config.lora.targets if config.lora is not None else None
         trained = spec.role.trained
         return trainer_memory(storage, computed, size, work, trained=trained, adapter_targets=targets)
@@ -66,7 +67,7 @@ class PackedTrainer(LendsHead, Trainer):
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
-        self.precision: Precision = choose_precision(spec.dtype, device, spec.on_processor)
+        self.precision: Precision = precision_of(spec, device)
         loaded.attention = self.config.attention
         check_kernel(self.config.attention, device, self.precision.bf16)
         self.require_packing()

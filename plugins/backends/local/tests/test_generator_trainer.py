@@ -11,10 +11,11 @@ from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(params=["fp32", "bf16", "stored in bf16"])
 def trainer(request, model_path):
-    role = RoleSpec("policy", trained=True)
-    return TorchTrainer(None, ModelSpec(role, str(model_path), dtype=request.param, total_updates=4))
+    role, dtype = RoleSpec("policy", trained=True), request.param[-4:]
+    storage = "bf16" if request.param.startswith("stored") else "fp32"
+    return TorchTrainer(None, ModelSpec(role, str(model_path), dtype=dtype, total_updates=4, storage=storage))
 
 
 @pytest.fixture

@@ -207,7 +207,11 @@ class ModelSection(ComponentConfig):
     model: PathText | None = None
     """A folder, or a name on the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Arithmetic of forward and backward. ``auto``: bf16 if the device is faster with it. Weights are always fp32."""
+    """Arithmetic of forward and backward. ``auto``: bf16 if the device is faster with it, or if ``storage`` is bf16."""
+    storage: Literal["fp32", "bf16"] | None = None
+    """Number format of the weights. ``bf16`` halves the bytes of weights, gathers, syncs and exports. The optimizer of
+    a trained role steps fp32 masters, so small steps are not lost. Default: that of the role whose model this role
+    starts as, else fp32."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass: less memory, more time, equal results."""
     micro_tokens: Count | None = None

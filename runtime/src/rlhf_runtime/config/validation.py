@@ -18,6 +18,8 @@ from rlhf_runtime.config.stream_validation import stream_problems
 
 LENDING = "lend:head"
 """Capability of trainers that ``Needs.lent`` requires."""
+STORAGE = "storage:bf16"
+"""Capability of trainers that ``storage = "bf16"`` requires."""
 
 LOSS_ON: Mapping[str, tuple[DataForm, ...]] = {
     "completion": (),
@@ -79,6 +81,13 @@ def check(
             f"{algorithm.name} lets a role compute with the output head of another role, which trainer "
             f"{trainer.name!r} does not support (it lacks {LENDING!r}). Use another --trainer.use."
         )
+    if trainer is not None and STORAGE not in trainer.capabilities:
+        problems += [
+            f"{where}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks {STORAGE!r}). "
+            "Remove it, or use another --trainer.use."
+            for where, section in _model_sections(run).items()
+            if section.storage == "bf16"
+        ]
     if algorithm.data == "prompts":
         problems += sampling_problems(run, algorithm, needs, rollout_needs_env, scored, rollout_replays_env)
         problems += stream_problems(run, launcher, generator)
@@ -136,6 +145,11 @@ def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
             "does."
         )
     return problems
+
+
+def _model_sections(run: RunFile) -> dict[str, ModelSection]:
+    named = {"policy": run.policy, "critic": run.critic, "reference": run.reference}
+    return named | {f"roles.{name}": section for name, section in run.roles.items()}
 
 
 def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Collection[RoleSpec]) -> list[str]:

@@ -76,15 +76,18 @@ class RunPlugins:
         declared = self.roles[role]
         own = self.section(role)
         like = self.section(declared.like) if declared.like is not None else own
+        storage = own.storage or like.storage or "fp32"
+        dtype = own.dtype if own.dtype != "auto" else like.dtype
         return ModelSpec(
             declared,
             self.model(role),
-            own.dtype if own.dtype != "auto" else like.dtype,
+            "bf16" if dtype == "auto" and storage == "bf16" else dtype,
             own.gradient_checkpointing,
             own.trust_remote_code or (own.model is None and like.trust_remote_code),
             self.config.run.seed,
             updates,
             world_size=ranks,
+            storage=storage,
         )
 
     def places_on(self, device: str) -> dict[str, Place]:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from rlhf_modeling.adapters import NAME, adapted, base_tensors, is_adapter, merged, merged_name, product
+from rlhf_modeling.adapters import NAME, adapted, base_tensors, is_adapter, merged, merged_name, with_product
 from rlhf_modeling.published import Published
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -97,7 +97,7 @@ class NamedTensors:
         if owner == name or not merge:
             return whole(name)
         a_RI, b_OR = (whole(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
-        return whole(name) + product(self._adapted[owner], a_RI, b_OR)
+        return with_product(whole(name), self._adapted[owner], a_RI, b_OR)
 
     def _model(self) -> list[str]:
         return [name for name in self.objects if not is_adapter(name)]

@@ -13,6 +13,7 @@ from rlhf.errors import ModelError
 from rlhf.types.arrays import IntArray
 from rlhf_modeling.attention import PackedAttention, attend_with
 from rlhf_modeling.probe import short_lengths
+from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -131,9 +132,9 @@ def require_agreement(module: PreTrainedModel) -> None:
     ids = array("i", [i % module.config.get_text_config().vocab_size for i in range(11, 25)])
     with short_lengths(module):
         decoder = Decoder(module)
-        with decoder.borrowed():
+        with decoder.borrowed(), in_fp32(module):
             got_V = decoder.prefill([ids])[0][0]
-        with torch.no_grad():
+        with torch.no_grad(), in_fp32(module):
             want_V = module(input_ids=torch.tensor([list(ids)], device=decoder.device), use_cache=False).logits[0, -1]
     if not torch.allclose(got_V, want_V, rtol=1e-3, atol=1e-3):
         raise refusal(type(module).__name__, "gives other log-probs with the attention of this generator")

@@ -148,7 +148,8 @@ class TransformersGenerator(Generator):
                 f"generator.dtype is 'fp32' but the trainer's weights are {own}; allowed: 'auto' or 'bf16', or fp32 "
                 "weights."
             )
-        return None if wanted == own else wanted
+        plain = own == torch.float32 or isinstance(source, nn.Module)  # a trainer's bf16 weights need autocast
+        return None if wanted == own and plain else wanted
 
     def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)

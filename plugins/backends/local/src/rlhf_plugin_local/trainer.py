@@ -17,6 +17,7 @@ from rlhf_modeling import state
 from rlhf_modeling.adapters import base_tensors, merged, without_adapters
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.ema import Ema
+from rlhf_modeling.masters import Masters
 from rlhf_modeling.model import load_model
 from rlhf_modeling.optimizer import (
     build_optimizer,
@@ -29,7 +30,7 @@ from rlhf_modeling.optimizer import (
     to_host,
 )
 from rlhf_modeling.precision import Precision, choose_device
-from rlhf_modeling.pretrained import exporting, load_tokenizer
+from rlhf_modeling.pretrained import exporting, load_tokenizer, set_exported_dtype
 from rlhf_modeling.published import Published
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.trainer import PackedTrainer
@@ -39,14 +40,14 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 
 
 class TorchTrainer(PackedTrainer):
-    """fp32 weights, fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Frozen roles hold
-    weights only."""
+    """Fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Weights in bf16 have fp32
+    masters, which the optimizer steps. Frozen roles hold weights only."""
 
     name = "torch"
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
     Config = TorchTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
+        {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact"}
     )
     learning: ClassVar[frozenset[str]] = LEARNING
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
@@ -69,12 +70,16 @@ class TorchTrainer(PackedTrainer):
         self.prepare(load_model(spec, device, lora, kernels=self.config.kernels), spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.ema: Ema | None = None
+        self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
+        self.stepped = self.parameters if self.masters is None else self.masters.stepped
+        """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
         if spec.role.trained:
             outside = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
-            self.optimizer = build_optimizer(self.parameters, outside, self.config)
+            outside = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outside}
+            self.optimizer = build_optimizer(self.stepped, outside, self.config)
             self.schedule = Schedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
-                self.ema = Ema(self.parameters, self.config.ema_decay)
+                self.ema = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -86,7 +91,7 @@ class TorchTrainer(PackedTrainer):
         self._require_trained("apply")
         assert self.optimizer is not None
         factor = self.schedule.factor(self.updates)
-        norm = clip(self.parameters, self.config.max_grad_norm)
+        norm = clip(self.stepped, self.config.max_grad_norm)
         skipped = self._bad_loss or ("" if math.isfinite(norm) else f"non-finite gradient (norm {norm})")
         if skipped:
             self.skipped += 1
@@ -100,25 +105,26 @@ class TorchTrainer(PackedTrainer):
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         before = None
         if self._without_coverage:
-            without = [n for n, p in self.parameters.items() if p.grad is None or not bool(p.grad.any())]
-            before = {n: fingerprint(p.detach()) for n, p in self.parameters.items()}
+            without = [n for n, p in self.stepped.items() if p.grad is None or not bool(p.grad.any())]
+            before = {n: fingerprint(p.detach()) for n, p in self.stepped.items()}
         optimizer.step()
+        self._publish()
         if before is not None:
-            unchanged = [n for n, p in self.parameters.items() if fingerprint(p.detach()) == before[n]]
+            unchanged = [n for n, p in self.stepped.items() if fingerprint(p.detach()) == before[n]]
             self._coverage = {"without_gradient": without, "unchanged": unchanged}
         if self.ema is not None:
             self.ema.update()
 
     def zero_grad(self) -> None:
         self._bad_loss, self._micros = "", 0
-        for p in self.parameters.values():
+        for p in self.stepped.values():
             p.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """Zeros for parameters without a gradient."""
         return {
             name: torch.zeros_like(p).cpu() if p.grad is None else p.grad.detach().clone().cpu()
-            for name, p in self.parameters.items()
+            for name, p in self.stepped.items()
         }
 
     # ------------------------------------------------------------------------------------- weights
@@ -141,13 +147,18 @@ class TorchTrainer(PackedTrainer):
         if self.has_adapters:
             raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
         where = f"the weight stream for role {self.spec.role.name!r}"
-        state.copy_into(state.named_tensors(self.module), self._published.restore(dict(weights), where), where)
+        state.copy_into(self._exact_tensors(), self._published.restore(dict(weights), where), where)
+        self._publish()
 
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
             whole = dict(merged(self.module, self.module.state_dict())) if self.has_adapters else None
+            if masters := self.config.export_masters and self.masters:
+                whole = masters.of(self.module.state_dict())
             self.module.save_pretrained(str(path), state_dict=whole)
+            if masters:
+                set_exported_dtype(Path(path), torch.float32)
         tokenizer.save_pretrained(str(path))
         for file in Path(path).glob("*.safetensors"):
             file.chmod(0o644)  # safetensors writes it private; config.json is readable too
@@ -158,11 +169,15 @@ class TorchTrainer(PackedTrainer):
         """Optimizer state and average move to host memory, from a GPU; between two steps there are no gradients."""
         for held in self._aside():
             to_host(held)
+        if self.masters is not None:
+            self.masters.offload()
         give_back(self.device)
 
     def reload(self) -> None:
         for held in self._aside():
             to_device(held, self.device)
+        if self.masters is not None:
+            self.masters.reload(self.device)
 
     def _aside(self) -> list[MutableMapping[str, Tensor]]:
         held = [] if self.optimizer is None else list(self.optimizer.state.values())
@@ -173,7 +188,7 @@ class TorchTrainer(PackedTrainer):
     def save(self, path: Path) -> None:
         files: dict[str, Mapping[str, Tensor]] = {"model": self._own_tensors()}
         if self.optimizer is not None:
-            files["optimizer"] = optimizer_tensors(self.optimizer, self.parameters)
+            files["optimizer"] = optimizer_tensors(self.optimizer, self.stepped)
         if self.ema is not None:
             files["ema"] = self.ema.tensors
         lora = self.config.lora if self.has_adapters else None
@@ -191,7 +206,7 @@ class TorchTrainer(PackedTrainer):
         state.write(path, files, facts)
 
     def load(self, path: Path) -> None:
-        facts = state.read_facts(path)
+        facts = {"storage": "fp32", **state.read_facts(path)}  # older checkpoints do not name it
         ours = self._kept()
         if saved := {key: facts.get(key) for key in ours if facts.get(key) != ours[key]}:
             raise ConfigError(
@@ -199,12 +214,13 @@ class TorchTrainer(PackedTrainer):
                 f"{_words({key: ours[key] for key in saved})}. Resume with its config."
             )
         self._load_tensors(self._own_tensors(), path, "model")
+        self._publish()
         if self.optimizer is not None:
             coverage = facts["coverage"]
             stepped = set() if coverage is None else set(self.parameters) - set(coverage["without_gradient"])
             tensors = state.read_tensors(path, "optimizer")
             file = path / "optimizer.safetensors"
-            restore_optimizer(self.optimizer, self.parameters, tensors, file, stepped)
+            restore_optimizer(self.optimizer, self.stepped, tensors, file, stepped)
         if self.ema is not None:
             self._load_tensors(self.ema.tensors, path, "ema")
         self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
@@ -220,6 +236,7 @@ class TorchTrainer(PackedTrainer):
         trained = self.spec.role.trained
         return {
             "trained": trained,
+            "storage": self.spec.storage,
             "ema": self.ema is not None,
             "optimizer": self.config.optimizer if trained else None,
         }
@@ -233,8 +250,17 @@ class TorchTrainer(PackedTrainer):
         """The tensors of the model in a checkpoint: all of them, or the trained ones where the base is frozen. A frozen
         base is read from its model again."""
         if self.has_adapters:
-            return {name: p.data for name, p in self.parameters.items()}
-        return state.named_tensors(self.module)
+            return {name: p.data for name, p in self.stepped.items()}
+        return self._exact_tensors()
+
+    def _exact_tensors(self) -> dict[str, Tensor]:
+        """The model's tensors, with masters in place of the weights that are rounded from them."""
+        tensors = state.named_tensors(self.module)
+        return tensors if self.masters is None else self.masters.of(tensors)
+
+    def _publish(self) -> None:
+        if self.masters is not None:
+            self.masters.publish()
 
     def _view(self, view: str) -> AbstractContextManager[None]:
         if view == "live":

@@ -156,19 +156,20 @@ def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine) -> En
     if GENERATOR not in places:
         return None
     config, selection, place = made.config, made.parts["generator"], places[GENERATOR]
-    section, generator = config.policy, selection.resolved.cls
+    generator = selection.resolved.cls
     longest, per_prompt = longest_sequence(config, made.online), config.sampling.samples_per_prompt
     samples = math.ceil(config.data.batch_size * per_prompt / place.ranks) if made.online else 1
     prompts = math.ceil(samples / per_prompt)
     if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own
         samples = prompts = MANY
     work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest))
-    size = read_size(made.spec("policy").path, "lm", section.trust_remote_code)
+    policy = made.spec("policy")
+    size = read_size(policy.path, "lm", policy.trust_remote_code)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(
         place,
         size,
-        generator.memory(selection.config, section.dtype, size, work, machine.device, machine.memory),
+        generator.memory(selection.config, policy.dtype, size, work, machine.device, machine.memory),
         longest,
         tensor * pipeline,
         config.sync.bucket_mb * 2**20,

@@ -1,0 +1,134 @@
+"""Models whose weights are stored in bf16 (``ModelSpec.storage``).
+
+They compute under autocast, like fp32 weights do. Autocast rounds fp32 weights to bf16 before every matrix product, so
+the products are the same. Everything else is computed in fp32 from the stored values: the residual stream, norms, and
+the head's logits. So a model that is stored in bf16 computes bit for bit what it computes if the same values are stored
+in fp32.
+
+Autocast does not cover all of this: embeddings would start a bf16 residual stream, norms would
+compute in bf16 or refuse mixed formats, and the probes of a model run without autocast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from rlhf.errors import ConfigError
+from rlhf.interfaces import ModelSpec
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+BF16 = torch.bfloat16
+DTYPES = {"fp32": torch.float32, "bf16": BF16}
+_UNMIXED = frozenset(
+    {
+        "linear", "embedding", "layer_norm", "group_norm", "conv1d", "einsum", "matmul", "__matmul__", "__rmatmul__",
+        "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "addmm_",
+    }
+)  # fmt: skip
+"""Functions of torch that do not take tensors of several number formats. Others promote them."""
+_DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+def check_storage(spec: ModelSpec) -> None:
+    """Raises ConfigError where ``spec.storage`` is not known, or does not go with ``spec.dtype``."""
+    if spec.storage not in DTYPES:
+        raise ConfigError(f"storage = {spec.storage!r} is not known: use 'fp32' or 'bf16'")
+    if spec.storage == "bf16" and spec.dtype == "fp32":
+        raise ConfigError(
+            f"role {spec.role.name!r} has storage = 'bf16' and dtype = 'fp32'. Weights that are stored in bf16 are "
+            "computed with in bf16: set dtype = 'auto' or 'bf16', or storage = 'fp32'."
+        )
+
+
+def in_bf16(module: nn.Module) -> bool:
+    """Whether some weights of ``module`` are stored in bf16."""
+    return any(p.dtype == BF16 for p in module.parameters())
+
+
+def widen(module: nn.Module) -> None:
+    """Let embeddings and norms of a model that is stored in bf16 compute in fp32."""
+    for part in module.modules():
+        if type(part) is nn.Embedding:
+            part.forward = partial(_rows, part)  # type: ignore[method-assign]
+        elif isinstance(part, nn.Embedding):  # a subclass with a forward of its own (scaled, learned positions)
+            part.register_forward_hook(lambda _, __, out: out.float())
+        elif _is_norm(part):
+            part.forward = partial(_normed, part, part.forward)
+
+
+def _rows(embedding: nn.Embedding, ids: Tensor) -> Tensor:
+    rows: Tensor = _Rows.apply(ids, embedding.weight, embedding.padding_idx)
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    """fp32 rows of a bf16 table. Gradients of a row are added in fp32 and rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table_VH: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape, ctx.dtype, ctx.padding = table_VH.shape, table_VH.dtype, padding
+        return table_VH[ids].float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        padding = -1 if ctx.padding is None else ctx.padding
+        sums_VH = torch.ops.aten.embedding_dense_backward(grad.float(), ids, ctx.shape[0], padding, False)
+        return None, sums_VH.to(ctx.dtype), None
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """A module that owns vectors only, such as a norm's weight and bias."""
+    owned = [p for p in part._parameters.values() if p is not None]
+    shapes = [getattr(p, "ds_shape", p.shape) for p in owned]  # ds_shape: whole, where weights are divided
+    return bool(owned) and not part._modules and all(len(shape) == 1 for shape in shapes)
+
+
+def _normed(norm: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, with its vectors in fp32."""
+    stored = dict(norm._parameters)
+    try:
+        for name, p in stored.items():
+            norm._parameters[name] = None if p is None else p.float()  # type: ignore[assignment]
+        return plain(*args, **kwargs)
+    finally:
+        for name, p in stored.items():
+            norm._parameters[name] = p
+
+
+def fp32_head(head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """The product with a head's weights in fp32. They are converted once here, so that chunks of tokens add their
+    gradients in fp32."""
+    weight_VH, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
+    return lambda hidden_CH: F.linear(hidden_CH, weight_VH, bias_V)
+
+
+def in_fp32(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, without autocast, a model that is stored in bf16 computes in fp32. For probes."""
+    return _InFp32() if in_bf16(module) else nullcontext()
+
+
+class _InFp32(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _DTYPE and args[0].dtype == BF16:  # some models convert to the number format of a weight
+            return torch.float32
+        if getattr(func, "__name__", "") in _UNMIXED:
+            args = tuple(_wide(a) for a in args)
+            kwargs = {name: _wide(a) for name, a in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == BF16 else value

@@ -1,0 +1,40 @@
+"""Whole runs whose weights are stored in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import Workshop, assert_same_run
+
+STORED = {"dtype": "auto", "storage": "bf16"}
+
+
+def test_a_run_with_a_reference_and_its_resume(shop: Workshop) -> None:
+    """The reference is stored like the policy that it starts as, so the first step's KL is exactly 0."""
+    own = {"policy": STORED, "algorithm": {"kl": {"coef": 0.1}}, "checkpoint": {"every": 1}}
+    whole = shop.train("grpo", "whole", **own)
+    assert whole.lines()[0]["kl/reference"] == 0
+    assert {t.dtype for t in load_file(whole.path / "model" / "model.safetensors").values()} == {torch.bfloat16}
+    assert "bf16 on cpu" in whole.said
+    shop.train("grpo", "parts", **own, run={"steps": 2})
+    refused = shop.run("grpo", "parts", "--resume", algorithm=own["algorithm"], checkpoint=own["checkpoint"])
+    assert refused.code != 0
+    assert "policy.storage" in refused.said
+    assert_same_run(whole, shop.train("grpo", "parts", "--resume", **own))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": {"storage": "bf16"}}, "storage = 'bf16' and dtype = 'fp32'"),
+        ({"policy": {"storage": "fp16"}}, "policy.storage"),
+        ({"trainer": {"export_masters": True}}, "is stored in fp32, which is what is exported in any case"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_start(shop: Workshop, changes, message) -> None:
+    refused = shop.run("grpo", "refused", **changes)
+    assert refused.code != 0
+    assert message in refused.said
+    assert not (refused.path / "metrics.jsonl").exists()
