@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 
 from tests.continuous import simulated
@@ -93,3 +96,13 @@ def test_an_agent_needs_a_chat_template_and_a_reward(shop):
     missing = shop.run("grpo", "missing", **with_agent(shop, rollout={"program": "file:missing.py:run"}))
     assert "rollout.program: cannot read" in missing.said
     assert [r.code == 0 for r in (plain, unscored, missing)] == [False] * 3
+
+
+def test_eval_needs_no_reward_where_the_agent_returns_it(shop, capsys):
+    _, path = shop.arguments(shop.config("grpo", "unused", **with_agent(shop)))
+    assert main(["eval", path, "--eval.max_rows", "3", "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics["prompts"] == 3
+    assert 0 <= metrics["reward"] <= 1
+    assert main(["eval", path, "--rollout.returns_reward", "false"]) == 2
+    assert "no reward is named" in capsys.readouterr().err

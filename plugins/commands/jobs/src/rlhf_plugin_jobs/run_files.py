@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
+from rlhf_runtime.config.components import select
 from rlhf_runtime.config.load import load
 from rlhf_runtime.config.model_lookup import look_for_models
 from rlhf_runtime.config.runfile import RunFile
@@ -48,11 +49,18 @@ def load_for_answers(
         raise ConfigError("no model is named. Set --model PATH (a folder or a hub name).")
     if not (config.data.eval or config.data.train):
         raise ConfigError("no data is named. Set --data FILE.")
-    if scored and not config.reward and config.env is None:
+    plugins = Plugins.discover()
+    if scored and not config.reward and config.env is None and not _rollout_gives_rewards(config, plugins):
         raise ConfigError("no reward is named: there is nothing to score with. Set --reward plugin:NAME.")
     for problem in equal_answers(config):
         raise ConfigError(problem)
     look_for_models(config)
     if not scored:
         config = config.model_copy(update={"reward": ()})
-    return config, Plugins.discover()
+    return config, plugins
+
+
+def _rollout_gives_rewards(config: RunFile, plugins: Plugins) -> bool:
+    """Whether the rollout with its options scores its samples itself, as an agent program can."""
+    rollout = select(plugins, "rollout", config.rollout, "rollout", config.origins).build()
+    return bool(rollout.gives_rewards)
