@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from rlhf_plugin_agent.tree import Reason
 from rlhf_runtime.observe import read_metrics
 from rlhf_runtime.observe.progress import HEADLINE
 
@@ -21,11 +23,13 @@ WORDS = {
     "DATASET": r"[\w.-]+",
     "TERM": r"\w+",
     "KEY": r"[\w.-]+",
+    "TOOL": r"[\w.-]+",
+    "NAME": r"[\w./-]+",
     "K": r"\d+",
 }
 """The pattern for each word in capitals. METRIC is any name after ``ROLE/`` or ``eval/`` on the page."""
 LEVELS = {"token", "sequence", "unit"}
-FAMILIES = "curriculum|reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time"
+FAMILIES = "curriculum|reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time|env|rollout"
 SOURCES = ("core/src", "runtime/src", "libraries/*/src", "plugins/*/*/src")
 
 
@@ -102,6 +106,11 @@ def test_every_metric_of_the_page_exists_in_the_code():
     assert sorted(name for name, piece in pieces if piece not in known) == []
 
 
+def test_every_reason_for_a_sequence_of_an_agent_is_on_the_page():
+    listed = {name.removeprefix("rollout/sequences/") for name in names() if name.startswith("rollout/sequences/")}
+    assert listed == set(get_args(Reason))
+
+
 def test_metrics_of_the_console_are_on_the_page():
     section = read(PAGE).partition("The console shows")[2].partition("\n\n")[0]
     for label, shown in HEADLINE.items():
@@ -146,4 +155,6 @@ def test_a_metric_that_is_not_on_the_page_is_detected():
     assert not on_the_page("stream/other")
     assert on_the_page("eval/one/pass@2")
     assert on_the_page("reward/math/info/steps")
+    assert on_the_page("rollout/errors/add")
+    assert on_the_page("env/solved")
     assert on_the_page("curriculum/share/gsm8k")

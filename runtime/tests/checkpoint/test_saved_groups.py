@@ -43,6 +43,7 @@ def group(number=3, samples=2, logprob=-0.1, info=None):
             },
             reward=0.1 + 0.2,
             score=1 / 3,
+            info={"env/steps": 3.0, "rollout/calls/add": 0.1},
         )
         for sample in range(samples)
     ]
@@ -103,6 +104,16 @@ def test_every_field_is_written():
     assert set(line) - {"row"} <= set(sample_table.SCHEMA.names)
     assert set(line["turns"][0]) == {f.name for f in sample_table.TURN}
     assert set(line["rewards"]["math"]) == {f.name for f in sample_table.REWARD} - {"name"}
+
+
+def test_a_file_from_before_samples_had_numbers_is_read(tmp_path, monkeypatch):
+    made = group()
+    for trajectory in made.trajectories:
+        trajectory.info = {}
+    with monkeypatch.context() as before:
+        before.setattr(sample_table, "SCHEMA", sample_table._WITHOUT_INFO)
+        write_groups(tmp_path / "old.arrow", [made])
+    assert read_groups(tmp_path / "old.arrow", find) == [made]
 
 
 def test_a_line_reads_well():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_runtime.observe.source_rewards import source_metrics
+from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
 
 ROW = Row({}, "data", 0)
 
@@ -40,3 +40,11 @@ def test_numbers_of_info_and_rewards_of_an_environment():
         "reward/m/info/found": 0.5,
         "reward/m/info/length": 4.0,
     }
+
+
+def test_numbers_about_samples_are_averaged_over_the_samples_that_have_them():
+    made = [sample(), sample(), sample()]
+    made[0].info = {"env/solved": 1.0, "rollout/calls/add": 2.0}
+    made[1].info = {"env/solved": 0.0}
+    groups = [Group(ROW, 0, made[:2]), Group(ROW, 1, made[2:])]
+    assert info_metrics(groups) == {"env/solved": 0.5, "rollout/calls/add": 2.0}

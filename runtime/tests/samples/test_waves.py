@@ -1,14 +1,18 @@
 """Rollouts run in waves whose composition depends on counters alone; a failure fails only its own sample."""
 
 import asyncio
+import math
 import random
 from dataclasses import replace
 
 import pytest
 from rlhf.errors import RolloutError, WorkerError
 from rlhf.interfaces import Env, Generator, Proof, Rollout
+from rlhf.plugins import Resolved
 from rlhf.requests import check_sampling
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
 from rlhf_runtime.workers.main_thread import MainThread
 
@@ -335,3 +339,46 @@ def test_a_limit_admits_the_next_sample_when_one_ends(main):
     generator.waves = []
     rollouts.run(rows(1, 2, 1), 0, settings())
     assert generator.waves == first
+
+
+class Steps(Env):
+    name = "steps"
+
+    async def reset(self, row, seed):
+        self.steps = 0
+        return ""
+
+    async def step(self, action):
+        self.steps += 1
+        info = {"steps": self.steps, "first": self.steps == 1, "text": "a", "list": [1], "nan": math.nan}
+        return EnvStep(done=action == "done", info=info)
+
+
+def test_numbers_about_a_sample_are_kept_with_it(main):
+    class Plays(Turns):
+        async def run(self, row, seed, ctx):
+            env = await ctx.open_env()
+            await env.reset(row, seed)
+            for action in ("a", "b", "done") if ctx.index[1] else ("a", "b"):
+                await env.step(action)
+            ctx.report("calls", 5)
+            ctx.report("calls", 2)
+            return await super().run(row, seed, ctx)
+
+    episodes = Episodes(Resolved("env", "steps", Steps, "here", "", "steps"), None, EnvSection(use="x", max_turns=3))
+    [group], _ = run(main, rows(1), Plays(), episodes.open, samples=2)
+    assert [t.info for t in group.trajectories] == [
+        {"env/first": 0.0, "env/steps": 2.0, "rollout/calls": 2.0},
+        {"env/first": 0.0, "env/max_turns": 0.0, "env/steps": 3.0, "rollout/calls": 2.0},
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, True, "2"])
+def test_a_rollout_reports_finite_numbers_only(main, value):
+    class Reports(Turns):
+        async def run(self, row, seed, ctx):
+            ctx.report("calls", value)
+            return await super().run(row, seed, ctx)
+
+    [group], _ = run(main, rows(1), Reports(), samples=1, abort_on_failure=False)
+    assert "allowed: a finite number" in group.trajectories[0].error

@@ -111,6 +111,15 @@ class RolloutContext(ABC):
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         """Sample one turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
 
+    def report(self, name: str, value: float) -> None:
+        """A number about this sample, such as how often something happened in it; reporting a name again replaces its
+        number. It is stored with the sample, and the mean over the samples that report it is the metric
+        ``rollout/NAME``. A count must therefore be reported where it is 0 too.
+
+        Raises RolloutError: ``value`` is no finite number. A context that stores no samples ignores it.
+        """
+        return
+
     @abstractmethod
     async def open_env(self) -> Env:
         """A new environment whose calls have deadlines. The runtime closes it when the sample ends."""

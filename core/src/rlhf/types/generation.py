@@ -58,3 +58,5 @@ class EnvStep:
     """Replaces the sampling parameters from the next turn on. In training it may change ``max_new_tokens``,
     ``temperature`` (above 0) and the stop conditions. It may not exclude tokens that ``[sampling]`` allows."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values. Numbers and bools are stored with the sample, of each key the last value of the episode. Their means
+    over samples are metrics, ``env/KEY``."""

@@ -106,6 +106,9 @@ class Trajectory:
     """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score."""
     error: str = ""
     """First cause, if ``status`` is ``failed``."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers about the sample: ``env/KEY`` (``EnvStep.info``) and ``rollout/KEY`` (``RolloutContext.report``). Their
+    means over samples are metrics of these names."""
 
     @property
     def prompt_text(self) -> str:

@@ -17,7 +17,17 @@ def say(messages, **fields):
 def run(lab, program, wire, body, **settings):
     trajectory = lab.one(program(SAYS + body), {"wire": wire.path}, **settings)
     assert trajectory.status != "failed", trajectory.error
-    return trajectory, lab.text(trajectory)
+    texts = lab.text(trajectory)
+    assert trajectory.info["rollout/sequences"] == len(texts)
+    return trajectory, texts
+
+
+def begun(trajectory):
+    """{reason: how many sequences it begins}, as the sample reports them."""
+    found = {name.rpartition("/")[2]: n for name, n in trajectory.info.items() if name.startswith("rollout/sequences/")}
+    assert sorted(found) == ["again", "conversation", "reasoning", "rewritten", "template", "tools"]
+    assert sum(found.values()) == trajectory.info["rollout/sequences"] - 1
+    return {reason: n for reason, n in found.items() if n}
 
 
 def test_a_tool_loop_is_one_sequence_of_the_tokens_that_were_sampled(lab, program, wire):
@@ -38,6 +48,9 @@ for _ in range(4):
     assert text.count("<tool_response>\n3\n</tool_response>") == sum(
         len(a["choices"][0]["message"].get("tool_calls", [])) for [a] in wire()[:3]
     )
+    made = sum(len(a["choices"][0]["message"].get("tool_calls") or []) for [a] in wire())
+    assert made == trajectory.info["rollout/calls/add"] + trajectory.info["rollout/calls_unknown"] > 0
+    assert begun(trajectory) == {}
     used = [a["usage"] for [a] in wire()]
     assert [u["prompt_tokens"] for u in used[1:]] > [u["total_tokens"] for u in used[:-1]]
 
@@ -70,6 +83,7 @@ say([USER, first, {"role": "user", "content": "And?"}, edited, {"role": "user", 
     first = trajectory.turns[:2]
     kept = [i for t in first for i in t.ids]
     assert list(trajectory.turns[4].ids)[: len(kept)] == kept, "its tokens are context as they were sampled"
+    assert begun(trajectory) == {"rewritten": 1}
     assert len(texts) == 2
 
 
@@ -84,6 +98,7 @@ say([{"role": "user", "content": "Summary: 3."}], tools=[add()])
     assert len(texts) == 3
     assert [t.sampled for t in trajectory.turns] == [False, True] * 3
     assert ["<tools>" in text for text in texts] == [True, False, True]
+    assert begun(trajectory) == {"tools": 1, "conversation": 1}
 
 
 def test_a_subagent_has_a_sequence_and_the_last_answer_comes_last(lab, program, wire):
@@ -97,6 +112,7 @@ say(main)
 """
     trajectory, texts = run(lab, program, wire, body)
     assert ["Sub." in text for text in texts] == [True, False]
+    assert begun(trajectory) == {"conversation": 1}
     assert [t.sampled for t in trajectory.turns] == [False, True] * 5
     assert wire()[-1][0]["usage"]["completion_tokens"] == len(trajectory.turns[-1].ids)
 
@@ -113,6 +129,18 @@ say([{"role": "user", "content": "2"}, said[2], {"role": "user", "content": "x"}
     assert sum(t.sampled for t in trajectory.turns) == 5
 
 
+def test_a_rewritten_message_of_the_user_begins_a_sequence(lab, program, wire):
+    body = """
+first = say([USER])
+second = say([USER, first, {"role": "user", "content": "And?"}])
+say([USER, first, {"role": "user", "content": "Or?"}, second, {"role": "user", "content": "Go."}])
+say([{**USER, "content": "Other."}], n=2)
+say([USER])
+"""
+    trajectory, _ = run(lab, program, wire, body)
+    assert begun(trajectory) == {"again": 2, "conversation": 1, "rewritten": 1}
+
+
 def test_two_continuations_of_one_answer(lab, program, wire):
     body = """
 first = say([USER])
@@ -122,6 +150,7 @@ for word in "ab":
     trajectory, texts = run(lab, program, wire, body)
     assert len(texts) == 2
     assert sum(t.sampled for t in trajectory.turns) == 3
+    assert begun(trajectory) == {"rewritten": 1}
 
 
 DROPS = """
@@ -141,6 +170,8 @@ def test_reasoning_that_a_client_drops_is_treated_as_the_template_treats_it(thin
     trajectory, texts = run(thinking, program, wire, f"DROP, TOOLS = {drop}, {tools}\n{DROPS}")
     last = max(n for n, turn in enumerate(trajectory.turns) if turn.sampled)
     assert trajectory.turns[last - 1].fresh == (not tools)
+    if not tools:
+        assert begun(trajectory)["reasoning"] == 1
     before = texts[-1].split("<tool_response>")[0]
     assert ("<|im_start|>assistant\n<think>\nhm" in before) == tools
 
@@ -170,5 +201,6 @@ while True:
 message["reasoning_content"] = "other"
 say([USER, message, *replies(message)], tools=[add()])
 """
-    _, texts = run(thinking, program, wire, body)
+    trajectory, texts = run(thinking, program, wire, body)
     assert "other" in texts[-1]
+    assert begun(trajectory)["reasoning"] == 1

@@ -146,6 +146,16 @@ def test_several_calls_of_an_answer_are_executed_and_their_results_are_in_order(
         "Error: there is no tool 'later'. Tools: now, add, fail.",
         "Error: invalid arguments for 'add': a: Input should be a valid integer",
     ]
+    assert trajectory.info == {
+        "rollout/calls/add": 2.0,
+        "rollout/calls/fail": 1.0,
+        "rollout/calls/now": 1.0,
+        "rollout/calls_unknown": 1.0,
+        "rollout/calls_unreadable": 0.0,
+        "rollout/errors/add": 1.0,
+        "rollout/errors/fail": 1.0,
+        "rollout/errors/now": 0.0,
+    }
 
 
 @pytest.mark.parametrize("broken", ['{"name": "now", "arguments": {', '{"name": "now"} {"x": 1}', "now()"])
@@ -157,6 +167,7 @@ def test_a_call_that_cannot_be_read_is_told(template, broken) -> None:
     [trajectory], _ = play(template, config("now"), call("now") + text, "sorry<eos>")
     assert "noon" in trajectory.turns[2].text
     assert UNREADABLE in trajectory.turns[2].text
+    assert trajectory.info["rollout/calls_unreadable"] == trajectory.info["rollout/calls/now"] == 1.0
 
 
 def test_the_last_turn_may_call_and_nothing_is_executed(template, tmp_path) -> None:

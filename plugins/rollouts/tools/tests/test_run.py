@@ -68,3 +68,5 @@ def test_log_probs_of_calls_and_answers_are_the_models_own(model, tmp_path, caps
             position += len(turn["ids"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(abs(line["policy/kl_generator"]) < 1e-5 for line in lines)
+    assert lines[0]["rollout/calls/add"] == sum(sample["info"]["rollout/calls/add"] for sample in samples) / 4 > 0
+    assert lines[0]["rollout/errors/add"] == 0

@@ -53,6 +53,7 @@ SCHEMA = pa.schema(
         "index": pa.list_(pa.int64()),
         "status": pa.string(),
         "error": pa.string(),
+        "info": pa.string(),  # JSON
         "reward": pa.float64(),
         "score": pa.float64(),
         "prompt": pa.string(),
@@ -62,6 +63,8 @@ SCHEMA = pa.schema(
         "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
     }
 )
+_WITHOUT_INFO = SCHEMA.remove(SCHEMA.get_field_index("info"))
+"""The columns of files that were written before samples had this one. They are read too."""
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file whose samples do not say what they were asked."""
 SUFFIX = ".arrow"
@@ -93,7 +96,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
-            if not reader.schema.equals(SCHEMA):
+            if not (reader.schema.equals(SCHEMA) or reader.schema.equals(_WITHOUT_INFO)):
                 raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
             number = 0
             for position in range(reader.num_record_batches):
@@ -106,6 +109,8 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     if exact is not None:
                         yield where, loads(exact, where)
                         continue
+                    info = values.get("info")
+                    values["info"] = loads(info, where) if info is not None else {}
                     for reward in (values["rewards"] or {}).values():
                         reward["info"] = loads(reward["info"], where)
                     if reader.schema.metadata == NO_PROMPTS:
@@ -157,7 +162,8 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
          "steps": [dict(zip(("turn", "token", "value"), step, strict=True)) for step in result["steps"]]}
         for name, result in sample.get("rewards", {}).items()
     ]  # fmt: skip
-    return {**sample, **asked, "source": sample["row"]["source"], "row": sample["row"]["index"], "rewards": rewards}
+    plain = {"source": sample["row"]["source"], "row": sample["row"]["index"], "rewards": rewards}
+    return {**sample, **asked, **plain, "info": to_text(sample["info"]) if "info" in sample else None}
 
 
 def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def _offsets(counts: Iterable[int]) -> pa.Array:
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    columns = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name != "turns"}
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names if name != "turns"}
     lists = batch.column("turns")
     turns = _turns(lists.values)
     ends = lists.offsets.to_pylist()

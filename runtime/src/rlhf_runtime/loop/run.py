@@ -31,7 +31,7 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
-from rlhf_runtime.observe.source_rewards import source_metrics
+from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
 from rlhf_runtime.samples.acceptance import left_out
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.sampling import Sampler
@@ -274,7 +274,8 @@ class Run:
             self.progress.samples(done, ready.groups)
         self.reports.observe("rollouts_finished", done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
-        return counts | {"stream/version": float(ready.version)} | ready.chosen | source_metrics(ready.groups)
+        counts |= {"stream/version": float(ready.version)} | ready.chosen
+        return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
 
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after ``done`` steps."""

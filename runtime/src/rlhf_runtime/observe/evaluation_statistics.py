@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from rlhf.types import Group, Trajectory
 
+from rlhf_runtime.observe.source_rewards import info_metrics
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that at least one of k answers passes, where the k are drawn without replacement from n answers and
@@ -45,6 +47,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``unscored``   share of answers without a reward (failed, or no source applied)
     ``failed``     share of answers whose rollout or scoring failed; present where at least one did
     ``prompts``    number of prompts
+    ``env/KEY``    and ``rollout/KEY``: means of the numbers in ``Trajectory.info``
 
     An answer without a reward does not count as wrong: it is left out of its prompt's statistics, and a prompt with
     fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
@@ -60,7 +63,7 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
 
 
 def metric_names(samples: int, sources: Collection[str], scored: bool) -> list[str]:
-    """Every name that :func:`evaluation_metrics` can give.
+    """Every name that :func:`evaluation_metrics` can give, but those of ``Trajectory.info``, which no run file knows.
 
     Args:
         sources: data sources of the prompts.
@@ -101,7 +104,7 @@ def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, fl
         if any(t.status == "failed" for t in answers):
             metrics["failed"] = _mean(t.status == "failed" for t in answers)
     metrics["prompts"] = float(len(groups))
-    return metrics
+    return metrics | info_metrics(groups)
 
 
 def _scored(trajectory: Trajectory) -> bool:

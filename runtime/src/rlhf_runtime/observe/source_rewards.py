@@ -1,4 +1,5 @@
-"""Metrics of each reward source by itself. The total reward of several sources does not show what each one gave."""
+"""Metrics of each reward source by itself, and of what environments and rollouts say about samples. The total reward of
+several sources does not show what each one gave."""
 
 from __future__ import annotations
 
@@ -9,6 +10,15 @@ from collections.abc import Iterable
 from rlhf.types import Group
 
 ENV = "env"
+
+
+def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them."""
+    numbers: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for name, value in trajectory.info.items():
+            numbers[name].append(value)
+    return {name: math.fsum(given) / len(given) for name, given in sorted(numbers.items())}
 
 
 def source_metrics(groups: Iterable[Group]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from rlhf.errors import EnvError, PluginInvalid, boundary
@@ -96,6 +97,8 @@ class Episode(Env):
         self._env: Env | None = None
         self._worker: Worker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
+        self.numbers: dict[str, float] = {}
+        """The numbers in the steps' ``info``, of each key the last one."""
 
     async def reset(self, row: Row, seed: int) -> str:
         if self._env is not None or self._worker is not None or self._closed:
@@ -124,6 +127,9 @@ class Episode(Env):
         if self._steps >= self._section.max_turns and not step.done:
             step = replace(step, done=True, info={**step.info, "max_turns": True})
         self._over = step.done
+        self.numbers |= {k: float(v) for k, v in step.info.items() if isinstance(v, bool | int | float) and isfinite(v)}
+        if step.done:  # so that its mean over samples is the share of episodes that were cut
+            self.numbers.setdefault("max_turns", 0.0)
         return step
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext
@@ -17,6 +18,7 @@ from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
+from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.failures import Failures, describe
 from rlhf_runtime.samples.single_requests import SingleRequests
 from rlhf_runtime.samples.turn_log import TurnLog
@@ -229,6 +231,7 @@ class Rollouts:
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error
             trajectory.status, trajectory.error = "failed", f"{type(error).__name__}: {cause}"
         finally:
+            trajectory.info = context.numbers()
             try:
                 await context.close()
             except RlhfError as error:
@@ -254,6 +257,7 @@ class _Context(RolloutContext):
         self._run, self._row, self._index, self._settings, self._requests = run, row, index, settings, requests
         self._log, self._slice = log, slice
         self._envs: list[Env] = []
+        self._reported: dict[str, float] = {}
         self._closed, self._generating = True, False
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
@@ -350,6 +354,18 @@ class _Context(RolloutContext):
     def _start_clock(self, seconds: float) -> None:
         if self.clock is not None:
             self.clock.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    def report(self, name: str, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise RolloutError(f"the rollout reports {value!r:.60} as {name!r}; allowed: a finite number")
+        self._reported[name] = float(value)
+
+    def numbers(self) -> dict[str, float]:
+        """What the rollout and the environments said about the sample in numbers."""
+        episodes = [env for env in self._envs if isinstance(env, Episode)]
+        of_envs = {f"env/{key}": value for env in episodes for key, value in env.numbers.items()}
+        of_rollout = {f"rollout/{name}": value for name, value in self._reported.items()}
+        return dict(sorted({**of_envs, **of_rollout}.items()))
 
     async def open_env(self) -> Env:
         if self._run.open_env is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, get_args
 
 from rlhf.errors import DataError
 from rlhf.interfaces import RolloutContext
@@ -14,7 +15,7 @@ from rlhf.types import Turn
 
 from rlhf_plugin_agent.api_error import ApiError
 from rlhf_plugin_agent.asked import Asked, Choice
-from rlhf_plugin_agent.tree import Message, Node, Tree, context_of, text_of
+from rlhf_plugin_agent.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Session:
         """Whether a request was refused because its context leaves no room for an answer."""
         self.sequences: list[str] = []
         """For each new sequence but the first, why it was begun."""
+        self._reasons = Counter(dict.fromkeys(get_args(Reason), 0))
+        self._calls = Counter({"calls_unknown": 0})
         self._tree, self._number = Tree(), 0
         self._one = asyncio.Lock()
         self._known: dict[str, asyncio.Task[Any]] = {}
@@ -58,7 +61,7 @@ class Session:
         """Sample the answers to a conversation. Raises ApiError."""
         async with self._one:  # a sample's turns are generated one at a time
             try:
-                node, context, messages = self._place(asked)
+                node, context, messages, begins = self._place(asked)
             except DataError as error:
                 raise ApiError(400, str(error), "messages", "invalid_messages") from error
             choices = []
@@ -71,6 +74,9 @@ class Session:
                     raise ApiError(400, why, "messages", "context_length_exceeded")
                 turn = await self.ctx.generate(turns, asked.sampling, self._number)
                 self._number += 1
+                if begins is not None:
+                    self._begins(*begins)
+                begins = "again", "another answer to the same request"
                 message = self._message(turn, asked)
                 self._tree.add(node, context, turn, messages, message, asked.tools)
                 choices.append(Choice(turn, message, length))
@@ -79,6 +85,11 @@ class Session:
     async def close(self) -> list[Turn]:
         """Wait for what is being generated, and return all turns."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.ctx.report("sequences", len(self.sequences) + 1)
+        for reason, count in self._reasons.items():
+            self.ctx.report(f"sequences/{reason}", count)
+        for name, count in self._calls.items():
+            self.ctx.report(name, count)
         return self._tree.turns()
 
     async def cancel(self) -> None:
@@ -87,38 +98,50 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _place(self, asked: Asked) -> tuple[Node | None, Turn, list[Message]]:
-        """The answer that the request goes on from, if its tokens can be kept; the tokens after it; and all messages,
-        those that are known as they were sampled."""
+    def _place(self, asked: Asked) -> tuple[Node | None, Turn, list[Message], tuple[Reason, str] | None]:
+        """The answer that the request goes on from, if its tokens can be kept; the tokens after it; all messages, those
+        that are known as they were sampled; and why the request begins another sequence, if it does."""
         node, length = self._tree.find(asked.messages, asked.tools)
-        why = ""
+        begins: tuple[Reason, str] | None = None
         if node is not None:
             following = asked.messages[length:]
             context = self.ctx.encode_following(node.before, node.answer, following, asked.tools, node.turn)
             if context is not None:
                 if not node.is_last:
-                    self._begins(f"another one goes on from the same answer: {self._difference(asked)}")
-                return node, context, [*node.before, node.answer, *following]
-            why = "the chat template rewrites earlier messages"
+                    reason, why = self._difference(asked)
+                    begins = reason, f"another one goes on from the same answer: {why}"
+                return node, context, [*node.before, node.answer, *following], begins
+            reasoning = has_reasoning([*node.before, node.answer])
+            begins = "reasoning" if reasoning else "template", "the chat template rewrites earlier messages"
         if self._number:
-            self._begins(why or self._difference(asked))
-        return None, self.ctx.encode_messages(asked.messages, asked.tools), [*asked.messages]
+            begins = begins or self._difference(asked)
+        return None, self.ctx.encode_messages(asked.messages, asked.tools), [*asked.messages], begins
 
-    def _difference(self, asked: Asked) -> str:
+    def _difference(self, asked: Asked) -> tuple[Reason, str]:
         return self._tree.difference(asked.messages, asked.tools)
 
-    def _begins(self, why: str) -> None:
+    def _begins(self, reason: Reason, why: str) -> None:
         self.sequences.append(why)
+        self._reasons[reason] += 1
         _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
 
     def _message(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         """The assistant message of a turn: what was asked not to be read is text, and ends before a stop string."""
         message = self.ctx.parse_answer(turn, asked.tools)
+        self._count_calls(message, asked)
         if not asked.calls and message.get("tool_calls"):
             message = {"role": "assistant", "content": turn.text}
         content = text_of(message["content"])
         cuts = [at for stop in asked.stop if (at := content.find(stop)) >= 0]
         return {**message, "content": content[: min(cuts)]} if cuts else message
+
+    def _count_calls(self, message: Message, asked: Asked) -> None:
+        """Names that the policy makes up have one count, so that metrics do not get names of its choice."""
+        offered = [f"calls/{tool['function']['name']}" for tool in asked.tools]
+        self._calls.update(dict.fromkeys(offered, 0))
+        for call in (message.get("tool_calls") or []) if asked.calls else []:
+            name = f"calls/{call['function']['name']}"
+            self._calls[name if name in offered else "calls_unknown"] += 1
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

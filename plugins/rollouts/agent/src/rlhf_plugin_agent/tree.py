@@ -13,11 +13,15 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rlhf.types import Turn
 
 Message = Mapping[str, Any]
+Reason = Literal["conversation", "rewritten", "tools", "reasoning", "template", "again"]
+"""Why a request begins a sequence: its first message is another one; a later message is another one; its tools are
+other ones; the client or the template changes or leaves out reasoning; the template rewrites earlier messages
+otherwise; the conversation is asked again from an earlier message."""
 
 
 @dataclass(slots=True)
@@ -96,20 +100,30 @@ class Tree:
             turns += [replace(first, fresh=bool(turns)), *rest]
         return turns
 
-    def difference(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
-        """The first difference to the conversation that begins most like ``messages``."""
-        best, why = -1, "no answer was sampled before"
+    def difference(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Reason, str]:
+        """The first difference to the conversation that begins most like ``messages``, as a kind and in words."""
+        best = -1
+        found: tuple[Reason, str] = "conversation", "no answer was sampled before"
         for node in (node for nodes in self._nodes.values() for node in nodes):
             known = [*node.before, node.answer]
             same = next((i for i, (a, b) in enumerate(zip(known, messages, strict=False)) if _key(a) != _key(b)), None)
-            if same is None:
-                same = min(len(known), len(messages))
-                what = "the tools differ" if _json(node.tools) != _json(tools) else f"it ends after message {same - 1}"
-            else:
+            this: tuple[Reason, str]
+            if same is not None:
                 what = f"message {same} ({messages[same].get('role')}) differs in {_field(known[same], messages[same])}"
+                this = "rewritten" if same else "conversation", what
+            else:
+                same = min(len(known), len(messages))
+                if _json(node.tools) != _json(tools):
+                    this = "tools", "the tools differ"
+                elif not _same_reasoning(known, messages):
+                    this = "reasoning", "the reasoning that it sends back differs"
+                elif len(messages) > len(known):  # it goes on from this answer
+                    continue
+                else:
+                    this = "again", f"it ends after message {same - 1}"
             if same > best:
-                best, why = same, what
-        return why
+                best, found = same, this
+        return found
 
 
 def context_of(node: Node | None, context: Turn) -> list[Turn]:
@@ -123,6 +137,10 @@ def context_of(node: Node | None, context: Turn) -> list[Turn]:
     parts = [*before, context]
     ids = array("i", b"".join(t.ids for t in parts))
     return [Turn(ids, sampled=False, text="".join(t.text for t in parts))]
+
+
+def has_reasoning(messages: Sequence[Message]) -> bool:
+    return any(_reasoning(message) for message in messages)
 
 
 def text_of(content: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +37,8 @@ class ToolsRollout(Rollout):
     results follow, the next turn begins a new sequence (``Turn.fresh``).
 
     What is wrong with a call (unknown tool, invalid arguments, an error, a timeout) is its result, which the policy
-    reads. A worker process or a server that fails is a failed sample (RolloutError).
+    reads. A worker process or a server that fails is a failed sample (RolloutError). Every sample reports how often
+    each tool was called and how often this was an error.
     """
 
     name = "tools"
@@ -69,13 +71,14 @@ class ToolsRollout(Rollout):
         tools, messages = toolbox.schemas, ctx.prompt_messages(row)
         turns = [ctx.encode_messages(messages, tools)]
         self._check_shown(turns[0], messages, ctx)
+        counts = toolbox.counts()
         for number in range(self.config.max_turns):
             turn = await ctx.generate(list(turns), _within_budget(ctx.sampling, _room(turns, ctx)), number)
             turns.append(turn)
             if turn.finish == "length" or number + 1 == self.config.max_turns:
                 break
             answer = ctx.parse_answer(turn, tools)
-            results = await _results(toolbox, answer)
+            results = await _results(toolbox, answer, counts)
             if not results:
                 break
             following = ctx.encode_following(messages, answer, results, tools)
@@ -86,6 +89,8 @@ class ToolsRollout(Rollout):
                 turn.finish = "length"
                 break
             turns.append(following)
+        for name, count in counts.items():
+            ctx.report(name, count)
         return turns
 
     async def _started(self) -> Toolbox:
@@ -118,10 +123,11 @@ class ToolsRollout(Rollout):
         self._shown = True
 
 
-async def _results(toolbox: Toolbox, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+async def _results(toolbox: Toolbox, answer: Mapping[str, Any], counts: Counter[str]) -> list[dict[str, Any]]:
     """The messages with the results of an answer's calls. A call that could not be parsed is part of its content."""
-    results = await toolbox.answer(answer.get("tool_calls") or [])
+    results = await toolbox.answer(answer.get("tool_calls") or [], counts)
     if "<tool_call>" in (answer.get("content") or ""):
+        counts["calls_unreadable"] += 1
         results.append({"role": "tool", "content": UNREADABLE})
     return results
 

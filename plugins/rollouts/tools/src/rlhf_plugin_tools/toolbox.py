@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,12 @@ class Toolbox:
         self._servers: list[Server] = []
         self._slots = asyncio.Semaphore(config.parallel)
         self.tools: dict[str, Tool] = {}
+
+    def counts(self) -> Counter[str]:
+        """The counts of a sample, all 0. :meth:`answer` adds to them. Names that the policy makes up have one count, so
+        that metrics do not get names of its choice."""
+        of_tools = [f"{what}/{name}" for name in self.tools for what in ("calls", "errors")]
+        return Counter(dict.fromkeys([*of_tools, "calls_unknown", "calls_unreadable"], 0))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -59,10 +66,13 @@ class Toolbox:
         await self._workers.close()
         await asyncio.gather(*(server.close() for server in self._servers))
 
-    async def answer(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    async def answer(
+        self, calls: Sequence[Mapping[str, Any]], counts: Counter[str] | None = None
+    ) -> list[dict[str, Any]]:
         """Execute the calls of one answer. Returns a message with the result of each, in their order. Raises
         RolloutError where the machinery failed; the other calls are then stopped."""
-        tasks = [asyncio.ensure_future(self._result(call["function"])) for call in calls]
+        counts = self.counts() if counts is None else counts
+        tasks = [asyncio.ensure_future(self._result(call["function"], counts)) for call in calls]
         try:
             results = await asyncio.gather(*tasks)
         finally:
@@ -74,16 +84,19 @@ class Toolbox:
             for call, result in zip(calls, results, strict=True)
         ]
 
-    async def _result(self, function: Mapping[str, Any]) -> str:
+    async def _result(self, function: Mapping[str, Any], counts: Counter[str]) -> str:
         name = function["name"]
         try:
             tool = self.tools.get(name)
+            counts["calls_unknown" if tool is None else f"calls/{name}"] += 1
             if tool is None:
                 known = ", ".join(self.tools)
                 raise ToolError(f"there is no tool {name!r}. Tools: {known}.{did_you_mean(name, self.tools)}")
             async with self._slots:
                 return await tool.call(function["arguments"], self._config.timeout, self._config.max_result)
         except ToolError as error:
+            if name in self.tools:
+                counts[f"errors/{name}"] += 1
             return f"Error: {error}"
 
     async def _tools_of(self, name: str, config: Any) -> list[Tool]:
