@@ -9,7 +9,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
-CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed"))
+CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed", "fsdp"))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

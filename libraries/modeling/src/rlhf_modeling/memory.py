@@ -53,6 +53,8 @@ class Storage:
     """Bytes per trained parameter that exist beside the weights while the trainer makes its buffers."""
     keeps_gradients: bool = False
     """Gradient buffers exist between steps too."""
+    whole_at_load: bool = False
+    """Each rank reads the whole model in host memory and keeps its part."""
     host_weights: bool = False
     """The weights live in host memory; layers are brought to the device one by one."""
     host_optimizer: bool = False
@@ -230,12 +232,13 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int) -> Held:
 
 def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int) -> dict[str, int]:
     """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
-    read whole layers in host memory first."""
+    read whole layers in host memory first, and where ``whole_at_load`` the whole model."""
     read = size if a.device == "cpu" else own
     making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
     if own.outputs == own.vocabulary:  # a language model computes once, for its head to be checked
         making += s.gathered
-    return {"weights": int(read.parameters * s.weight_bytes / s.weight_ranks), "working": making}
+    ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
+    return {"weights": int(read.parameters * s.weight_bytes / ranks), "working": making}
 
 
 def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for rank_processes and zero_cases
+sys.path.insert(0, str(HERE))  # for zero_cases
 
-from rank_processes import Ranks  # noqa: E402
+from rlhf_testing.rank_processes import Ranks  # noqa: E402
 from zero_pair_names import ONLY_FULL  # noqa: E402
 
 
@@ -34,7 +34,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tiny_architecture(folder / "recurrent", "qwen3_next")
     one_rank_checkpoint(folder)
     full = any(item.get_closest_marker("full") for item in request.session.items if item.path.parent == HERE)
-    return Ranks(HERE / "zero_pair.py", folder, 2, without=() if full else ONLY_FULL)
+    left_out = () if full else [f"-{case}" for case in ONLY_FULL]
+    return Ranks(HERE / "zero_pair.py", folder, 2, "rlhf_plugin_deepspeed.trainer", *left_out)
 
 
 def one_rank_checkpoint(folder: Path) -> None:

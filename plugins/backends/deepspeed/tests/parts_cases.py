@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from parts_names import LORA, MODELS, REFUSED
-from rank_processes import Ranks as Processes
 from rlhf.interfaces import Loss
 from rlhf_modeling.adapters import LoraOptions
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.rank_processes import Ranks as Processes
 from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
 from zero_cases import batch, spec, trainer
@@ -23,7 +23,7 @@ class Ranks(Processes):
     """Ranks that run the cases of ``parts_ranks.py``."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        super().__init__(HERE / "parts_ranks.py", folder, ranks)
+        super().__init__(HERE / "parts_ranks.py", folder, ranks, "rlhf_plugin_deepspeed.trainer")
 
 
 def models(folder: Path) -> Path:

@@ -14,8 +14,8 @@ import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss
 from rlhf.ops.batch import Batch
+from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.optimizer import build_optimizer
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import load_file

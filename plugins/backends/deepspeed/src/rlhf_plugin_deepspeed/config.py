@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field, model_validator
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.sharded.config import ShardedConfig
 
 
-class DeepSpeedTrainerConfig(TrainingConfig):
+class DeepSpeedTrainerConfig(ShardedConfig):
     stage: Literal[0, 1, 2, 3] = 2
     """ZeRO: what is divided over the ranks. 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too."""
     tensor_parallel: int = Field(1, ge=1)
@@ -29,12 +29,6 @@ class DeepSpeedTrainerConfig(TrainingConfig):
     layer. A larger number saves communication, a smaller one saves memory."""
     bucket: int = Field(2**25, gt=0)
     """Elements of the buffers in which gradients are reduced and, in stage 3, weights gathered ahead of use."""
-    timeout: float = Field(1800.0, gt=0)
-    """Seconds that a rank waits for the others before it raises."""
-    export_shard_bytes: int = Field(2**32, gt=0)
-    """Largest safetensors file of an export (one larger tensor is alone in its file)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model; ``auto``: a GPU if there is one."""
 
     @model_validator(mode="after")
     def _possible(self) -> DeepSpeedTrainerConfig:

@@ -15,7 +15,7 @@ from rlhf_modeling.adapters import LoraOptions, add_adapters
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import draw_head, load_model
-from rlhf_modeling.probe import probe
+from rlhf_modeling.sharded.loading import load_on_host
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.engine import engine_config
@@ -67,17 +67,8 @@ def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | 
 def load_part(
     spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, topology: Topology
 ) -> tuple[LoadedModel, TensorSplit]:
-    """Load with :func:`rlhf_modeling.model.load_model` and keep this rank's part. ``device`` never holds more."""
-    host = torch.device("cpu")
-    loaded = load_model(spec, host, divided=True)
-    if loaded.fresh_head:
-        draw_head(loaded, spec)
-    probe(loaded, spec)
-    if (lora := _adapters(spec, config)) is not None:  # whole adapters, the same on every rank
-        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
-        loaded.module.eval()
-    if config.kernels == "own" or device.type == "cpu":  # "auto" means "own" on a CPU
-        use_kernels(loaded, config.kernels if config.kernels != "liger" else "none")
+    """Load whole in host memory and keep this rank's part. ``device`` never holds more."""
+    loaded = load_on_host(spec, device, _adapters(spec, config), config.kernels)
     split = divide(loaded, topology, device)
     if config.kernels == "liger":
         use_kernels(loaded, "liger")

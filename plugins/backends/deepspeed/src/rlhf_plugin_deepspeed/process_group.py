@@ -1,28 +1,25 @@
-"""The process group of a role's ranks: joined once per process, with a timeout that turns a hang into an error."""
+"""DeepSpeed in a process: its import, its messages, and the process groups that it keeps in global variables."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from rlhf.errors import CapabilityError, ConfigError, RlhfError, WorkerError
+from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
+from rlhf_modeling.sharded.process_group import join
 
 INSTALL = "pip install 'rlhf-kit[deepspeed]'"
 
-_joined: tuple[str, int, int] | None = None
-"""(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
 _node_groups: dict[int, Any] = {}
 """{number of ranks: the process group of this rank that holds a second copy of the weights}."""
 
@@ -100,62 +97,12 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
-    """Make this process rank ``spec.rank`` of the role's group.
-
-    Roles of one rank share the process's group of one rank. Roles of several ranks share a group only if the launcher
-    gave them the same rendezvous. It must call them in the same order on all ranks.
-    """
-    global _joined
-    who = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
-    if not 0 <= spec.rank < spec.world_size:
-        raise ConfigError(f"{who}: a rank lies in 0..{spec.world_size - 1}")
-    os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own device only
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if dist.is_initialized():
-        size = dist.get_world_size()
-        alone = spec.world_size == 1 == size
-        if not alone and _joined != (spec.rendezvous, spec.rank, spec.world_size):
-            raise CapabilityError(
-                f"{who}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
-                "of its own: use a launcher that gives it some (capability 'ranks:many')."
-            )
-    elif spec.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        if not spec.rendezvous.startswith("tcp://"):
-            raise ConfigError(
-                f"{who}: no rendezvous address. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
-            )
-        limit = timedelta(seconds=seconds)
-        try:
-            store = _store(spec, limit)
-            dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=limit)
-        except Exception as cause:
-            raise WorkerError(
-                f"{who} did not meet the others at {spec.rendezvous} within {seconds:g} s "
-                f"({type(cause).__name__}: {cause}). Did every rank start, and can it reach that address?"
-            ) from cause
-        _joined = (spec.rendezvous, spec.rank, spec.world_size)
-    # DeepSpeed would make a second group of all ranks, with a timeout of its own
+def join_group(spec: ModelSpec, device: torch.device, seconds: float) -> None:
+    """:func:`rlhf_modeling.sharded.process_group.join`, for DeepSpeed too. It would make a second group of all ranks,
+    with a timeout of its own."""
+    join(spec, device, seconds)
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     groups._WORLD_GROUP = dist.group.WORLD
-    if spec.world_size > 1:
-        agree_on_role(spec, who)
-
-
-def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
-    """The store of the rendezvous. Rank 0 listens at the rendezvous address only; torch itself would listen at all
-    addresses of the machine."""
-    place = urlsplit(spec.rendezvous)
-    host, port = place.hostname or "", place.port or 0
-    if spec.rank:
-        return dist.TCPStore(host, port, spec.world_size, timeout=limit)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listener:
-        return dist.TCPStore(
-            host, port, spec.world_size, is_master=True, timeout=limit, master_listen_fd=os.dup(listener.fileno())
-        )
 
 
 @contextmanager
@@ -181,66 +128,3 @@ def second_copies(ranks: int, seconds: float) -> Iterator[None]:
         yield
     finally:
         groups._create_zero_param_parallel_group = create
-
-
-def agree_on_role(spec: ModelSpec, who: str) -> None:
-    """Raises ConfigError unless every rank of the group holds the same role of the same model."""
-    facts: list[Any] = [None] * spec.world_size
-    dist.all_gather_object(facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype))
-    if len(set(facts)) > 1:
-        raise ConfigError(f"{who}: the ranks that met at {spec.rendezvous} differ: {facts}")
-
-
-@contextmanager
-def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
-    """A context that raises WorkerError, naming role, rank and call, if a collective inside loses the other ranks."""
-    try:
-        yield
-    except RlhfError:
-        raise
-    except (RuntimeError, dist.DistError) as cause:
-        text = str(cause)
-        lost = ("Timed out", "timed out", "Timeout", "Connection", "closed by peer", "NCCL", "Broken pipe", "gloo")
-        if spec.world_size == 1 or not any(word in text for word in lost):
-            raise
-        raise WorkerError(
-            f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}: {call}() lost the other ranks ({text}). "
-            f"One of them died, raised, or made another call; trainer.timeout is {seconds:g} s. The first rank that "
-            "failed has the cause."
-        ) from cause
-
-
-def total(values: torch.Tensor) -> torch.Tensor:
-    """Sum over ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
-
-
-def largest(values: torch.Tensor) -> torch.Tensor:
-    """Maximum over ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
-
-
-def first_text(text: str) -> str:
-    """The text of the lowest rank whose text is not empty, with that rank."""
-    size = dist.get_world_size()
-    if size == 1:
-        return text
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, text)
-    return next((f"{t} on rank {rank}" for rank, t in enumerate(found) if t), "")
-
-
-def reduce_to_first(values: torch.Tensor) -> None:
-    """Sum over ranks into rank 0's ``values``, in place; those of others are undefined afterwards."""
-    if dist.get_world_size() > 1:
-        dist.reduce(values, dst=0)
-
-
-def barrier() -> None:
-    """Wait until every rank has called this function."""
-    if dist.get_world_size() > 1:
-        dist.barrier()

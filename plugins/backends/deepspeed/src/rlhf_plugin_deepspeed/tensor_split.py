@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from rlhf_modeling.sharded.partition import Partition
+from rlhf_modeling.sharded.split import Split
 from torch import Tensor
 
 from rlhf_plugin_deepspeed.topology import Topology
-from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
-class TensorSplit:
+class TensorSplit(Split):
     """How one model is divided over the ranks of a replica; without arguments every parameter is whole.
 
     Args:
@@ -22,7 +23,9 @@ class TensorSplit:
     """
 
     def __init__(self, topology: Topology, dims: Mapping[str, int] | None = None, partial: Iterable[str] = ()) -> None:
-        self.topology, self.dims, self.partial = topology, dict(dims or {}), frozenset(partial)
+        super().__init__(topology)
+        self.place = topology
+        self.dims, self.partial = dict(dims or {}), frozenset(partial)
 
     def dim(self, name: str) -> int | None:
         return self.dims.get(name)
@@ -54,13 +57,13 @@ class TensorSplit:
             return held
         held = held.detach().contiguous()
         parts = [torch.empty_like(held) for _ in range(self.topology.parts)]
-        dist.all_gather(parts, held, group=self.topology.group)
+        dist.all_gather(parts, held, group=self.place.group)
         return torch.cat(parts, self.dims[name])
 
     # ----------------------------------------------------------------------------------- gradients
 
     @torch.no_grad()
-    def agree(self, partition: ZeroPartition) -> None:
+    def agree(self, partition: Partition) -> None:
         """After the gradients were summed over the replicas: add those that are parts of a sum, and give all ranks of a
         replica the same gradients of whole parameters. A GPU's kernels may add in another order on each rank, and then
         the ranks would take different steps without an error."""
@@ -70,15 +73,14 @@ class TensorSplit:
             for piece, views in partition.views(index):
                 for view in views if piece.name not in self.dims else ():
                     if piece.name in self.partial:
-                        dist.all_reduce(view, group=self.topology.group)
+                        dist.all_reduce(view, group=self.place.group)
                     else:
-                        dist.broadcast(view, self.topology.first, group=self.topology.group)
+                        dist.broadcast(view, self.place.first, group=self.place.group)
 
-    def squares(self, partition: ZeroPartition, index: int) -> float:
+    def squares(self, partition: Partition, index: int) -> float:
         """Sum of squares of a flat's gradient. A parameter that is whole on all ranks of a replica counts on one of
         them."""
         if self.topology.parts == 1:
-            parts = partition.gradients(index)
-            return float(torch.nn.utils.get_total_norm(parts)) ** 2 if parts else 0.0
+            return super().squares(partition, index)
         views = [v for piece, found in partition.views(index) if self.counts(piece.name) for v in found]
         return float(torch.nn.utils.get_total_norm(views)) ** 2 if views else 0.0

@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from rlhf.errors import CapabilityError
-from rlhf.interfaces import ApplyResult, Component, Loss, ModelSpec, Sums, TrainerFacts
+from rlhf.interfaces import Component, ModelSpec, TrainerFacts
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
+from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
 from rlhf_modeling.memory import arithmetic, trainer_memory
-from rlhf_modeling.optimizer import set_rates
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read
 from rlhf_modeling.probe import probe
 from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
+from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.process_group import collective, largest
+from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
 from transformers import AutoConfig
 
-from rlhf_plugin_deepspeed import checkpoint, memory
+from rlhf_plugin_deepspeed import memory
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.coverage import Coverage
 from rlhf_plugin_deepspeed.engine import ZeroEngine
 from rlhf_plugin_deepspeed.engine_module import EngineModule
 from rlhf_plugin_deepspeed.loading import load
-from rlhf_plugin_deepspeed.muon import DividedOrthogonalAdamW
-from rlhf_plugin_deepspeed.named_tensors import NamedTensors
-from rlhf_plugin_deepspeed.optimizer import build_optimizer
+from rlhf_plugin_deepspeed.named_tensors import ZeroTensors
 from rlhf_plugin_deepspeed.parallel_layers import check_sizes
-from rlhf_plugin_deepspeed.process_group import (
-    collective,
-    first_text,
-    import_deepspeed,
-    join,
-    largest,
-    reduce_to_first,
-    total,
-)
-from rlhf_plugin_deepspeed.sharded_ema import ShardedEma
-from rlhf_plugin_deepspeed.sharded_trainer import ShardedTrainer
+from rlhf_plugin_deepspeed.process_group import import_deepspeed, join_group
+from rlhf_plugin_deepspeed.tensor_split import TensorSplit
 from rlhf_plugin_deepspeed.topology import Topology, check_parts
-from rlhf_plugin_deepspeed.zero_partition import ZeroPartition, scale
+from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
 class DeepSpeedTrainer(ShardedTrainer):
@@ -70,7 +62,17 @@ class DeepSpeedTrainer(ShardedTrainer):
     learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
     """Without ``offload_optimizer``, which ``offload_params`` requires."""
+    layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {
+        "stage", "tensor_parallel", "offload_optimizer", "offload_params", "hpz_partition_size", "keep_whole",
+        "gathered", "bucket",
+    }  # fmt: skip
     config: DeepSpeedTrainerConfig
+    topology: Topology
+    split: TensorSplit
+    tensors: ZeroTensors
+    partition: ZeroPartition
+    zero: ZeroEngine | None = None
+    """None if the role is neither trained nor divided by stage 3."""
 
     @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
@@ -102,12 +104,12 @@ class DeepSpeedTrainer(ShardedTrainer):
         device = choose_device(self.config.device)
         self.check(self.config, spec, device.type)
         deepspeed = import_deepspeed(device)
-        join(spec, device, self.config.timeout)
+        join_group(spec, device, self.config.timeout)
         self.topology = Topology(spec, self.config.tensor_parallel, self.config.timeout)
         with collective(spec, "__init__", self.config.timeout):
             loaded, self.split = load(spec, device, self.config, deepspeed, self.topology)
         self.prepare(loaded, spec, device)
-        self.tensors = NamedTensors(self.module, self.split)
+        self.tensors = ZeroTensors(self.module, self.split)
         self.packed = EngineModule(loaded, self.config)
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
@@ -141,22 +143,6 @@ class DeepSpeedTrainer(ShardedTrainer):
 
     # ------------------------------------------------------------------------------------- forward
 
-    def forward(
-        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
-    ) -> list[dict[str, Tensor]]:
-        with self._guard("forward"):
-            return super().forward(micros, outputs, view)
-
-    def accumulate(
-        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
-    ) -> Sums:
-        with self._guard("accumulate"):
-            return super().accumulate(micros, loss, coef, live)
-
-    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
-        with self._guard("evaluate"):
-            return super().evaluate(micros, loss, coef, live)
-
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
         bf16 = self.precision.bf16
         if self.zero is None:
@@ -165,60 +151,11 @@ class DeepSpeedTrainer(ShardedTrainer):
         return self._values
 
     def _backward(self, total: Tensor, last: bool) -> None:
-        """Every rank must call every backward pass. A rank whose loss is not finite calls it with a loss of zero."""
         assert self.zero is not None
-        if self._bad_loss or not total.requires_grad:
-            total = torch.stack([(v * 0.0).sum() for v in self._values.values()]).sum()
-        self.zero.backward(total, self.precision.bf16)
+        self.zero.backward(self._to_backward(total, self._values), self.precision.bf16)
         self._values = {}
 
     # ---------------------------------------------------------------------------------------- step
-
-    def apply(self) -> ApplyResult:
-        self._require_trained("apply")
-        factor = self.schedule.factor(self.updates)
-        norm, skipped = 0.0, ""
-        if self._micros:
-            with self._guard("apply"):
-                norm, skipped = self._step(factor)
-        self.updates += 1
-        self.skipped += bool(skipped)
-        self._bad_loss, self._micros = "", 0
-        return ApplyResult(norm, self.config.lr * factor, skipped)
-
-    def _step(self, factor: float) -> tuple[float, str]:
-        assert self.zero is not None
-        assert self.base is not None
-        norm, skipped = self._finish_gradients()
-        if skipped:
-            self.zero.discard()
-            return norm, skipped
-        seen = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
-        set_rates(self.base, self.config, factor)
-        self.zero.step()
-        if seen is not None:
-            self._coverage = seen.after()
-        if self.average is not None:
-            self.average.update()
-        return norm, ""
-
-    def _finish_gradients(self) -> tuple[float, str]:
-        """Reduce and clip the gradients. Returns (global norm before clipping, reason to skip the step), the same on
-        every rank."""
-        self._reduce()
-        indices = range(len(self.partition.flats))
-        local = sum(self.split.squares(self.partition, i) for i in indices)
-        facts = torch.tensor([local, float(bool(self._bad_loss))], dtype=torch.float64, device=self.device)
-        squares, bad = total(facts).tolist()
-        norm = math.sqrt(squares / self.topology.replicas if self.partition.replicated else squares)
-        if bad:
-            return norm, first_text(self._bad_loss)
-        if not math.isfinite(norm):
-            return norm, f"non-finite gradient (norm {norm})"
-        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
-            parts = [g for i in indices for g in self.partition.gradients(i)]
-            scale(parts, self.config.max_grad_norm / (norm + 1e-6))
-        return norm, ""
 
     def _reduce(self) -> None:
         assert self.zero is not None
@@ -226,41 +163,51 @@ class DeepSpeedTrainer(ShardedTrainer):
             self.zero.reduce()
             self.split.agree(self.partition)
 
-    def zero_grad(self) -> None:
-        self._bad_loss, self._micros = "", 0
-        if self.zero is not None and self.spec.role.trained:
-            self.zero.discard()
+    def _take_step(self) -> None:
+        assert self.zero is not None
+        self.zero.step()
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters without a gradient."""
-        shapes = {name: self.tensors.shapes[name] for name in self.parameters}
-        found = {}
-        with self._guard("gradients"):
-            if self.zero is not None and self._micros:
-                self._reduce()
-            own = {
-                p.name: (p, g) for i in range(len(self.partition.flats)) for p, g in self.partition.piece_gradients(i)
-            }
-            for name, shape in shapes.items():
-                whole = torch.zeros(shape, device=self.device)
-                replicated = self.partition.replicated and self.topology.replica
-                if name in own and self.split.counts(name) and not replicated:
-                    piece, gradient = own[name]
-                    held = self.split.own(name, whole)
-                    part = torch.zeros(held.numel(), device=self.device)
-                    part[piece.start : piece.start + piece.numel] = gradient
-                    held.copy_(part.view(held.shape))
-                reduce_to_first(whole)
-                if self.spec.rank == 0:
-                    found[name] = whole.cpu()
-        return found
+    def _discard(self) -> None:
+        assert self.zero is not None
+        self.zero.discard()
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
+        first, near = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
+        return self.tensors.stream_gathered(gather, first, near, self.config.bucket, merge)
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        """In stages 0 to 2 the head shares memory with the model; in stage 3 it is a gathered copy."""
+        head = None
+        with self._guard("lend_head"), self._head_gathered():
+            if self.spec.rank == 0:
+                head = self.loaded.output_head
+                if self.config.stage == 3:
+                    bias_V = None if head.bias_V is None else head.bias_V.clone()
+                    head = replace(head, weight_VH=head.weight_VH.clone(), bias_V=bias_V)
+        if head is not None:
+            yield head
+
+    def _head_gathered(self) -> AbstractContextManager[Any]:
+        if self.zero is None or self.config.stage < 3:
+            return nullcontext()
+        return self.zero.gathered(list(self.loaded.head.parameters()))
+
+    def _offload_optimizer(self) -> None:
+        assert self.zero is not None
+        self.zero.offload()
+
+    def _reload_optimizer(self) -> None:
+        assert self.zero is not None
+        self.zero.reload()
+
+    @property
+    def _average_on_device(self) -> bool:
+        return self.config.offload_optimizer == "none"
 
     # --------------------------------------------------------------------------------------- state
 
-    def save(self, path: Path) -> None:
-        with self._guard("save"):
-            checkpoint.save(self, Path(path))
-
-    def load(self, path: Path) -> None:
-        with self._guard("load"):
-            checkpoint.load(self, Path(path))
+    def division(self) -> dict[str, Any]:
+        return {"stage": self.config.stage, "tensor_parallel": self.topology.parts}

@@ -1,47 +1,16 @@
-"""Which elements of which parameters a rank owns in each ZeRO stage, as views of the optimizer's flat tensors.
-
-A :class:`Flat` is one tensor that the optimizer steps on this rank. Its pieces say which elements of which parameter it
-holds. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
-"""
+"""Which elements of which parameters a rank owns in each ZeRO stage, as views of the optimizer's flat tensors."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``numel`` elements of parameter ``name``, from its element ``start``, at ``offset`` of a flat."""
-
-    name: str
-    start: int
-    offset: int
-    numel: int
-
-
-@dataclass(slots=True)
-class Flat:
-    owner: Tensor
-    """The tensor that the optimizer keeps state for."""
-    pieces: list[Piece]
-    names: list[str]
-    """Names of the parameters in this flat on any rank. The list is the same on every rank."""
-
-    @property
-    def data(self) -> Tensor:
-        """[n] fp32, a view of :attr:`owner`."""
-        return self.owner.detach().view(-1)
-
-
-class ZeroPartition:
-    """The rank's share of a role's parameters.
+class ZeroPartition(Partition):
+    """The rank's share of a role's parameters in a ZeRO stage.
 
     Args:
         optimizer: DeepSpeed's; torch's own in stage 0; of a role that is not trained, DeepSpeed's gatherer (stage 3) or
@@ -63,34 +32,13 @@ class ZeroPartition:
         self.flats: list[Flat] = list(make(optimizer, names, rank))
 
     def gradients(self, index: int) -> list[Tensor]:
-        """The reduced gradient of flat ``index``, as consecutive tensors that may be scaled in place. Empty if there is
-        no gradient."""
         owner = self.flats[index].owner
         if self.replicated or getattr(self.optimizer, "cpu_offload", False) or _offloads(self.optimizer):
             return [] if owner.grad is None else [owner.grad]
         found = self.optimizer.averaged_gradients
         return list(found.get(index) or [])
 
-    def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
-        """(piece, [numel] its gradient); zeros if there is none."""
-        flat, parts = self.flats[index], self.gradients(index)
-        whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
-        for piece in flat.pieces:
-            yield piece, whole[piece.offset : piece.offset + piece.numel]
-
-    def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
-        """(piece, its reduced gradient as consecutive 1-D views); no views if there is none."""
-        parts = [p.detach().view(-1) for p in self.gradients(index)]
-        ends = list(accumulate(p.numel() for p in parts))
-        for piece in self.flats[index].pieces:
-            found, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
-            while at < len(parts) and (start := ends[at] - parts[at].numel()) < end:
-                found.append(parts[at][max(piece.offset - start, 0) : end - start])
-                at += 1
-            yield piece, found
-
     def publish(self) -> None:
-        """Call this after a change of the flats. It sends the new values to every rank."""
         if self.replicated:
             return
         if self.stage < 3:
@@ -150,8 +98,3 @@ def _frozen(optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> Ite
         start = min(rank * part.numel(), divided.ds_numel)
         numel = min(part.numel(), divided.ds_numel - start)
         yield Flat(part, [Piece(name, start, 0, numel)] if numel else [], [name])
-
-
-def scale(tensors: Sequence[Tensor], factor: float) -> None:
-    if tensors:
-        torch._foreach_mul_(list(tensors), factor)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from rlhf.weights.fingerprint import fingerprint
 
-from rlhf_plugin_deepspeed.process_group import largest
-from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
+from rlhf_modeling.sharded.partition import Partition
+from rlhf_modeling.sharded.process_group import largest
 
 
 class Coverage:
     """Constructed before the step and read after it. ``names``: all trained parameters, in the order of the report."""
 
-    def __init__(self, partition: ZeroPartition, names: Sequence[str], device: torch.device) -> None:
+    def __init__(self, partition: Partition, names: Sequence[str], device: torch.device) -> None:
         self.partition, self.names, self.device = partition, list(names), device
         self._row = {name: n for n, name in enumerate(self.names)}
         self._reached = [False] * len(self.names)

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rlhf.errors import TrainingError
-from rlhf_modeling.pretrained import exporting
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rlhf_modeling.pretrained import exporting
 
 NAME = "model.safetensors"
 

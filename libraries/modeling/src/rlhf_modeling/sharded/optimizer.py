@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from rlhf_modeling.optimizer import parameter_groups
 from torch import nn
 
-from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.muon import DividedOrthogonalAdamW
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.optimizer import parameter_groups
+from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     shapes: Mapping[str, torch.Size],
     outside: Collection[int],
-    config: DeepSpeedTrainerConfig,
+    config: TrainingConfig,
 ) -> torch.optim.AdamW:
     """The optimizer of the trainer ``torch``, over the same groups, with Muon's step for divided matrices.
 

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_plugin_deepspeed.tensor_split import TensorSplit
-from rlhf_plugin_deepspeed.zero_partition import Flat, Piece, ZeroPartition
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece
+from rlhf_modeling.sharded.split import Split
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 
@@ -31,7 +31,7 @@ def file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
 
-def own(partition: ZeroPartition, split: TensorSplit) -> list[tuple[int, Piece]]:
+def own(partition: Partition, split: Split) -> list[tuple[int, Piece]]:
     """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of what every replica
     holds. The first rank of a replica writes what is whole on all of its ranks."""
     replica, replicas = split.topology.replica, split.topology.replicas
@@ -51,7 +51,7 @@ def write(
     pieces: list[tuple[int, Piece]],
     kinds: Mapping[str, Mapping[int, Tensor]],
     scalars: Mapping[str, Mapping[int, float]],
-    split: TensorSplit,
+    split: Split,
     rank: int,
     ranks: int,
 ) -> None:
@@ -93,7 +93,7 @@ class SavedState:
         split: which part of them the reading rank holds.
     """
 
-    def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
+    def __init__(self, path: Path, ranks: int, shapes: Mapping[str, torch.Size], split: Split) -> None:
         self.path, self.shapes, self.split = path, shapes, split
         self._files: dict[Path, Any] = {}
         self._stored: dict[str, list[_Stored]] = {}

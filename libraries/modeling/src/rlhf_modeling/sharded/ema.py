@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
+from rlhf_modeling.sharded.partition import Partition
 
 
 class ShardedEma:
     """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
 
-    def __init__(self, partition: ZeroPartition, decay: float) -> None:
+    def __init__(self, partition: Partition, decay: float) -> None:
         self.partition, self.decay = partition, decay
         self.tensors = [flat.data.clone() for flat in partition.flats]
         """[n] for each flat."""

@@ -1,7 +1,8 @@
-"""``python rank_forks.py SCRIPT RANKS PORT FOLDER [-CASE ...]``: one process per rank, forked after all imports.
+"""``python -m rlhf_testing.rank_forks TRAINER SCRIPT RANKS PORT FOLDER [CASE ...]``: one process per rank.
 
-Each process runs ``SCRIPT RANK RANKS PORT FOLDER [-CASE ...]`` like ``python`` and writes its output to
-``FOLDER/rank-RANK.log``. The last line of this program's output is the list of their exit codes.
+The processes are forked after all imports. Each runs ``SCRIPT RANK RANKS PORT FOLDER [CASE ...]`` like ``python``, and
+writes its output to ``FOLDER/rank-RANK.log``.
+The last line of this program's output is the list of their exit codes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
-    "rlhf_plugin_deepspeed.trainer",
     "rlhf_testing.suite_losses",
 )
-"""Imports of this process. They start no thread, so that it can be forked."""
+"""Imports of this process, besides the module TRAINER. They start no thread, so that it can be forked."""
 
 
 def rank(script: str, number: int, words: list[str]) -> None:
@@ -44,8 +44,8 @@ def rank(script: str, number: int, words: list[str]) -> None:
         os._exit(code)
 
 
-def main(script: str, *words: str) -> None:
-    for name in IMPORTED:
+def main(trainer: str, script: str, *words: str) -> None:
+    for name in (*IMPORTED, trainer):
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads
@@ -55,7 +55,8 @@ def main(script: str, *words: str) -> None:
         if not children[-1]:
             rank(script, number, list(words))
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(json.dumps(codes), flush=True)
+    sys.stdout.write(json.dumps(codes) + "\n")
+    sys.stdout.flush()
     os._exit(0)  # the normal exit of a process with these imports takes long
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rlhf.errors import CheckpointError, ConfigError
-from rlhf_modeling import state
-from rlhf_modeling.precision import Precision
 from torch import Tensor
 
-from rlhf_plugin_deepspeed import checkpoint_files
-from rlhf_plugin_deepspeed.process_group import barrier
-from rlhf_plugin_deepspeed.sharded_trainer import ShardedTrainer
+from rlhf_modeling import state
+from rlhf_modeling.precision import Precision
+from rlhf_modeling.sharded import checkpoint_files
+from rlhf_modeling.sharded.process_group import barrier
+from rlhf_modeling.sharded.weights import ShardedWeights
+
+STEP = "step"
+"""The optimizer's state that is one number for each of its tensors."""
 
 
-def save(trainer: ShardedTrainer, path: Path) -> None:
-    """Write ``rank-R-of-N.safetensors`` per rank and, when all of them exist, ``trainer.json``."""
+def save(trainer: ShardedWeights, division: Mapping[str, Any], path: Path) -> None:
+    """Write ``rank-R-of-N.safetensors`` per rank and, when all of them exist, ``trainer.json``.
+
+    Args:
+        division: facts about how the model is divided, for people.
+    """
     spec, partition = trainer.spec, trainer.partition
     path.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, dict[int, Tensor]] = {
@@ -28,20 +36,20 @@ def save(trainer: ShardedTrainer, path: Path) -> None:
         kinds[checkpoint_files.AVERAGE] = dict(enumerate(trainer.average.tensors))
     for index, flat in enumerate(partition.flats):
         for key, value in _optimizer_state(trainer, flat.owner).items():
-            if value.numel() == flat.owner.numel():
-                kinds.setdefault(checkpoint_files.OPTIMIZER + key, {})[index] = value.view(-1)
-            else:
+            if key == STEP:
                 scalars.setdefault(key, {})[index] = float(value)
+            else:
+                kinds.setdefault(checkpoint_files.OPTIMIZER + key, {})[index] = value.view(-1)
     pieces = checkpoint_files.own(partition, trainer.split)
     checkpoint_files.write(path, pieces, kinds, scalars, trainer.split, spec.rank, spec.world_size)
     barrier()
     if spec.rank == 0:
-        state.write(path, {}, _facts(trainer))
+        state.write(path, {}, _facts(trainer, division))
     barrier()
 
 
-def load(trainer: ShardedTrainer, path: Path) -> None:
-    """Restore what :func:`save` wrote. The number of ranks, the stage and ``tensor_parallel`` may differ."""
+def load(trainer: ShardedWeights, path: Path) -> None:
+    """Restore what :func:`save` wrote. The number of ranks and the division may differ."""
     facts = state.read_facts(path)
     _check(trainer, facts, path)
     partition = trainer.partition
@@ -63,13 +71,13 @@ def load(trainer: ShardedTrainer, path: Path) -> None:
     barrier()
 
 
-def _facts(trainer: ShardedTrainer) -> dict[str, Any]:
+def _facts(trainer: ShardedWeights, division: Mapping[str, Any]) -> dict[str, Any]:
     return {
+        "trainer": trainer.name,
         "role": trainer.spec.role.name,
         "trained": trainer.spec.role.trained,
         "ranks": trainer.spec.world_size,
-        "stage": trainer.config.stage,
-        "tensor_parallel": trainer.topology.parts,
+        **division,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
         "updates": trainer.updates,
@@ -82,15 +90,21 @@ def _facts(trainer: ShardedTrainer) -> dict[str, Any]:
     }
 
 
-def _lora(trainer: ShardedTrainer) -> dict[str, Any] | None:
+def _lora(trainer: ShardedWeights) -> dict[str, Any] | None:
     """The adapters' options. A checkpoint holds adapters only; the frozen model is read from its own path."""
     return trainer.config.lora.model_dump(mode="json") if trainer.has_adapters and trainer.config.lora else None
 
 
-def _check(trainer: ShardedTrainer, facts: dict[str, Any], path: Path) -> None:
+def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
     if not isinstance(facts.get("ranks"), int):
         raise CheckpointError(
-            f"{str(path)!r} was not saved by trainer 'deepspeed': its {state.FACTS} names no number of ranks"
+            f"{str(path)!r} was not saved by trainer {trainer.name!r}: its {state.FACTS} names no number of ranks"
+        )
+    by = facts.get("trainer", "deepspeed")  # which wrote no name once
+    if by != trainer.name:
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} was saved by trainer {by!r}; this run has trainer {trainer.name!r}. Resume "
+            f"with trainer.use = {by!r}, or start a new run from its exported model."
         )
     here = {
         "trained": trainer.spec.role.trained,
@@ -105,13 +119,13 @@ def _check(trainer: ShardedTrainer, facts: dict[str, Any], path: Path) -> None:
         )
 
 
-def _optimizer_state(trainer: ShardedTrainer, owner: Tensor) -> dict[str, Tensor]:
+def _optimizer_state(trainer: ShardedWeights, owner: Tensor) -> dict[str, Tensor]:
     if trainer.base is None:
         return {}
     return {key: value for key, value in trainer.base.state.get(owner, {}).items() if isinstance(value, Tensor)}
 
 
-def _restore_optimizer(trainer: ShardedTrainer, saved: checkpoint_files.SavedState) -> None:
+def _restore_optimizer(trainer: ShardedWeights, saved: checkpoint_files.SavedState) -> None:
     assert trainer.base is not None
     optimizer = trainer.base
     optimizer.state.clear()

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rlhf_modeling.muon import OrthogonalAdamW
 from torch import Tensor
 from torch.optim import _muon
 
-from rlhf_plugin_deepspeed.tensor_split import TensorSplit
-from rlhf_plugin_deepspeed.zero_partition import Flat, Piece, ZeroPartition
+from rlhf_modeling.muon import OrthogonalAdamW
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece
+from rlhf_modeling.sharded.split import Split
 
 COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
 MOMENTUM = "momentum_buffer"
@@ -30,7 +30,7 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
     """:meth:`bind` must be called before the first step. (The class name avoids the word Muon: DeepSpeed searches for
     it and then replaces the step by its own.)"""
 
-    def bind(self, partition: ZeroPartition, shapes: Mapping[str, torch.Size], split: TensorSplit) -> None:
+    def bind(self, partition: Partition, shapes: Mapping[str, torch.Size], split: Split) -> None:
         """``shapes``: of whole parameters."""
         self._partition, self._shapes, self._split = partition, shapes, split
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-HERE = Path(__file__).parent
 SECONDS = 900
 
 
@@ -24,18 +22,19 @@ class Ranks:
     """``results[rank][case]``, written by the ranks, and files below ``folder``.
 
     Args:
-        script: run as ``python SCRIPT RANK RANKS PORT FOLDER [-CASE ...]`` for each rank (:mod:`rank_case`,
-            :mod:`rank_forks`).
-        without: names of cases that are left out.
+        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rlhf_testing.rank_forks`). It
+            writes ``FOLDER/rank-RANK.json``: {case: result}.
+        trainer: module of the trainer, which is imported once for all ranks.
+        cases: further arguments of the script.
     """
 
-    def __init__(self, script: Path, folder: Path, ranks: int, without: Sequence[str] = ()) -> None:
+    def __init__(self, script: Path, folder: Path, ranks: int, trainer: str, *cases: str) -> None:
         self.folder, self.ranks = folder, ranks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, str(HERE / "rank_forks.py"), str(script), str(ranks), str(port), str(folder)]
-        command += [f"-{case}" for case in without]
+        words = [trainer, str(script), str(ranks), str(port), str(folder), *cases]
+        command = [sys.executable, "-m", "rlhf_testing.rank_forks", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with (folder / "forks.log").open("w") as log:
             forks = subprocess.Popen(

@@ -1,0 +1,18 @@
+"""Options that all trainers of several ranks have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_modeling.config import TrainingConfig
+
+
+class ShardedConfig(TrainingConfig):
+    timeout: float = Field(1800.0, gt=0)
+    """Seconds that a rank waits for the others before it raises."""
+    export_shard_bytes: int = Field(2**32, gt=0)
+    """Largest safetensors file of an export (one larger tensor is alone in its file)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; ``auto``: a GPU if there is one."""

@@ -1,0 +1,28 @@
+"""Reading a model whole in host memory, before each rank keeps its part."""
+
+from __future__ import annotations
+
+import torch
+from rlhf.interfaces import ModelSpec
+from rlhf.seeds import derive_seed
+
+from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.kernels import Kernels, use_kernels
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.model import draw_head, load_model
+from rlhf_modeling.probe import probe
+
+
+def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None, kernels: Kernels) -> LoadedModel:
+    """:func:`rlhf_modeling.model.load_model` in host memory, the same on every rank, for a role that will compute on
+    ``device``. Liger's kernels are left to the caller."""
+    loaded = load_model(spec, torch.device("cpu"), divided=True)
+    if loaded.fresh_head:
+        draw_head(loaded, spec)
+    probe(loaded, spec)
+    if lora is not None:
+        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        loaded.module.eval()
+    if kernels == "own" or device.type == "cpu":  # "auto" means "own" on a CPU
+        use_kernels(loaded, kernels if kernels != "liger" else "none")
+    return loaded

@@ -1,0 +1,81 @@
+"""Which elements of which parameters a rank owns, as tensors that the optimizer steps.
+
+A :class:`Flat` is one tensor that the optimizer steps on this rank. Its pieces say which elements of which parameter it
+holds. Together the ranks' pieces cover every parameter once, except where each rank holds them all (``replicated``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``numel`` elements of parameter ``name``, from its element ``start``, at ``offset`` of a flat."""
+
+    name: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(slots=True)
+class Flat:
+    owner: Tensor
+    """The tensor that the optimizer keeps state for."""
+    pieces: list[Piece]
+    names: list[str]
+    """Names of the parameters in this flat on any rank. The list is the same on every rank."""
+
+    @property
+    def data(self) -> Tensor:
+        """[n] fp32, a view of :attr:`owner`."""
+        return self.owner.detach().view(-1)
+
+
+class Partition(ABC):
+    """The rank's share of a role's parameters."""
+
+    flats: list[Flat]
+    """One list on every rank: as many, with the same names, in the same order."""
+    replicated: bool = False
+    """Every rank holds all elements."""
+
+    @abstractmethod
+    def gradients(self, index: int) -> list[Tensor]:
+        """The reduced gradient of flat ``index``, as consecutive tensors that may be scaled in place. Empty if there is
+        no gradient."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Call this after a change of the flats. It sends the new values to every rank."""
+
+    def piece_gradients(self, index: int) -> Iterator[tuple[Piece, Tensor]]:
+        """(piece, [numel] its gradient); zeros if there is none."""
+        flat, parts = self.flats[index], self.gradients(index)
+        whole = torch.cat([p.detach().reshape(-1) for p in parts]) if parts else torch.zeros_like(flat.data)
+        for piece in flat.pieces:
+            yield piece, whole[piece.offset : piece.offset + piece.numel]
+
+    def views(self, index: int) -> Iterator[tuple[Piece, list[Tensor]]]:
+        """(piece, its reduced gradient as consecutive 1-D views); no views if there is none."""
+        parts = [p.detach().view(-1) for p in self.gradients(index)]
+        ends = list(accumulate(p.numel() for p in parts))
+        for piece in self.flats[index].pieces:
+            found, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
+            while at < len(parts) and (start := ends[at] - parts[at].numel()) < end:
+                found.append(parts[at][max(piece.offset - start, 0) : end - start])
+                at += 1
+            yield piece, found
+
+
+def scale(tensors: Sequence[Tensor], factor: float) -> None:
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)

@@ -1,0 +1,93 @@
+"""A role's tensors by Hugging Face name, gathered whole, one after the other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlhf_modeling.adapters import NAME, adapted, is_adapter, merged_name, with_product
+from rlhf_modeling.published import Published
+from rlhf_modeling.sharded.partition import Partition
+from rlhf_modeling.sharded.split import Split
+
+BASE = ".base_layer.weight"
+
+
+class NamedTensors(ABC):
+    """Parameters and persistent buffers, tied ones once, in a fixed order."""
+
+    def __init__(self, module: PreTrainedModel, split: Split) -> None:
+        self.module, self.split = module, split
+        self.objects: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.objects[name] = tensor
+        self.shapes = {name: self.shape(name, tensor) for name, tensor in self.objects.items()}
+        """{name: shape of the whole tensor}."""
+        self.parameters = {name: p for name, p in self.objects.items() if isinstance(p, nn.Parameter)}
+        self._adapted = dict(adapted(module))
+        self._published = Published(module, {merged_name(n): self.shapes[n] for n in self._model()})
+
+    @abstractmethod
+    def shape(self, name: str, held: Tensor) -> torch.Size:
+        """Shape of the whole tensor."""
+
+    @abstractmethod
+    def whole(self, name: str) -> Tensor:
+        """The whole tensor, detached. The ranks that hold parts of it all call this method."""
+
+    def published(self) -> dict[str, int]:
+        """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints."""
+        size = next(iter(self.parameters.values())).element_size()  # fp32; that of a buffer may differ
+        return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
+
+    def stream(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) on ranks with ``first``, under the names of :meth:`published`, detached. Other
+        ranks take part and yield nothing. One tensor is whole at a time.
+
+        Args:
+            merge: add the adapters to copies of their weights.
+        """
+        return self._published.stream(self._each(first, merge))
+
+    def _each(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        for name in self._model():
+            whole = self._put_together(name, merge)
+            if first:
+                yield merged_name(name), whole
+            del whole
+
+    @torch.no_grad()
+    def _put_together(self, name: str, merge: bool) -> Tensor:
+        """A whole tensor, with its adapter if ``merge``."""
+        owner = name.removesuffix(BASE)
+        if owner == name or not merge:
+            return self.whole(name)
+        a_RI, b_OR = (self.whole(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
+        return with_product(self.whole(name), self._adapted[owner], a_RI, b_OR)
+
+    def _model(self) -> list[str]:
+        return [name for name in self.objects if not is_adapter(name)]
+
+    @torch.no_grad()
+    def overwrite(self, given: Mapping[str, Tensor], partition: Partition, where: str) -> None:
+        """Copy whole tensors into the model, and the pieces that this rank owns into ``partition``.
+
+        Raises CheckpointError, with nothing changed, if names or shapes differ.
+        """
+        given = self._published.restore(given, where)
+        for flat in partition.flats:
+            for piece in flat.pieces:
+                values = self.split.own(piece.name, given[piece.name]).reshape(-1)[
+                    piece.start : piece.start + piece.numel
+                ]
+                flat.data[piece.offset : piece.offset + piece.numel].copy_(values)
+        for name, target in self.objects.items():
+            if name not in self.parameters:
+                target.copy_(given[name])

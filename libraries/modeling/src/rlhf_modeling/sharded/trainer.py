@@ -1,0 +1,158 @@
+"""A trainer over several ranks: one optimizer step of gradients that are summed over ranks, and its state on disk.
+
+A subclass divides the model. It says how gradients are reduced, dropped and applied; the rest is the same for all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.interfaces import ApplyResult, Loss, Sums
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from torch import Tensor
+
+from rlhf_modeling.optimizer import set_rates
+from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.sharded import checkpoint
+from rlhf_modeling.sharded.coverage import Coverage
+from rlhf_modeling.sharded.partition import scale
+from rlhf_modeling.sharded.process_group import first_text, reduce_to_first, total
+from rlhf_modeling.sharded.weights import ShardedWeights
+
+
+class ShardedTrainer(ShardedWeights):
+    schedule: Schedule
+    """Of a trained role."""
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        with self._guard("forward"):
+            return super().forward(micros, outputs, view)
+
+    def accumulate(
+        self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
+    ) -> Sums:
+        with self._guard("accumulate"):
+            return super().accumulate(micros, loss, coef, live)
+
+    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
+        with self._guard("evaluate"):
+            return super().evaluate(micros, loss, coef, live)
+
+    def _to_backward(self, total: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """What a rank calls its backward pass with. Every rank must call every backward pass; one whose loss is not
+        finite calls it with a loss of zero, made of the outputs ``values``."""
+        if self._bad_loss or not total.requires_grad:
+            return torch.stack([(v * 0.0).sum() for v in values.values()]).sum()
+        return total
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def apply(self) -> ApplyResult:
+        self._require_trained("apply")
+        factor = self.schedule.factor(self.updates)
+        norm, skipped = 0.0, ""
+        if self._micros:
+            with self._guard("apply"):
+                norm, skipped = self._step(factor)
+        self.updates += 1
+        self.skipped += bool(skipped)
+        self._bad_loss, self._micros = "", 0
+        return ApplyResult(norm, self.config.lr * factor, skipped)
+
+    def _step(self, factor: float) -> tuple[float, str]:
+        assert self.base is not None
+        norm, skipped = self._finish_gradients()
+        if skipped:
+            self._discard()
+            return norm, skipped
+        seen = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
+        set_rates(self.base, self.config, factor)
+        self._take_step()
+        if seen is not None:
+            self._coverage = seen.after()
+        if self.average is not None:
+            self.average.update()
+        return norm, ""
+
+    def _finish_gradients(self) -> tuple[float, str]:
+        """Reduce and clip the gradients. Returns (global norm before clipping, reason to skip the step), the same on
+        every rank."""
+        self._reduce()
+        indices = range(len(self.partition.flats))
+        local = sum(self.split.squares(self.partition, i) for i in indices)
+        facts = torch.tensor([local, float(bool(self._bad_loss))], dtype=torch.float64, device=self.device)
+        squares, bad = total(facts).tolist()
+        norm = math.sqrt(squares / self.split.topology.replicas if self.partition.replicated else squares)
+        if bad:
+            return norm, first_text(self._bad_loss)
+        if not math.isfinite(norm):
+            return norm, f"non-finite gradient (norm {norm})"
+        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
+            parts = [g for i in indices for g in self.partition.gradients(i)]
+            scale(parts, self.config.max_grad_norm / (norm + 1e-6))
+        return norm, ""
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Complete the sums of gradients over ranks; a second call does nothing."""
+
+    @abstractmethod
+    def _take_step(self) -> None:
+        """Step with the reduced gradients and forget them."""
+
+    @abstractmethod
+    def _discard(self) -> None:
+        """Forget the gradients, reduced or not, finite or not."""
+
+    def zero_grad(self) -> None:
+        self._bad_loss, self._micros = "", 0
+        if self.spec.role.trained:
+            self._discard()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters without a gradient."""
+        shapes = {name: self.tensors.shapes[name] for name in self.parameters}
+        found = {}
+        with self._guard("gradients"):
+            if self.spec.role.trained and self._micros:
+                self._reduce()
+            own = {
+                p.name: (p, g) for i in range(len(self.partition.flats)) for p, g in self.partition.piece_gradients(i)
+            }
+            for name, shape in shapes.items():
+                whole = torch.zeros(shape, device=self.device)
+                replicated = self.partition.replicated and self.split.topology.replica
+                if name in own and self.split.counts(name) and not replicated:
+                    piece, gradient = own[name]
+                    held = self.split.own(name, whole)
+                    part = torch.zeros(held.numel(), device=self.device)
+                    part[piece.start : piece.start + piece.numel] = gradient
+                    held.copy_(part.view(held.shape))
+                reduce_to_first(whole)
+                if self.spec.rank == 0:
+                    found[name] = whole.cpu()
+        return found
+
+    # --------------------------------------------------------------------------------------- state
+
+    def division(self) -> dict[str, Any]:
+        """How the model is divided, for the facts of a checkpoint. A run that resumes may divide it otherwise."""
+        return {}
+
+    def save(self, path: Path) -> None:
+        with self._guard("save"):
+            checkpoint.save(self, self.division(), Path(path))
+
+    def load(self, path: Path) -> None:
+        with self._guard("load"):
+            checkpoint.load(self, Path(path))

@@ -1,0 +1,118 @@
+"""The part of a sharded trainer that gathers the model: whole weights, exports, views."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from rlhf.errors import TrainingError
+from torch import Tensor
+
+from rlhf_modeling.adapters import without_adapters
+from rlhf_modeling.optimizer import give_back
+from rlhf_modeling.pretrained import load_tokenizer
+from rlhf_modeling.sharded import export
+from rlhf_modeling.sharded.config import ShardedConfig
+from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.partition import Partition
+from rlhf_modeling.sharded.process_group import barrier, collective
+from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.sharded.tensors import NamedTensors
+from rlhf_modeling.trainer import PackedTrainer
+
+
+class ShardedWeights(PackedTrainer):
+    """One role's model over its ranks. The subclass loads it and divides it."""
+
+    layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {"timeout", "export_shard_bytes"}
+    config: ShardedConfig
+    split: Split
+    tensors: NamedTensors
+    partition: Partition
+    base: torch.optim.Optimizer | None = None
+    """torch's optimizer; None for a frozen role."""
+    average: ShardedEma | None = None
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
+
+    def _guard(self, call: str) -> AbstractContextManager[None]:
+        return collective(self.spec, call, self.config.timeout)
+
+    def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0, or on every rank with ``every_rank``: detached, on the trainer's device, tied weights once (under
+        the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors that are whole on a
+        rank share memory with the model: copy what must outlive the next step."""
+        with self._guard("weights"), self._view(view):
+            yield from self._stream(every_rank, merge=view != "base")
+
+    @abstractmethod
+    def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors, on rank 0 or on every rank."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Every rank gets whole tensors and keeps its part."""
+        if self.has_adapters:
+            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
+        where = f"the weight stream for role {self.spec.role.name!r}"
+        with self._guard("load_weights"):
+            self.tensors.overwrite(dict(weights), self.partition, where)
+            self.partition.publish()
+
+    def export(self, path: Path, view: str = "live") -> None:
+        path = Path(path)
+        if self.spec.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
+            limit = self.config.export_shard_bytes
+            export.write_weights(path, self.weights(view), self.tensors.published(), limit)
+        else:
+            for _ in self.weights(view):
+                pass
+        with self._guard("export"):
+            barrier()
+
+    def use_view(self, view: str) -> None:
+        with self._guard("use_view"):
+            super().use_view(view)
+
+    def offload(self) -> None:
+        """Optimizer state, its copy of the weights, the average and gradient buffers move to host memory. On a CPU they
+        are there already."""
+        if self.spec.role.trained:
+            self._offload_optimizer()
+        if self.average is not None:
+            self.average.move("cpu")
+        give_back(self.device)
+
+    def reload(self) -> None:
+        if self.spec.role.trained:
+            self._reload_optimizer()
+        if self.average is not None and self._average_on_device:
+            self.average.move(self.device)
+
+    @abstractmethod
+    def _offload_optimizer(self) -> None:
+        """Move to host memory what only the step needs."""
+
+    @abstractmethod
+    def _reload_optimizer(self) -> None:
+        """Undo :meth:`_offload_optimizer`."""
+
+    @property
+    def _average_on_device(self) -> bool:
+        return True
+
+    def _view(self, view: str) -> AbstractContextManager[None]:
+        if view == "live":
+            return nullcontext()
+        if view == "ema" and self.average is not None:
+            return self.average.swapped_in()
+        if view == "base" and self.has_adapters:
+            return without_adapters(self.module)
+        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})

@@ -1,0 +1,27 @@
+"""Trainer over several ranks: PyTorch FSDP2, and the backend that uses it on a Ray cluster.
+
+Importing this package does not import torch; the hook imports what it returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+
+if TYPE_CHECKING:
+    from rlhf.interfaces import Backend, Trainer
+
+
+@hookimpl
+def rlhf_register_trainer() -> list[type[Trainer]]:
+    from rlhf_plugin_fsdp.trainer import FsdpTrainer
+
+    return [FsdpTrainer]
+
+
+@hookimpl
+def rlhf_register_backend() -> list[type[Backend]]:
+    from rlhf_plugin_fsdp.backend import FsdpBackend
+
+    return [FsdpBackend]

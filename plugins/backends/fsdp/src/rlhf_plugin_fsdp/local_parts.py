@@ -1,0 +1,86 @@
+"""A rank's part of every parameter, as the optimizer, checkpoints and the weight stream see it.
+
+FSDP2 divides a parameter by its first dimension: each rank holds some consecutive rows. These are consecutive elements
+of the flattened parameter too. The optimizer steps plain tensors that share memory with the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece
+from rlhf_modeling.sharded.tensors import NamedTensors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class LocalParts(Partition):
+    """The rows that this rank holds; fewer, or none, on the last ranks.
+
+    Args:
+        parameters: {name: divided parameter}, with gradients if trained.
+        root: the divided module, which gathers them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], root: Any, rank: int, ranks: int) -> None:
+        self.root = root
+        self.sources = [_divided(p) for p in parameters.values()]
+        self.flats = []
+        self.owners: dict[str, nn.Parameter] = {}
+        """{name: the tensor that the optimizer steps}."""
+        for name, source in zip(parameters, self.sources, strict=True):
+            rows = -(-source.shape[0] // ranks)
+            start = min(rank * rows, source.shape[0]) * (source.numel() // max(1, source.shape[0]))
+            owner = nn.Parameter(_rows(source), requires_grad=source.requires_grad)
+            numel = owner.numel()
+            self.owners[name] = owner
+            self.flats.append(Flat(owner, [Piece(name, start, 0, numel)] if numel else [], [name]))
+
+    def gradients(self, index: int) -> list[Tensor]:
+        gradient = self.sources[index].grad
+        if gradient is None or not self.flats[index].pieces:
+            return []
+        return [_rows(_divided(gradient))]
+
+    def give_gradients(self) -> None:
+        """Set the gradients of the tensors that the optimizer steps."""
+        for index, flat in enumerate(self.flats):
+            flat.owner.grad = next(iter(self.gradients(index)), None)
+
+    def discard(self) -> None:
+        """Forget all gradients."""
+        for flat, source in zip(self.flats, self.sources, strict=True):
+            flat.owner.grad = source.grad = None
+
+    def publish(self) -> None:
+        """The next forward pass gathers the values again."""
+        self.root.reshard()
+
+
+class DividedTensors(NamedTensors):
+    def shape(self, name: str, held: Tensor) -> torch.Size:
+        return torch.Size(held.shape)
+
+    @torch.no_grad()
+    def whole(self, name: str) -> Tensor:
+        return gathered(self.objects[name])
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor. Every rank must call this function."""
+    values = tensor.detach()
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def _divided(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
+@torch.no_grad()
+def _rows(tensor: DTensor) -> Tensor:
+    """This rank's rows, a view."""
+    return tensor.to_local()

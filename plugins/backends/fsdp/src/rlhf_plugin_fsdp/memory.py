@@ -1,0 +1,36 @@
+"""Memory of a rank, for ``rlhf plan``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.memory import FP32, ModelSize
+from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
+
+from rlhf_plugin_fsdp.config import FsdpTrainerConfig
+
+
+def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
+    """Weights, gradients and optimizer state are divided over all ranks.
+
+    While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, in the buffer that
+    was gathered and as parameters, or all layers (``reshard_after_forward = false``); in training the gradient of the
+    root, or of a layer, and the buffer that is reduced.
+    """
+    ranks, trained = spec.world_size, spec.role.trained
+    layer = max(x.parameters for x in size.layers)
+    layers = sum(x.parameters for x in size.layers)
+    root = size.parameters - layers
+    whole = root + 2 * layer if config.reshard_after_forward else root + layers + layer
+    gradient = 2 * max(root, layer) if trained and config.lora is None else 0
+    muon = config.optimizer == "muon"
+    return replace(
+        whole_storage(config, device, size),
+        weight_ranks=ranks,
+        gradient_ranks=ranks,
+        optimizer_ranks=ranks,
+        whole_at_load=True,
+        gathered=int((whole + gradient) * FP32) if ranks > 1 else 0,
+        step=int(FP32 * size.matrices / ranks) + (ranks + 2) * largest_matrix(size) if muon else 0,
+    )

@@ -1,0 +1,161 @@
+"""The trainer ``fsdp``: one role's model divided over the ranks of a process group by PyTorch FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from rlhf.interfaces import Component, Loss, ModelSpec, Sums
+from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import OutputHead
+from rlhf.types import Head
+from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.memory import arithmetic, trainer_memory
+from rlhf_modeling.optimizer import to_device, to_host
+from rlhf_modeling.precision import choose_device
+from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.loading import load_on_host
+from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
+from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.process_group import collective, join, largest
+from rlhf_modeling.sharded.split import Replicas, Split
+from rlhf_modeling.sharded.trainer import ShardedTrainer
+from torch import Tensor
+
+from rlhf_plugin_fsdp import memory
+from rlhf_plugin_fsdp.config import FsdpTrainerConfig
+from rlhf_plugin_fsdp.layers import divide
+from rlhf_plugin_fsdp.linear import sparing_linear
+from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered
+
+
+class FsdpTrainer(ShardedTrainer):
+    """fp32 weights, gradients and optimizer state, all divided over the ranks, with AdamW or Muon; bf16 is autocast.
+    The numbers are those of the trainer ``torch``, on any number of ranks. Frozen roles are divided too."""
+
+    name = "fsdp"
+    source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
+    Config = FsdpTrainerConfig
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
+    )
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
+    layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}
+    learning: ClassVar[frozenset[str]] = LEARNING | {"export_shard_bytes"}
+    changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
+    config: FsdpTrainerConfig
+    tensors: DividedTensors
+    partition: LocalParts
+
+    @classmethod
+    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
+        check_training(config, spec, config.device, device)
+
+    @classmethod
+    def memory(  # type: ignore[override]  # a component gets its own Config
+        cls, config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
+    ) -> TrainerMemory:
+        stored = memory.storage(config, spec, size, device)
+        computed = replace(arithmetic(config, spec, size, work, device), casts=False)
+        targets = config.lora.targets if config.lora is not None else None
+        return trainer_memory(stored, computed, size, work, trained=spec.role.trained, adapter_targets=targets)
+
+    def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
+        Component.__init__(self, config)
+        trained = spec.role.trained
+        device = choose_device(self.config.device)
+        self.check(self.config, spec, device.type)
+        join(spec, device, self.config.timeout)
+        with collective(spec, "__init__", self.config.timeout):
+            lora = self.config.lora if trained else None
+            loaded = load_on_host(spec, device, lora, self.config.kernels)
+            self.prepare(loaded, spec, device)
+            outside = [p for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()]
+            outer = {name for name, p in self.parameters.items() if any(p is o for o in outside)}
+            divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
+        if spec.world_size > 1 and (loaded.layout == "alone" or loaded.rope is not None):
+            loaded.most_calls = self._most_calls  # ranks must call layers equally often
+        divided = dict(self.module.named_parameters())
+        self.parameters = {name: divided[name] for name in self.parameters}
+        self.split = Split(Replicas(spec.rank, spec.world_size))
+        self.tensors = DividedTensors(self.module, self.split)
+        self.partition = LocalParts(self.parameters, self.packed, spec.rank, spec.world_size)
+        if not trained:
+            return
+        self.schedule = Schedule(self.config, spec.total_updates)
+        owners = self.partition.owners
+        self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
+        if isinstance(self.base, DividedOrthogonalAdamW):
+            self.base.bind(self.partition, self.tensors.shapes, self.split)
+        if self.config.ema_decay is not None:
+            self.average = ShardedEma(self.partition, self.config.ema_decay)
+
+    def _most_calls(self, calls: int) -> int:
+        return int(largest(torch.tensor([calls], device=self.device))[0])
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self, micros: Sequence[Batch], outputs: Sequence[str | Head], view: str = "live"
+    ) -> list[dict[str, Tensor]]:
+        try:
+            return super().forward(micros, outputs, view)
+        finally:
+            self.partition.publish()  # without a backward pass the root would stay whole
+
+    def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
+        try:
+            return super().evaluate(micros, loss, coef, live)
+        finally:
+            self.partition.publish()
+
+    def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
+        with sparing_linear(self.precision.bf16):
+            self._values = super()._outputs(batch, resolved)
+        return self._values
+
+    def _backward(self, total: Tensor, last: bool) -> None:
+        values, self._values = self._values, {}
+        with sparing_linear(self.precision.bf16):  # layers may be computed again
+            self._to_backward(total, values).backward()
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def _reduce(self) -> None:
+        """Every backward pass reduces its gradients."""
+
+    def _take_step(self) -> None:
+        assert self.base is not None
+        self.partition.give_gradients()
+        self.base.step()
+        self.partition.discard()
+
+    def _discard(self) -> None:
+        self.partition.discard()
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
+        return self.tensors.stream(self.spec.rank == 0 or every_rank, merge)
+
+    def lend_head(self) -> Iterator[OutputHead]:
+        with self._guard("lend_head"):
+            head = self.loaded.output_head
+            bias_V = None if head.bias_V is None else gathered(head.bias_V)
+            head = replace(head, weight_VH=gathered(head.weight_VH), bias_V=bias_V)
+        if self.spec.rank == 0:
+            yield head
+
+    def _offload_optimizer(self) -> None:
+        assert self.base is not None
+        for held in self.base.state.values():
+            to_host(held)
+
+    def _reload_optimizer(self) -> None:
+        assert self.base is not None
+        for held in self.base.state.values():
+            to_device(held, self.device)

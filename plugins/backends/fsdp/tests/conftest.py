@@ -1,0 +1,51 @@
+"""Two processes in one gloo group, which run cases for two ranks once, for all tests of this folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for fsdp_cases
+
+from rlhf_testing.rank_processes import Ranks  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Both ranks of every case, or only of those that ``make test`` reads."""
+    full = any(item.get_closest_marker("full") for item in request.session.items if item.path.parent == HERE)
+    folder = tmp_path_factory.mktemp("ranks")
+    for made in models.iterdir():
+        (folder / made.name).symlink_to(made)
+    return Ranks(HERE / "fsdp_pair.py", folder, 2, "rlhf_plugin_fsdp.trainer", *(() if full else ("equal", "resume")))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rlhf_testing.tiny import tiny_model
+    from rlhf_testing.tiny_architectures import tiny_architecture
+
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "model", std=0.2)
+    tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
+    tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    tiny_model(folder / "experts", architecture="qwen3_moe", tied=False, **experts)
+    tiny_architecture(folder / "recurrent", "qwen3_next")
+    one_rank_checkpoint(folder)
+    return folder
+
+
+def one_rank_checkpoint(folder: Path) -> None:
+    """Train two steps on one rank, and save the checkpoint from which the two ranks continue."""
+    from fsdp_cases import trainer
+    from rlhf_testing.rank_batches import batch, spec
+    from rlhf_testing.suite_losses import TokenLoss
+
+    one = trainer(spec(folder), ema_decay=0.9)
+    for number in range(2):
+        one.update([batch(number)], TokenLoss(), {}, {})
+    one.save(folder / "from_one")

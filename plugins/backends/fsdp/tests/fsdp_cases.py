@@ -1,0 +1,24 @@
+"""Names, options and trainers that the tests and the two ranks of :mod:`fsdp_pair` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhf.interfaces import ModelSpec
+from rlhf_plugin_fsdp.trainer import FsdpTrainer
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {"reshard_after_forward": False},
+    "checkpointing": {"gradient_checkpointing": True, "logits_chunk": 500},
+    "muon": {"optimizer": "muon", "weight_decay": 0.1},
+    "lora": {"lora": {"rank": 4}, "ema_decay": 0.9},
+    "lora-checkpointing": {"lora": {"rank": 4}, "gradient_checkpointing": True},
+    "bf16": {"dtype": "bf16"},
+    "bf16-checkpointing": {"dtype": "bf16", "gradient_checkpointing": True, "head_fp32": False},
+}
+"""Options added to those of the case ``equal``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+OF_ROLE = ("gradient_checkpointing", "dtype")
+
+
+def trainer(of: ModelSpec, **options: Any) -> FsdpTrainer:
+    return FsdpTrainer(FsdpTrainer.Config(**{"lr": 1e-3, "device": "cpu", "timeout": 120.0, **options}), of)

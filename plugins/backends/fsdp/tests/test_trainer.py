@@ -1,0 +1,127 @@
+"""One rank: options, refusals, several roles in a process, architectures."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from fsdp_cases import trainer
+from pydantic import ValidationError
+from rlhf.errors import CapabilityError, CheckpointError, ConfigError
+from rlhf_plugin_fsdp.layers import decoder_layers
+from rlhf_plugin_fsdp.linear import sparing_linear
+from rlhf_plugin_fsdp.trainer import FsdpTrainer
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.rank_batches import apart, batch, spec
+from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(folder / "model", std=0.2)
+    tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
+    return folder
+
+
+def test_policy_critic_and_reference_live_in_one_process(folder):
+    policy, critic = trainer(spec(folder)), trainer(spec(folder, head="scalar"))
+    reference = trainer(spec(folder, trained=False))
+    before = reference.forward([batch(0)], ("logprobs",))[0]["logprobs"]
+    for number in range(2):
+        policy.update([batch(number)], TokenLoss(), {}, {})
+        critic.update([batch(number, ValueLoss())], ValueLoss(), {}, {})
+    assert torch.equal(reference.forward([batch(0)], ("logprobs",))[0]["logprobs"], before)
+    for of, loss in ((policy, TokenLoss()), (critic, ValueLoss())):
+        alone = TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), of.spec)
+        for number in range(2):
+            alone.update([batch(number, loss)], loss, {}, {})
+        assert apart(dict(of.weights()), dict(alone.weights())) < 1e-5
+
+
+def test_a_changed_learning_rate_holds_from_the_next_step(folder):
+    one, alone = trainer(spec(folder)), TorchTrainer(TorchTrainer.Config(lr=1e-3, device="cpu"), spec(folder))
+    for each in (one, alone):
+        each.update([batch(0)], TokenLoss(), {}, {})
+        each.change(each.config.model_copy(update={"lr": 3e-3}))
+        assert each.update([batch(1)], TokenLoss(), {}, {})[1].lr == 3e-3
+    assert apart(dict(one.weights()), dict(alone.weights())) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kernels": "liger"}, "kernels = 'liger' does not go with trainer 'fsdp'"),
+        ({"stage": 3}, "Extra inputs are not permitted"),
+        ({"reshard_after_forward": "yes"}, "valid boolean"),
+        ({"timeout": 0}, "greater than 0"),
+    ],
+)
+def test_options_that_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        FsdpTrainer.Config(**options)
+
+
+def test_a_model_without_layers_is_refused():
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    class Flat(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+    model = Flat(PreTrainedConfig())
+    model.only = nn.Linear(2, 2)
+    with pytest.raises(CapabilityError, match="Flat names no layers"):
+        decoder_layers(model)
+
+
+def test_the_layers_of_a_model(folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert decoder_layers(model) == list(model.model.layers)
+    model._no_split_modules = None
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(folder, tmp_path):
+    trainer(spec(folder)).save(tmp_path / "own")
+    facts = json.loads((tmp_path / "own" / "trainer.json").read_text())
+    (tmp_path / "own" / "trainer.json").write_text(json.dumps({**facts, "trainer": "deepspeed"}))
+    with pytest.raises(CheckpointError, match="saved by trainer 'deepspeed'; this run has trainer 'fsdp'"):
+        trainer(spec(folder)).load(tmp_path / "own")
+    TorchTrainer(TorchTrainer.Config(device="cpu"), spec(folder)).save(tmp_path / "torch")
+    with pytest.raises(CheckpointError, match="was not saved by trainer 'fsdp'"):
+        trainer(spec(folder)).load(tmp_path / "torch")
+    (tmp_path / "own" / "trainer.json").write_text(json.dumps(facts))
+    with pytest.raises(ConfigError, match="was saved with"):
+        trainer(spec(folder), ema_decay=0.5).load(tmp_path / "own")
+
+
+def test_linear_layers_under_autocast_keep_their_weight():
+    """The gradients of torch's own function, bit for bit, without a saved bf16 copy of the weight."""
+
+    def learn(sparing: bool) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(6, 5), torch.randn(2, 3, 6, requires_grad=True)
+        saved: list[torch.dtype] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[0] in (5, 6) and tensor.ndim == 2 and tensor.shape != (6, 6):
+                saved.append(tensor.dtype)
+            return tensor
+
+        with sparing_linear(sparing), torch.autocast("cpu", torch.bfloat16):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                y = layer(x)
+            y.float().square().sum().backward()
+        return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad], saved
+
+    (want, kept), (got, own) = learn(False), learn(True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [a.dtype for a in got] == [b.dtype for b in want]
+    assert torch.bfloat16 in kept
+    assert torch.float32 in own
+    assert torch.nn.functional.linear.__module__ == "torch._C._nn"
