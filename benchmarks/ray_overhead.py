@@ -1,8 +1,9 @@
-"""Overhead of the launcher ``ray`` per step: all work except the models', in a policy-gradient step of 16 x 8 samples.
+"""Overhead of the launchers ``ray`` and ``processes`` per step: all work except the models', in a policy-gradient step
+of 16 x 8 samples.
 
 The trainer and the generator of this file return at once, with tensors and turns of realistic sizes. Everything else is
 the real code: roles that split batches and join results, calls, the weight sync with its proof, and the pool of
-engines. The same step runs in one process (launcher ``local``), so the difference is Ray's overhead.
+engines. The same step runs in one process (launcher ``local``), so the difference is the overhead.
 
     python benchmarks/ray_overhead.py [--steps 50] [--ranks 1] [--engines 1] [--output FILE.json]
 """
@@ -29,11 +30,11 @@ from rlhf.ops.heads import resolve_head
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update
-from rlhf_plugin_ray.workers.watchdog import Watchdog
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.launcher import CountingTrainer
+from rlhf_workers.driver.watchdog import Watchdog
 
 PROMPTS, SAMPLES, PROMPT, ANSWER = 16, 8, 6, 64
 BUDGET = 2048
@@ -215,6 +216,12 @@ def main() -> None:
     plugins = Plugins.discover()
     local = plugins.resolve("launcher", "local").cls()
     alone = measure(Step(local, 1, 1), options.steps)
+    cls = plugins.resolve("launcher", "processes").cls
+    launcher = cls(cls.Config(cpus=options.ranks + options.engines))
+    try:
+        in_processes = measure(Step(launcher, options.ranks, options.engines), options.steps)
+    finally:
+        launcher.shutdown()
     cls = plugins.resolve("launcher", "ray").cls
     launcher = cls(cls.Config(cpus=options.ranks + options.engines, object_store_gib=0.5))
     try:
@@ -224,9 +231,11 @@ def main() -> None:
     finally:
         launcher.shutdown()
     for name in with_ray:
-        print(f"{name:20} {with_ray[name]:7.2f} ms on Ray, {alone[name]:7.2f} ms in one process")
-    total, base = sum(with_ray.values()), sum(alone.values())
-    print(f"{'step':20} {total:7.2f} ms on Ray, {base:7.2f} ms in one process: Ray costs {total - base:.1f} ms")
+        row = f"{with_ray[name]:7.2f} ms on Ray, {in_processes[name]:7.2f} ms in processes"
+        print(f"{name:20} {row}, {alone[name]:7.2f} ms in one process")
+    total, apart, base = sum(with_ray.values()), sum(in_processes.values()), sum(alone.values())
+    print(f"{'step':20} {total:7.2f} ms on Ray, {apart:7.2f} ms in processes, {base:7.2f} ms in one process")
+    print(f"Ray costs {total - base:.1f} ms, processes {apart - base:.1f} ms; a step takes {apart / total:.2f} x Ray's")
     for name, counts in asked.items():
         print(f"{name}: {counts['calls']} calls, waits for {counts['waits']} answers")
     for name, sizes in carried.items():
@@ -238,8 +247,10 @@ def main() -> None:
         "engines": options.engines,
         "steps": options.steps,
         "milliseconds_on_ray": with_ray,
+        "milliseconds_in_processes": in_processes,
         "milliseconds_in_one_process": alone,
         "step_milliseconds_on_ray": total,
+        "step_milliseconds_in_processes": apart,
         "step_milliseconds_in_one_process": base,
         "transfers": carried,
         "round_trips": asked,

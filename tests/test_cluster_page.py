@@ -7,10 +7,10 @@ import tomllib
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_plugin_ray.cluster.placement import Node, check_fits
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.placement import placement
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_workers.placement import Node, check_fits
 
 from tests.pages import DOCS, blocks
 

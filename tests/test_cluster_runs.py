@@ -78,7 +78,9 @@ class Training:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(OSError, psutil.Error):  # it has ended
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-                if "libtorch_cpu" in maps and "ray::" in " ".join(process.cmdline()) and ("/vllm/" in maps) == engines:
+                command = " ".join(process.cmdline())
+                ours = "ray::" in command or "worker_program.py" in command
+                if "libtorch_cpu" in maps and ours and ("/vllm/" in maps) == engines:
                     found.append(process)
         return found
 

@@ -24,6 +24,7 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_hub": ["rlhf"],
     "rlhf_modeling": ["rlhf", "rlhf_hub"],
     "rlhf_transport": ["rlhf"],
+    "rlhf_workers": ["rlhf", "rlhf_transport"],
     "rlhf_algorithms": ["rlhf"],
     "rlhf_runtime": ["rlhf", "rlhf_hub"],
     "rlhf_testing": ["rlhf", *LIBRARIES, "rlhf_runtime"],

@@ -1,4 +1,5 @@
-"""The same rollouts, or rows, give the same gradients and losses embedded, on Ray, and with ZeRO on one and two ranks.
+"""The same rollouts, or rows, give the same gradients and losses embedded, on Ray, in processes without Ray, and with
+ZeRO on one and two ranks.
 
 The rollouts are recorded once with the embedded backend. Gradients of the first step agree to 1e-5 norm-wise in fp32,
 because only the order of sums differs. Losses of five steps agree to 1e-4, because AdamW amplifies differences of 1e-7
@@ -52,11 +53,11 @@ RAGGED = {**FIVE, "policy": {"micro_tokens": 40}, "critic": {"micro_tokens": 64}
 """Few tokens per micro-batch, so that ranks get several of different sizes."""
 
 
-def on_ray(ranks: int = 1, **trainer: Any) -> dict[str, Any]:
+def on_ray(ranks: int = 1, launcher: str = "ray", **trainer: Any) -> dict[str, Any]:
     """All roles on the same devices, with as many ranks."""
     others = {"ranks": ranks, "share": "policy"}
     placement = {"policy": {"ranks": ranks}, "critic": others, "reference": others}
-    return {"launcher": {"use": "ray"}, "trainer": trainer, "placement": placement}
+    return {"launcher": {"use": launcher}, "trainer": trainer, "placement": placement}
 
 
 RUNTIMES = {
@@ -65,6 +66,7 @@ RUNTIMES = {
     "ray, ZeRO-2, 2 ranks": on_ray(use="deepspeed", stage=2, ranks=2),
     "ray, ZeRO-3, 1 rank": on_ray(use="deepspeed", stage=3),
     "ray, ZeRO-3, 2 ranks": on_ray(use="deepspeed", stage=3, ranks=2),
+    "processes, ZeRO-3, 2 ranks": on_ray(use="deepspeed", stage=3, ranks=2, launcher="processes"),
 }
 
 

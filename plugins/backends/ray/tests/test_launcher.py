@@ -18,9 +18,9 @@ from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.actor.worker import COMPARED, installed_version
+from rlhf_plugin_ray.cluster.version_check import check_versions
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.workers.version_check import check_versions
+from rlhf_workers.process.worker import COMPARED, installed_version
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:

@@ -13,7 +13,7 @@ from rlhf.errors import WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
-from rlhf_plugin_ray.workers.node_tools import inspect_process
+from rlhf_workers.driver.node_tools import inspect_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -13,9 +13,10 @@ from ray_standins import OddTrainer
 from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.actor.failure import RemoteTraceback
+from rlhf_plugin_ray.actors import InRay
 from rlhf_plugin_ray.launcher import RayLauncher
 from rlhf_runtime.checkpoint.atomic_files import disk_is_full
+from rlhf_workers.process.failure import RemoteTraceback
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:
@@ -132,7 +133,7 @@ def test_a_stream_yields_references_for_other_groups(launch):
     policy = launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
     critic = launcher.launch_trainer(OddTrainer, None, spec("critic"))
     items = list(policy.stream("arrays", 4, 100_000, timeout=30.0))
-    assert all(isinstance(item, ray.ObjectRef) for item in items)
+    assert all(isinstance(item, InRay) for item in items)
     assert critic.call("first_of", [(items,)]) == [[0, 1, 2, 3]]
     assert policy.call("how_many", [()] * 2) == [4, 4], "every rank ran the whole method"
 

@@ -6,9 +6,9 @@ import pytest
 from ray_standins import OddGenerator
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
-from rlhf_plugin_ray.cluster.placement import allocate, bundles_of
-from rlhf_plugin_ray.engines.front import EngineGroup
-from rlhf_plugin_ray.engines.weight_link import choose_kind
+from rlhf_workers.engines.front import EngineGroup
+from rlhf_workers.engines.weight_link import choose_kind
+from rlhf_workers.placement import allocate, bundles_of
 
 
 def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):

@@ -1,7 +1,7 @@
 """The run directory: one run, one folder, one process at a time.
 
 config.toml  manifest.json  metrics.jsonl  timeline.json  rollouts/step-000012.arrow  checkpoints/step-000012/
-exports/step-000012/  skipped/  model/
+exports/step-000012/  skipped/  model/  workers/
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json")
-"""The names that a run writes, in addition to ``model-<role>``."""
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json", "workers")
+"""The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
 GIVEN = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
 _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from rlhf.interfaces.component import ComponentConfig
+from rlhf_workers.options import WorkerOptions
 
-Seconds = Annotated[float, Field(gt=0)]
 _PLACE = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 
 
-class RayConfig(ComponentConfig):
+class RayConfig(WorkerOptions):
     address: str | None = None
     """The Ray cluster: ``auto`` (the one of this machine or job) or ``HOST:PORT``. Where absent: the cluster that
     RAY_ADDRESS names (``ray job submit`` sets it), or that this process is connected to already; otherwise the run
@@ -24,23 +22,6 @@ class RayConfig(ComponentConfig):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
     """How ranks are laid out over nodes: together where they fit (PACK), on as many nodes as there are (SPREAD), all
     on one node (STRICT_PACK), each on a node of its own (STRICT_SPREAD). Roles that share devices move together."""
-    start_timeout: Seconds = 600.0
-    """Seconds for the cluster to provide the devices, and for a role or the engines to become ready."""
-    heartbeat: Seconds = 30.0
-    """Seconds between two checks of a worker whose answer the driver waits for. A worker that does not respond for ten
-    heartbeats is stalled."""
-    stall_timeout: Seconds = 1800.0
-    """Seconds without progress after which a responding worker is stalled. Progress is a call that begins or ends, a
-    yielded item, or a finished sample."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Number of dead engines that a run replaces; the next death ends the run. Trainers are never replaced."""
-    reports: str | None = None
-    """Folder for reports about stalls; where absent, the run's folder."""
-    show_output: bool = False
-    """Show the output of workers, each line with the worker's name. Ray's log folder always has it, and the message
-    about a dead worker ends with its last lines."""
-    env: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables of every worker, e.g. {NCCL_SOCKET_IFNAME = "eth0"}."""
     cpus: Annotated[int, Field(ge=1)] | None = None
     """Number of CPUs of a Ray that the run starts; where absent, those of the machine."""
     object_store_gib: Annotated[float, Field(gt=0)] | None = None
@@ -64,10 +45,5 @@ class RayConfig(ComponentConfig):
             raise ValueError(
                 f"{' and '.join(own)} can be set only for a Ray that the run starts; address = {self.address!r} names "
                 "a running cluster. Leave out one of them."
-            )
-        if self.heartbeat >= self.stall_timeout:
-            raise ValueError(
-                f"heartbeat = {self.heartbeat:g} must be shorter than stall_timeout = {self.stall_timeout:g}: progress "
-                "is checked once per heartbeat"
             )
         return self

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
+from rlhf_workers.placement import Node
 
 from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_unreachable
-from rlhf_plugin_ray.cluster.placement import Node
 from rlhf_plugin_ray.config import RayConfig
 
 _ENVIRONMENT = {

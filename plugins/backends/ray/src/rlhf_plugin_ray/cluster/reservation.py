@@ -11,8 +11,8 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Place
+from rlhf_workers.placement import Allocation, allocate, bundles_of
 
-from rlhf_plugin_ray.cluster.placement import Allocation, allocate, bundles_of
 from rlhf_plugin_ray.config import RayConfig
 
 

@@ -1,0 +1,1 @@
+"""Ranks and engines in worker processes, as launchers start, call and watch them."""

@@ -1,0 +1,1 @@
+"""Workers as the driver sees them: calling them, watching them, and reporting their failures."""

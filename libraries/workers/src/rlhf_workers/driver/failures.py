@@ -1,0 +1,70 @@
+"""Failed calls: the error to raise, and which of several failures was the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import RlhfError, WorkerError
+
+from rlhf_workers.driver.calls import CallFailed, Calls
+from rlhf_workers.driver.handle import WorkerHandle
+from rlhf_workers.process.failure import Failure, RemoteTraceback
+
+GRACE_SECONDS = 3.0
+"""After a rank failed, how long the driver waits for the other ranks to fail or end too. A launcher may need a second
+to notice a death; another rank may notice it earlier, as a broken connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall:
+    """What the driver got from a worker in place of a result."""
+
+    member: WorkerHandle
+    what: Failure | CallFailed
+
+    @property
+    def died(self) -> bool:
+        return isinstance(self.what, CallFailed) and self.what.died
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort key. Deaths come first, because errors of other ranks follow from them; then by time."""
+        return not self.died, getattr(self.what, "at", 0.0)
+
+    def error(self, method: str, otherwise: type[RlhfError]) -> RlhfError:
+        """The exception to raise; of the class ``otherwise`` if the original is not from :mod:`rlhf.errors`."""
+        who = f"{self.member.name} ({self.member.where})"
+        if isinstance(self.what, Failure):
+            return self.what.error(who, method, otherwise)
+        if self.what.died:
+            return WorkerError(self.member.death(self.what, f"{method}()"))
+        raised = otherwise(f"{who}: {method}() failed: {self.what}")  # outside of Worker's methods: not unpickled
+        raised.__cause__ = RemoteTraceback(self.what.trace)
+        return raised
+
+
+def result_of(calls: Calls, member: WorkerHandle, ref: Any) -> Any:
+    """The result of a finished call, or a :class:`FailedCall`."""
+    try:
+        result = calls.get(ref)
+    except CallFailed as error:
+        return FailedCall(member, error)
+    return FailedCall(member, result) if isinstance(result, Failure) else result
+
+
+def first_failure(
+    calls: Calls, failed: FailedCall, waiting: Mapping[Any, WorkerHandle]
+) -> tuple[FailedCall, list[WorkerHandle]]:
+    """(the first cause, workers that still hang), some seconds after one of several workers failed.
+
+    Args:
+        waiting: {reference: worker} of the workers that had not answered.
+    """
+    if not waiting:
+        return failed, []
+    ready, hanging = calls.wait(list(waiting), len(waiting), GRACE_SECONDS)
+    answers = [failed, *(result_of(calls, waiting[ref], ref) for ref in ready)]
+    found = [a for a in answers if isinstance(a, FailedCall)]
+    return min(found, key=lambda t: t.order), [waiting[ref] for ref in hanging]

@@ -1,0 +1,127 @@
+"""Waits for workers, and detects workers that will never answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf.errors import WorkerError
+
+from rlhf_workers.driver.calls import CallFailed, Calls
+from rlhf_workers.driver.handle import WorkerHandle
+from rlhf_workers.driver.stall_report import StallReport
+from rlhf_workers.options import WorkerOptions
+
+SILENT = 10
+"""Number of heartbeats without a response after which a worker is stalled."""
+
+_LOOK_SECONDS = 1.0
+"""Between two calls of ``check``."""
+
+
+@dataclass
+class _Seen:
+    member: WorkerHandle
+    progress: int = -1
+    moved: float = field(default_factory=time.monotonic)
+    """Time of the last known progress."""
+    answered: float = field(default_factory=time.monotonic)
+    question: Any = None
+
+
+OnStall = Callable[[Sequence[WorkerHandle], str], None]
+"""Called with the stalled workers and the first line of the error, before the error is raised."""
+
+
+def ignore_stall(stalled: Sequence[WorkerHandle], headline: str) -> None:
+    """The stalled workers are left as they are."""
+
+
+class Watch(Protocol):
+    """Makes the watchdog of some workers, while they compute what ``doing`` names."""
+
+    def __call__(self, members: Sequence[WorkerHandle], doing: str, stalled: OnStall = ignore_stall) -> Watchdog: ...
+
+
+class Watchdog:
+    """Monitors pending workers until each has answered (:meth:`leave`)."""
+
+    def __init__(
+        self,
+        members: Iterable[WorkerHandle],
+        doing: str,
+        calls: Calls,
+        config: WorkerOptions,
+        reports: Path,
+        check: Callable[[], None] = lambda: None,
+        stalled: OnStall = ignore_stall,
+    ) -> None:
+        """``check`` is called every second; it raises WorkerError when the workers cannot be reached any more."""
+        self._seen = {id(m): _Seen(m) for m in members}
+        self.doing, self.calls, self.config, self.reports = doing, calls, config, reports
+        self._reachable, self._on_stall = check, stalled
+        self._begun = self._next = time.monotonic()
+        self._next += config.heartbeat
+
+    def join(self, member: WorkerHandle) -> None:
+        """Monitor a worker, from now on if it was not monitored."""
+        self._seen.setdefault(id(member), _Seen(member))
+
+    def leave(self, member: WorkerHandle) -> None:
+        """Stop monitoring a worker, because it has answered."""
+        self._seen.pop(id(member), None)
+
+    def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """The references and streams that are ready: at least one, or none after ``timeout`` seconds. Raises
+        WorkerError for a stalled worker, and what ``check`` raises."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._reachable()
+            now = time.monotonic()
+            limit = min(now + _LOOK_SECONDS, self._next, self._next if end is None else end) - now
+            ready, _ = self.calls.wait(waitables, timeout=max(limit, 0.0))
+            if ready:
+                if len(waitables) == 1:
+                    return ready
+                also, _ = self.calls.wait(waitables, len(waitables), 0.0)
+                return also or ready
+            if end is not None and time.monotonic() >= end:
+                return []
+            if time.monotonic() >= self._next:
+                self._check()
+                self._next = time.monotonic() + self.config.heartbeat
+
+    def _check(self) -> None:
+        for seen in self._seen.values():
+            self._listen(seen)
+            if seen.question is None:
+                seen.question = seen.member.beside("pulse")
+        now = time.monotonic()
+        silent = [s for s in self._seen.values() if now - s.answered > SILENT * self.config.heartbeat]
+        stuck = [s for s in self._seen.values() if now - s.moved > self.config.stall_timeout]
+        if silent or stuck:
+            raise self._stalled(silent or sorted(stuck, key=lambda s: s.moved), bool(silent))
+
+    def _listen(self, seen: _Seen) -> None:
+        if seen.question is None or not self.calls.wait([seen.question], timeout=0.0)[0]:
+            return
+        question, seen.question = seen.question, None
+        try:
+            progress = self.calls.get(question)
+        except CallFailed:  # it is dead, which the pending answer will show too
+            return
+        seen.answered = time.monotonic()
+        if progress != seen.progress:
+            seen.progress, seen.moved = progress, seen.answered
+
+    def _stalled(self, stalled: Sequence[_Seen], silent: bool) -> WorkerError:
+        first = stalled[0]
+        seconds = time.monotonic() - (first.answered if silent else first.moved)
+        waited_for = [s.member for s in self._seen.values()]
+        stall = StallReport(self.calls, first.member, self.doing, seconds, silent, waited_for)
+        page = stall.write(self.reports)
+        self._on_stall([s.member for s in stalled], stall.headline)
+        return WorkerError(f"{stall.headline}. What each of its threads was doing, and what to look at: {page}")

@@ -1,0 +1,255 @@
+"""Several engines behind one generator: requests go to engines by load, weights go to all engines."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from rlhf.errors import CapabilityError, WorkerError
+from rlhf.interfaces import Generator, GeneratorSpec, Proof
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_workers.engines.load_balance import assign_requests
+from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.single_requests import SingleRequests
+from rlhf_workers.engines.weight_link import WeightLink
+from rlhf_workers.process.payload import pack
+
+_LOOK_SECONDS = 1.0
+"""Between two looks for dead engines, while samples are waited for."""
+_NOBODY = Proof(0).who
+"""``Proof.who`` of a generator that does not set it."""
+
+
+class EngineGroup(Generator):
+    """One generator for ``[placement.generator] ranks`` engines.
+
+    An engine that dies is replaced and gets the current weights, and its unfinished requests are sampled again. The
+    samples are the same, because they depend on the requests' seeds.
+    """
+
+    def __init__(
+        self,
+        generator: type[Generator],
+        spec: GeneratorSpec,
+        pool: EnginePool,
+        link: WeightLink | None,
+        refresh: Callable[[], object] | None,
+    ) -> None:
+        """
+        Args:
+            link: the link over which weights arrive; None: they arrive through the object store.
+            refresh: sends the current weights again.
+        """
+        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
+        self.spec, self.pool = spec, pool
+        self.link, self._send_again = link, refresh
+        self._loaded = self._asleep = False
+        self._reloads = 0
+        self._proofs: list[Proof] = []
+        self._single: SingleRequests | None = None
+        """Calls the engines from the first :meth:`answer` on."""
+
+    # ---------------------------------------------------------------------------------- generation
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        self.pool.check_open()
+        if self._single is not None:
+            yield from self._generate_beside(requests, self._single)
+            return
+        left = dict(enumerate(requests))
+        while left:
+            self._replace_dead()
+            order = list(left)
+            shares = assign_requests([left[n] for n in order], len(self.pool.members))
+            for position, turn in self._draw([left[n] for n in order], shares):
+                del left[order[position]]
+                yield order[position], turn
+
+    def _draw(self, requests: Sequence[GenerationRequest], shares: list[list[int]]) -> Iterator[tuple[int, Turn]]:
+        """Yield the engines' answers until every engine has ended or died."""
+        pool, busy = self.pool, {n: share for n, share in enumerate(shares) if share}
+        payload = pool.calls.send(pack([([requests[p] for p in share],) for share in busy.values()]))
+        streams: dict[Any, tuple[int, set[int]]] = {}
+        for rank, (number, share) in enumerate(busy.items()):
+            stream = pool.members[number].items("generate", payload, rank)
+            streams[stream] = number, set(range(len(share)))
+        watchdog = pool.watch(busy, "generate()")
+        while streams:
+            for stream in watchdog.wait(list(streams)):
+                number, open_ = streams[stream]
+                chunk = next(stream, None)
+                answer = None if chunk is None else pool.answer(number, "generate", chunk)
+                if answer is None:  # it has ended, or died
+                    if open_ and number not in pool.dead:
+                        raise WorkerError(f"engine {number} ended without answering {len(open_)} requests")
+                    del streams[stream]
+                    watchdog.leave(pool.members[number])
+                    continue
+                for position, turn in answer:
+                    if position not in open_:
+                        raise WorkerError(
+                            f"engine {number} answered request {position}, which it answered already or never got"
+                        )
+                    open_.remove(position)
+                    yield busy[number][position], turn
+
+    def _generate_beside(
+        self, requests: Sequence[GenerationRequest], single: SingleRequests
+    ) -> Iterator[tuple[int, Turn]]:
+        """Generate while single requests are under way."""
+        finished: queue.SimpleQueue[tuple[int, Turn | Exception]] = queue.SimpleQueue()
+        names = [single.submit(r, lambda turn, n=n: finished.put((n, turn))) for n, r in enumerate(requests)]  # type: ignore[misc]
+        try:
+            left = len(names)
+            while left:
+                try:
+                    position, turn = finished.get(timeout=_LOOK_SECONDS)
+                except queue.Empty:
+                    self.repair()
+                    continue
+                if isinstance(turn, Exception):
+                    raise turn
+                left -= 1
+                yield position, turn
+        finally:
+            for name in names:
+                single.cancel(name)
+
+    async def answer(self, request: GenerationRequest) -> Turn:
+        if self._single is None:
+            self._single = SingleRequests(self.pool)
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[Turn] = loop.create_future()
+
+        def settle(turn: Turn | Exception) -> None:
+            if waiting.done():  # cancelled
+                return
+            if isinstance(turn, Exception):
+                waiting.set_exception(turn)
+            else:
+                waiting.set_result(turn)
+
+        def done(turn: Turn | Exception) -> None:
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(settle, turn)
+
+        name = self._single.submit(request, done)
+        try:
+            return await waiting
+        finally:
+            self._single.cancel(name)
+
+    def idle(self) -> tuple[float, float] | None:
+        return None if self._single is None else self._single.idle()
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def pause(self) -> None:
+        if self._single is not None:
+            self._single.hold(drain=self.spec.in_flight == "drain")
+
+    def resume(self) -> None:
+        if self._single is not None:
+            self._single.release()
+
+    def repair(self) -> None:
+        if self.pool.dead:
+            self.pause()
+            self._replace_dead()
+            self.resume()
+
+    def begin_load(self, version: int) -> None:
+        self._replace_dead(refresh=False)
+        while self.link is not None and not self.link.fit:
+            self.link.build(self.pool)
+            self._replace_dead(refresh=False)
+        self._loaded = True
+        self.pool.post("begin_load", version)  # while the policy makes the first bucket
+
+    def take(self, bucket: Any) -> None:
+        """``bucket``: an item of :meth:`RankGroup.send_buckets`, or a bucket."""
+        if not self._cut_off:
+            self.pool.ask("take", bucket, timeout=self.spec.sync_timeout)
+
+    def end_load(self) -> list[Proof]:
+        answers = {} if self._cut_off else self.pool.ask("end_load")
+        if not self.pool.dead:
+            self._proofs = [
+                replace(proof, who=f"engine {n}" if proof.who == _NOBODY else f"engine {n}, {proof.who}")
+                for n, proofs in answers.items()
+                for proof in proofs
+            ]
+            self.version = self._proofs[0].version
+            self._reloads += 1
+            return self._proofs
+        self._replace_dead()  # sends the weights to all engines again; the new proofs hold for this load too
+        return self._proofs
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        while True:
+            self._replace_dead()
+            answers = self.pool.ask("logprobs", sequences)
+            if not self.pool.dead:
+                return [one for per_engine in answers.values() for one in per_engine]
+
+    def stale(self, bucket: Any) -> list[str]:
+        found = {} if self._cut_off else self.pool.ask("stale", bucket)
+        return list(dict.fromkeys(name for names in found.values() for name in names))
+
+    # -------------------------------------------------------------------------------------- memory
+
+    def sleep(self) -> None:
+        self.pool.ask("sleep")
+        self._asleep = True
+
+    def wake(self) -> bool:
+        discarded = any(self.pool.ask("wake").values())
+        self._asleep, before = False, self._reloads
+        self._replace_dead()
+        return discarded and self._reloads == before
+
+    def close(self) -> None:
+        if self._single is not None:
+            self._single.close()
+        self.pool.close()
+
+    # ------------------------------------------------------------------------------------ recovery
+
+    def _replace_dead(self, refresh: bool = True) -> None:
+        """Replace dead engines, and send the current weights if the engines had weights."""
+        while replaced := self.pool.replace():
+            if self._asleep:
+                self.pool.ask("sleep", only=replaced)
+            if refresh and self._loaded and not self.pool.dead:
+                self._refresh()
+
+    @property
+    def _cut_off(self) -> bool:
+        """Whether an engine's death interrupted the link: then all engines will get all weights again."""
+        return self.link is not None and not self.link.fit and bool(self.pool.dead)
+
+    def _refresh(self) -> None:
+        if self._send_again is None:
+            raise WorkerError(
+                "an engine was replaced, and launch_generator() was given no `refresh`, which would send it the "
+                "current weights"
+            )
+        before = self._reloads
+        self._send_again()
+        if self._reloads == before:
+            raise WorkerError("an engine was replaced and did not get the current weights")
+
+
+def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
+    """Refuse generators that sample from a trainer's module: engines of ``launcher`` are in processes of their own."""
+    if "accept:tensors" not in generator.capabilities:
+        raise CapabilityError(
+            f"generator {generator.name!r} samples from a trainer's module in the same process; launcher {launcher!r} "
+            "runs engines in processes of their own. Use a generator that takes tensors (--generator.use vllm), or "
+            "launcher 'local'."
+        )

@@ -1,0 +1,226 @@
+"""Requests of samples that go on by themselves: engines sample all the time, and each request is answered when it is
+done.
+
+::
+
+    submit ──► waiting ──► an engine (Prefixes.choose): advance(new, dropped, SLICE) ──► done(turn)
+                  ▲                          │ the engine died
+                  └──────────────────────────┘
+
+One thread calls the engines. An engine has up to two calls of :meth:`~rlhf.interfaces.Generator.advance` at a time, so
+that it goes on while the answer to the first call travels. Between :meth:`hold` and :meth:`release` no call is under
+way, and the main thread has the engines for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from rlhf.errors import WorkerError
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.prefixes import Mark, Prefixes, prefix_marks
+from rlhf_workers.process.payload import unpack
+
+SLICE = 0.02
+"""Seconds that an engine samples in one call. A request waits about so long until its engine looks at it."""
+_CALLS = 2
+"""Calls that an engine has at a time."""
+
+Done = Callable[[Turn | Exception], None]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is not answered."""
+
+    request: GenerationRequest
+    done: Done
+    marks: list[Mark]
+    engine: int | None = None
+    """The engine that samples it; None: it waits for one."""
+
+
+class SingleRequests:
+    """``done`` of a request is called once, on the thread of this class, with the turn or with the error that ends the
+    run. It is not called for a request that was cancelled."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self._watchdog = pool.watch([], "advance()")
+        self._names = count()
+        self._changed = threading.Condition()
+        """Guards everything below."""
+        self._open: dict[int, _Open] = {}
+        self._waiting: deque[int] = deque()
+        self._prefixes = Prefixes()
+        self._shares: defaultdict[int, set[int]] = defaultdict(set)
+        """{engine: its requests}."""
+        self._new: defaultdict[int, dict[int, GenerationRequest]] = defaultdict(dict)
+        """{engine: requests that it was not told of yet}."""
+        self._dropped: defaultdict[int, list[int]] = defaultdict(list)
+        """{engine: cancelled requests that it was not told of yet}."""
+        self._calls: dict[Any, int] = {}
+        """{reference of a call: engine}."""
+        self._holds = 0
+        self._drain = self._closed = False
+        self._failure: Exception | None = None
+        self._counted, self._idle, self._total = time.monotonic(), 0.0, 0.0
+        self._thread = threading.Thread(target=self._serve, name="rlhf-engines", daemon=True)
+        self._thread.start()
+
+    # ----------------------------------------------------------------------------- from other threads
+
+    def submit(self, request: GenerationRequest, done: Done) -> int:
+        """Returns a name for :meth:`cancel`."""
+        marks = prefix_marks(request.ids)
+        with self._changed:
+            if self._failure is not None or self._closed:
+                raise self._failure or WorkerError("the engines were shut down")
+            name = next(self._names)
+            self._open[name] = _Open(request, done, marks)
+            self._waiting.append(name)
+            self._changed.notify_all()
+        return name
+
+    def cancel(self, name: int) -> None:
+        """Drop a request. Nothing happens if it is answered already."""
+        with self._changed:
+            asked = self._open.pop(name, None)
+            if asked is not None and asked.engine is not None:
+                self._shares[asked.engine].discard(name)
+                if self._new[asked.engine].pop(name, None) is None:
+                    self._dropped[asked.engine].append(name)
+
+    def hold(self, drain: bool) -> None:
+        """Wait until no call is under way, and begin none until :meth:`release`. Calls may be nested.
+
+        Args:
+            drain: wait until the engines have answered what they began.
+        """
+        with self._changed:
+            self._holds, self._drain = self._holds + 1, drain
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._failure or not (self._calls or (drain and any(self._shares.values()))))
+            if self._failure is not None:
+                raise self._failure
+
+    def release(self) -> None:
+        """End one :meth:`hold`."""
+        with self._changed:
+            self._holds -= 1
+            self._changed.notify_all()
+
+    def idle(self) -> tuple[float, float]:
+        """(engine seconds without a request, engine seconds) since the last call."""
+        with self._changed:
+            self._count_idle()
+            found = self._idle, self._total
+            self._idle = self._total = 0.0
+        return found
+
+    def close(self) -> None:
+        """End the thread. Requests that are not answered never are."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # ----------------------------------------------------------------------------- on the own thread
+
+    def _serve(self) -> None:
+        try:
+            while self._begin_calls():
+                for ref in self._watchdog.wait(list(self._calls), SLICE):
+                    if ref in self._calls:  # not of an engine that died
+                        self._take(ref)
+        except Exception as error:
+            with self._changed:
+                self._failure = error
+                failed, self._open, self._calls = list(self._open.values()), {}, {}
+                self._changed.notify_all()
+            for asked in failed:
+                asked.done(error)
+
+    def _begin_calls(self) -> bool:
+        """Wait until there is a call to wait for. Returns False after :meth:`close`."""
+        with self._changed:
+            while not self._closed:
+                self._count_idle()
+                if not self._holds:
+                    self._assign()
+                if not self._holds or self._drain:
+                    self._call()
+                if self._calls:
+                    return True
+                self._changed.notify_all()  # to hold()
+                self._changed.wait()
+            return False
+
+    def _alive(self) -> list[int]:
+        return [engine for engine in self._pool.members if engine not in self._pool.dead]
+
+    def _assign(self) -> None:
+        """Waiting requests go to engines."""
+        alive = self._alive()
+        while self._waiting and alive:
+            name = self._waiting.popleft()
+            asked = self._open.get(name)
+            if asked is None:  # cancelled
+                continue
+            asked.engine = self._prefixes.choose(asked.marks, {engine: len(self._shares[engine]) for engine in alive})
+            self._shares[asked.engine].add(name)
+            self._new[asked.engine][name] = asked.request
+
+    def _call(self) -> None:
+        """Call the engines that have something to do."""
+        under_way = Counter(self._calls.values())
+        for engine in self._alive():
+            if under_way[engine] == _CALLS or not (self._shares[engine] or self._dropped[engine]):
+                continue
+            new, dropped = self._new.pop(engine, {}), self._dropped.pop(engine, [])
+            self._calls[self._pool.begin(engine, "advance", new, dropped, SLICE)] = engine
+            self._watchdog.join(self._pool.members[engine])
+
+    def _take(self, ref: Any) -> None:
+        """Hand over the turns of a finished call."""
+        engine = self._calls[ref]
+        answer = self._pool.answer(engine, "advance", ref)
+        finished: list[tuple[Done, Turn]] = []
+        with self._changed:
+            self._count_idle()
+            del self._calls[ref]
+            if answer is None:
+                self._give_back(engine)
+            else:
+                for name, turn in unpack(answer)[0]:
+                    self._shares[engine].discard(name)
+                    if (asked := self._open.pop(name, None)) is not None:
+                        finished.append((asked.done, turn))
+            if engine not in self._calls.values():
+                self._watchdog.leave(self._pool.members[engine])
+        for done, turn in finished:
+            done(turn)
+
+    def _give_back(self, engine: int) -> None:
+        """The requests of an engine that died wait for another engine, before all others."""
+        for name in sorted(self._shares.pop(engine, ()), reverse=True):
+            self._open[name].engine = None
+            self._waiting.appendleft(name)
+        self._new.pop(engine, None)
+        self._dropped.pop(engine, None)
+        self._calls = {ref: other for ref, other in self._calls.items() if other != engine}
+
+    def _count_idle(self) -> None:
+        now = time.monotonic()
+        seconds, self._counted = now - self._counted, now
+        engines = len(self._pool.members)
+        self._total += seconds * engines
+        self._idle += seconds * (engines - sum(bool(share) for share in self._shares.values()))

@@ -1,0 +1,132 @@
+"""The driver's part of a link, over which weights go from the policy to the engines without the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError, SyncError, WorkerError
+
+from rlhf_workers.driver.failures import FailedCall, result_of
+from rlhf_workers.driver.handle import WorkerHandle
+from rlhf_workers.driver.watchdog import Watch
+from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.placement import Allocation
+from rlhf_workers.process.payload import pack
+
+if TYPE_CHECKING:
+    from rlhf_transport.coordination import Coordination
+    from rlhf_transport.link import Kind
+
+    from rlhf_workers.driver.rank_group import RankGroup
+
+NO_LINKS = "the generator takes no links (accept:links is not among its capabilities)"
+STORE = "store"
+
+
+class WeightLink:
+    """A link between the policy's ranks and the engines. :meth:`build` connects it before the first sync, and again
+    after any failure."""
+
+    def __init__(self, kind: Kind, policy: RankGroup, cuda: bool, timeout: float, watch: Watch) -> None:
+        self.kind, self.policy, self.cuda, self.timeout = kind, policy, cuda, timeout
+        self._watch = watch
+        self._coordination: Coordination | None = None
+        self._receivers: int | None = None
+        """Processes of one engine that receive weights; the same for all engines."""
+        self.fit = False
+        """Whether all ends are connected and none failed."""
+
+    def drop(self) -> None:
+        """Abort every wait on the link. It cannot be used until :meth:`build`."""
+        self.fit = False
+        if self._coordination is not None:
+            self._coordination.abort()
+
+    def build(self, pool: EnginePool) -> None:
+        """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
+        is not fit."""
+        from rlhf_transport.coordination import serve
+        from rlhf_transport.link import Link
+
+        self.drop()
+        self.policy.finish_stream("connect_trainer")
+        if self._receivers is None:
+            first = min(pool.members)
+            self._receivers = pool.ask("receivers", only=[first]).get(first)
+        if self._receivers is None:  # it died
+            return
+        engines, each = pool.members, self._receivers
+        self._coordination, address = serve(pool.calls.host, self.timeout)
+        link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
+        told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
+        failed = self._connect([*self.policy.members, *engines.values()], told, pool)
+        deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
+        for n in deaths:
+            if n < self.policy.size:
+                raise self.policy.first_cause("connect_trainer", failed[n], {})
+        for n, death in deaths.items():
+            pool.record_death(list(engines)[n - self.policy.size], death)
+        if failed and not deaths:
+            raise min(failed.values(), key=lambda t: t.order).error("connect", SyncError)
+        self.fit = not failed
+
+    def _connect(
+        self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]], pool: EnginePool
+    ) -> dict[int, FailedCall]:
+        """{position in ``members``: its failure}, when all have answered."""
+        payload = pool.calls.send(pack(told))
+        methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
+        waiting = {m.ask("call", methods[n], payload, n): n for n, m in enumerate(members)}
+        watchdog = self._watch(members, "connect()", pool.kill_stalled)
+        failed: dict[int, FailedCall] = {}
+        while waiting:
+            for ref in watchdog.wait(list(waiting)):
+                n = waiting.pop(ref)
+                watchdog.leave(members[n])
+                if isinstance(answer := result_of(pool.calls, members[n], ref), FailedCall):
+                    failed[n] = answer
+                    self.drop()  # the others may wait for this end
+        return failed
+
+
+def choose_kind(
+    transport: str,
+    takes_links: bool,
+    policy: Sequence[Allocation],
+    engines: Sequence[Allocation],
+    cuda: bool,
+    nodes: Sequence[str],
+) -> Kind | None:
+    """The kind of link; None for the object store. Raises ConfigError if ``transport`` is not possible.
+
+    Args:
+        transport: the run file's ``sync.transport``.
+        takes_links: whether the generator has the capability ``accept:links``.
+        nodes: the node of each bundle.
+    """
+    computing = [allocation.slots[0] for allocation in policy]  # a rank computes on the first of its devices
+    used = {slot for allocation in engines for slot in allocation.slots}
+    if cuda:
+        shared = "" if used <= set(computing) else "an engine is on a device on which no rank of the policy computes"
+        broadcast = "" if computing[0] not in used else "rank 0 of the policy shares its device with an engine"
+    else:
+        home = nodes[policy[0].bundle]
+        shared = (
+            ""
+            if all(nodes[s.bundle] == home for s in engines)
+            else "an engine is on another node than rank 0 of the policy"
+        )
+        broadcast = ""
+    if not takes_links:
+        shared = broadcast = NO_LINKS
+    problems: dict[Kind, str] = {"shared": shared, "broadcast": broadcast}
+    possible = [kind for kind, problem in problems.items() if not problem]
+    if transport == "auto":
+        return possible[0] if cuda and possible else None  # on CPUs the store is shared memory too
+    if transport != STORE and transport not in possible:
+        raise ConfigError(
+            f"sync.transport = {transport!r} is not possible: {problems[transport]}. Possible here: "  # type: ignore[index]
+            f"{', '.join(map(repr, [STORE, *possible]))}, or leave it out."
+        )
+    return next((kind for kind in possible if kind == transport), None)

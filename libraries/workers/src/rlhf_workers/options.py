@@ -1,0 +1,40 @@
+"""Options of every launcher that runs ranks and engines in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, model_validator
+from rlhf.interfaces.component import ComponentConfig
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class WorkerOptions(ComponentConfig):
+    start_timeout: Seconds = 600.0
+    """Seconds for the devices to be free, and for a role or the engines to become ready."""
+    heartbeat: Seconds = 30.0
+    """Seconds between two checks of a worker whose answer the driver waits for. A worker that does not respond for ten
+    heartbeats is stalled."""
+    stall_timeout: Seconds = 1800.0
+    """Seconds without progress after which a responding worker is stalled. Progress is a call that begins or ends, a
+    yielded item, or a finished sample."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Number of dead engines that a run replaces; the next death ends the run. Trainers are never replaced."""
+    reports: str | None = None
+    """Folder for reports about stalls; where absent, the run's folder."""
+    show_output: bool = False
+    """Show the output of workers, each line with the worker's name. A log always has it, and the message about a dead
+    worker ends with its last lines."""
+    env: Mapping[str, str] = Field(default_factory=dict)
+    """Environment variables of every worker, e.g. {NCCL_SOCKET_IFNAME = "eth0"}."""
+
+    @model_validator(mode="after")
+    def _progress_is_checked(self) -> WorkerOptions:
+        if self.heartbeat >= self.stall_timeout:
+            raise ValueError(
+                f"heartbeat = {self.heartbeat:g} must be shorter than stall_timeout = {self.stall_timeout:g}: progress "
+                "is checked once per heartbeat"
+            )
+        return self

@@ -1,0 +1,169 @@
+"""From the run file's placement to bundles of devices, and from bundles to the devices of each worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+from rlhf.interfaces.launcher import check_workers
+
+_FRACTION = 10_000
+"""Resources are counted in fractions of 1 / 10000, as Ray counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The devices of one rank of a role that owns devices. A bundle is reserved whole, on one node."""
+
+    role: str
+    resources: Mapping[str, float]
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node of the cluster, or this machine."""
+
+    id: str
+    address: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The resources of one worker."""
+
+    bundle: int
+    """The bundle that is charged. The worker's devices may be in further bundles of the same node."""
+    cpus: float
+    """CPUs of that bundle that are charged for the worker."""
+    slots: tuple[tuple[int, int], ...]
+    """The worker's devices: (bundle, index of the device in the bundle)."""
+
+    @property
+    def threads(self) -> int:
+        return len(self.slots)
+
+
+def device_kind(nodes: Sequence[Node]) -> str:
+    """``GPU`` if any node has one, else ``CPU``."""
+    return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else "CPU"
+
+
+def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
+    """One bundle per rank of every role that owns devices, in the placement's order."""
+    made = []
+    for role, place in places.items():
+        if place.share is None:
+            resources = {"GPU": place.devices, "CPU": 1} if kind == "GPU" else {"CPU": place.devices}
+            made += [Bundle(role, resources, place.devices)] * place.ranks
+    return made
+
+
+def check_fits(
+    places: Mapping[str, Place], nodes: Sequence[Node], strategy: str = "PACK", there: str = "the cluster"
+) -> None:
+    """Raises ConfigError, with the arithmetic, if even empty ``nodes`` could not hold the placement, or if GPUs would
+    stay idle.
+
+    Args:
+        there: what the nodes are, for the message.
+    """
+    kind = device_kind(nodes)
+    check_workers(places, "cuda" if kind == "GPU" else "cpu")
+    bundles = bundles_of(places, kind)
+    if problem := _problem(bundles, nodes, strategy):
+        lines = [f"the placement does not fit on {there}: {problem}"]
+        width = max(len(role) for role in places)
+        for role, place in places.items():
+            what = "engines" if role == GENERATOR else "ranks"
+            if place.share is None:
+                sum_ = place.ranks * place.devices
+                lines.append(f"  {role:{width}}  {place.ranks} {what} x {place.devices} {kind}s = {sum_}")
+            else:
+                lines.append(f"  {role:{width}}  {place.ranks} {what} on the devices of {place.share}")
+        lines.append(f"  {'asked':{width}}  {sum(b.devices for b in bundles)} {kind}s")
+        lines.append(f"  {'there':{width}}  {_held(nodes, kind)}")
+        if kind == "GPU":
+            lines.append(f"  Each rank that owns devices also takes 1 CPU; there are: {_held(nodes, 'CPU')}")
+        lines.append('Lower ranks or devices in [placement], share devices (share = "policy"), or use more nodes.')
+        raise ConfigError("\n".join(lines))
+
+
+def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
+    """Why no layout exists, or empty. The largest bundles are placed first, each on the first node with room. A layout
+    that this greedy order misses is one that schedulers miss too."""
+    free = [dict(node.resources) for node in nodes]
+    if strategy == "STRICT_PACK":
+        total = {name: sum(b.resources.get(name, 0) for b in bundles) for name in ("GPU", "CPU")}
+        if any(all(total[name] <= node.get(name, 0) for name in total) for node in free):
+            return ""
+        return "no node holds all of it, which launcher.strategy = 'STRICT_PACK' requires"
+    if strategy == "STRICT_SPREAD" and len(bundles) > len(nodes):
+        return (
+            f"{len(bundles)} ranks own devices, each needs a node of its own (launcher.strategy = 'STRICT_SPREAD'), "
+            f"and there are {len(nodes)} nodes"
+        )
+    for bundle in sorted(bundles, key=lambda b: -b.devices):
+        for node in free:
+            if all(node.get(name, 0) >= amount for name, amount in bundle.resources.items()):
+                for name, amount in bundle.resources.items():
+                    node[name] -= amount
+                if strategy == "STRICT_SPREAD":
+                    node.clear()
+                break
+        else:
+            return f"no node is left with room for a rank of {bundle.role!r} with {bundle.devices} devices"
+    return ""
+
+
+def _held(nodes: Sequence[Node], kind: str) -> str:
+    each = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
+    return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
+
+
+def allocate(
+    places: Mapping[str, Place], bundles: Sequence[Bundle], nodes: Sequence[str]
+) -> dict[str, list[Allocation]]:
+    """Allocations by role, in rank order.
+
+    Ranks are ordered by node, so that neighbouring ranks are on the same node. A role that shares devices takes its
+    host's devices in the same order: rank i has the i-th part of them.
+
+    Args:
+        nodes: the node of each bundle.
+    """
+    order: dict[str, list[int]] = {}
+    for index in sorted(range(len(bundles)), key=lambda i: (nodes.index(nodes[i]), i)):
+        order.setdefault(bundles[index].role, []).append(index)
+    taken: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    for role, place in places.items():
+        host = places[place.share] if place.share else place
+        slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
+        each = _devices_each(role, place, host)
+        taken[role] = [tuple(slots[rank * each : (rank + 1) * each]) for rank in range(place.ranks)]
+        for rank, own in enumerate(taken[role]):
+            where = {nodes[index] for index, _ in own}
+            if len(where) > 1:
+                raise ConfigError(
+                    f"[placement.{role}]: the {each} devices of rank {rank} would be on {len(where)} nodes, because "
+                    f"those of {place.share!r} are; one process can only have devices of one node. Lower its devices, "
+                    f"give {place.share!r} more devices per rank, or give {role!r} devices of its own."
+                )
+    tenants = Counter(own[0][0] for ranks in taken.values() for own in ranks)
+
+    def cpus(bundle: int) -> float:
+        return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
+
+    return {role: [Allocation(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in taken.items()}
+
+
+def _devices_each(role: str, place: Place, host: Place) -> int:
+    """Devices of one rank. A rank of a role that shares has as many as a rank of its host, or fewer if the role has
+    more ranks than its host."""
+    if place.share is None or role == GENERATOR:
+        return place.devices
+    return max(1, min(host.devices, host.ranks * host.devices // place.ranks))

@@ -1,0 +1,119 @@
+"""Arguments and results between processes: one object of the store, with tensors as plain bytes in it.
+
+pickle would send a tensor with the whole storage that it is a view of. Here every tensor travels with exactly
+its own bytes, out of band, and is unpacked into new memory. torch is imported only when there are tensors, so that a
+worker without tensors starts quickly.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from rlhf_workers.process.stored import Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INLINE = 2**15
+"""Bytes. A smaller payload travels inside the message to the worker; a larger one is put into the store, once."""
+_HEADER = 64
+"""Bytes of overhead per buffer, for :attr:`Payload.nbytes`."""
+
+Pickled = tuple[bytes, list[Any], list[Any]]
+"""(pickle stream, its out-of-band buffers, the handles of the store in it)."""
+
+
+class Payload:
+    """The arguments of one call for every rank. An object that all ranks get is stored once."""
+
+    def __init__(self, shared: Pickled, ranks: Sequence[Pickled]) -> None:
+        self.shared, self.ranks = shared, list(ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        def outside(part: Pickled) -> Pickled:
+            return part[0], [pickle.PickleBuffer(b) for b in part[1]], part[2]
+
+        return Payload, (outside(self.shared), [outside(r) for r in self.ranks])
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size in the store."""
+        parts = (self.shared, *self.ranks)
+        return sum(len(p[0]) + sum(memoryview(b).nbytes + _HEADER for b in p[1]) for p in parts)
+
+
+def pack(per_rank: Sequence[tuple[Any, ...]]) -> Payload | None:
+    """Pack ``per_rank[i]``, the arguments of rank i. None if there are no arguments."""
+    if not any(per_rank):
+        return None
+    first, length = per_rank[0], len(per_rank[0])
+    same = [
+        n for n in range(length) if len(per_rank) > 1 and all(len(a) > n and a[n] is first[n] for a in per_rank[1:])
+    ]
+    own = [[value for n, value in enumerate(arguments) if n not in same] for arguments in per_rank]
+    return Payload(_dump({n: first[n] for n in same}), [_dump(arguments) for arguments in own])
+
+
+def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
+    """The arguments of ``rank``, with tensors in new memory and handles of the store replaced by their values."""
+    if payload is None:
+        return ()
+    shared: dict[int, Any] = _load(payload.shared)
+    arguments: list[Any] = _load(payload.ranks[rank])
+    for position in sorted(shared):
+        arguments.insert(position, shared[position])
+    return tuple(arguments)
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    def __init__(self, file: Any, buffers: list[Any]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
+        self.refs: list[Stored] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and obj.layout is torch.strided:
+            flat = obj.detach().cpu().contiguous().reshape(-1)
+            buffer = pickle.PickleBuffer(flat.view(torch.uint8).numpy())
+            return _tensor, (buffer, str(obj.dtype).removeprefix("torch."), tuple(obj.shape))
+        return super().reducer_override(obj)
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, Stored):
+            self.refs.append(obj)
+            return len(self.refs) - 1
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, part: Pickled) -> None:
+        # copies, because the store's memory is shared and read-only: a write would kill this process
+        super().__init__(io.BytesIO(part[0]), buffers=[bytearray(b) for b in part[1]])
+        self.values = type(part[2][0]).fetch(part[2]) if part[2] else []
+
+    def persistent_load(self, index: Any) -> Any:
+        return self.values[index]
+
+
+def _dump(value: Any) -> Pickled:
+    file, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
+    pickler = _Pickler(file, buffers)
+    pickler.dump(value)
+    return file.getvalue(), buffers, pickler.refs
+
+
+def _load(part: Pickled) -> Any:
+    return _Unpickler(part).load()
+
+
+def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    return torch.frombuffer(data, dtype=kind).reshape(shape) if len(data) else torch.empty(shape, dtype=kind)

@@ -1,0 +1,115 @@
+"""References to answers of worker processes, and waiting for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlhf_workers.driver.calls import CallFailed, Calls
+from rlhf_workers.process.payload import Payload
+
+from rlhf_plugin_processes.shared_values import SharedValue
+from rlhf_plugin_processes.worker_loop import HOST
+
+
+class Reference:
+    """The answer of one call, or one item of a stream."""
+
+    def __init__(self, content: SharedValue | CallFailed | None = None) -> None:
+        self.content = content
+        """None: not there yet."""
+
+    @property
+    def ready(self) -> bool:
+        return self.content is not None
+
+
+class Stream:
+    """An iterator over references to the items of one call. ``next`` waits for the item."""
+
+    def __init__(self, calls: ProcessCalls, taken: Callable[[], None]) -> None:
+        """``taken`` is called after each item that was read."""
+        self._calls, self._taken = calls, taken
+        self.items: deque[Reference] = deque()
+        self.ended = False
+
+    @property
+    def ready(self) -> bool:
+        return self.ended or bool(self.items)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Reference:
+        self._calls.wait([self])
+        if not self.items:
+            raise StopIteration
+        item = self.items.popleft()
+        self._taken()
+        return item
+
+
+class ProcessCalls(Calls):
+    """The references of one launcher. Threads that read from workers settle them, any thread may wait for them."""
+
+    host = HOST
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open = True
+
+    @property
+    def connected(self) -> bool:
+        return self._open
+
+    def close(self) -> None:
+        self._open = False
+
+    def wait(
+        self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                ready = [one for one in waitables if one.ready][:count]
+                left = None if end is None else end - time.monotonic()
+                if len(ready) >= count or (left is not None and left <= 0):
+                    return ready, [one for one in waitables if one not in ready]
+                self._changed.wait(left)
+
+    def get(self, ref: Reference) -> Any:
+        self.wait([ref])
+        if isinstance(ref.content, SharedValue):
+            return ref.content.value()
+        assert ref.content is not None
+        raise ref.content
+
+    def put(self, payload: Payload) -> SharedValue:
+        return SharedValue.of(payload)
+
+    def stored(self, ref: Reference) -> SharedValue:
+        assert isinstance(ref.content, SharedValue)
+        return ref.content
+
+    # ------------------------------------------------------------------- from the threads that read
+
+    def settle(self, ref: Reference, content: SharedValue | CallFailed) -> None:
+        """The answer of a call has come."""
+        with self._changed:
+            ref.content = content
+            self._changed.notify_all()
+
+    def append(self, stream: Stream, item: SharedValue | CallFailed) -> None:
+        """An item of a stream has come."""
+        with self._changed:
+            stream.items.append(Reference(item))
+            self._changed.notify_all()
+
+    def end(self, stream: Stream) -> None:
+        """No further item comes."""
+        with self._changed:
+            stream.ended = True
+            self._changed.notify_all()

@@ -1,0 +1,105 @@
+"""Values on their way between processes: small ones as bytes, large ones in anonymous shared memory (memfd).
+
+The memory has no name in any file system. It is passed on as a file descriptor over a Unix socket, and it is freed when
+the last process has closed it, also if processes are killed.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import cloudpickle
+from rlhf_workers.process.payload import INLINE
+from rlhf_workers.process.stored import Stored
+
+_ALIGNMENT = 64
+"""Bytes; more than any dtype needs."""
+
+
+class Descriptor:
+    """A file descriptor of this process, closed with the object."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class SharedValue(Stored):
+    """A pickled value and its buffers, one after another. Reading it copies no buffer; the buffers are read-only."""
+
+    def __init__(self, sizes: Sequence[int], content: bytes | Descriptor, inside: Sequence[Descriptor] = ()) -> None:
+        """
+        Args:
+            sizes: bytes of the pickle stream, and of each buffer.
+            content: all of them, each padded to 64 bytes.
+            inside: descriptors that the pickle stream refers to, because the value contains other shared values.
+        """
+        self.sizes, self.content, self.inside = tuple(sizes), content, tuple(inside)
+
+    @classmethod
+    def of(cls, value: Any) -> SharedValue:
+        buffers: list[memoryview] = []
+        file = io.BytesIO()
+        pickler = _Pickler(file, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
+        pickler.dump(value)
+        parts = [file.getbuffer(), *buffers]
+        sizes = [part.nbytes for part in parts]
+        *starts, end = accumulate(map(_padded, sizes), initial=0)
+        memory: bytearray | mmap.mmap
+        descriptor: Descriptor | None = None
+        if end < INLINE:
+            memory = bytearray(end)
+        else:
+            descriptor = Descriptor(os.memfd_create("rlhf-value"))
+            os.ftruncate(descriptor.number, end)
+            memory = mmap.mmap(descriptor.number, end)
+        for start, part in zip(starts, parts, strict=True):
+            memory[start : start + part.nbytes] = part
+        content = bytes(memory) if descriptor is None else descriptor
+        return cls(sizes, content, pickler.descriptors)
+
+    def value(self) -> Any:
+        *starts, end = accumulate(map(_padded, self.sizes), initial=0)
+        if isinstance(self.content, bytes):
+            memory = memoryview(self.content)
+        else:
+            memory = memoryview(mmap.mmap(self.content.number, end, access=mmap.ACCESS_READ))
+        stream, *buffers = [memory[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
+        return _Unpickler(io.BytesIO(stream), self.inside, buffers).load()
+
+    @classmethod
+    def fetch(cls, handles: Sequence[SharedValue]) -> list[Any]:
+        return [handle.value() for handle in handles]
+
+
+class _Pickler(cloudpickle.CloudPickler):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.descriptors: list[Descriptor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Descriptor):
+            return None
+        self.descriptors.append(obj)
+        return len(self.descriptors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, inside: Sequence[Descriptor], buffers: Sequence[memoryview]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._inside = inside
+
+    def persistent_load(self, index: Any) -> Descriptor:
+        return self._inside[index]
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

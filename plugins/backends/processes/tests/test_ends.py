@@ -1,0 +1,82 @@
+"""However the driver or a worker ends, no process is left, and the cause is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from rlhf.errors import WorkerError
+from rlhf.interfaces import ModelSpec, Place
+from rlhf.types import RoleSpec
+from rlhf_plugin_processes.launcher import ProcessesLauncher
+from run_with_a_child import Parent
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("killed", -signal.SIGKILL),
+        *(
+            pytest.param(how, code, marks=pytest.mark.full)
+            for how, code in (("ends", 0), ("raises", 1), ("forgets", 3))
+        ),
+    ],
+)
+def test_no_process_outlives_the_driver(how, code):
+    command = [sys.executable, str(HERE / "run_with_a_child.py"), how]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    started = [psutil.Process(pid) for pid in json.loads(run.stdout.readline())]
+    started += psutil.Process(run.pid).children()  # the supervisor
+    assert len(started) == 3
+    if how == "killed":
+        run.kill()
+    run.communicate("\n")
+    assert run.returncode == code
+    assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+@pytest.fixture
+def pair():
+    launcher = ProcessesLauncher()
+    launcher.place({"policy": Place(2)})
+    yield launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=2))
+    launcher.shutdown()
+
+
+def test_a_killed_rank_is_named_and_its_children_end(pair):
+    started = [psutil.Process(pid) for pids in pair.call("starts", [()] * 2) for pid in pids]
+    waiting = pair.begin("fail_later", [(60.0,)] * 2)
+    os.kill(started[2].pid, signal.SIGKILL)
+    cause = rf"policy rank 1 \(node 127.0.0.1, pid {started[2].pid}\) died during fail_later\(\): .* killed by SIGKILL"
+    with pytest.raises(WorkerError, match=cause):
+        waiting()
+    assert psutil.wait_procs(started[2:], timeout=60)[1] == []
+    with pytest.raises(WorkerError, match=r"cannot be called any more: .*policy rank 1 .* died"):
+        pair.call("nothing", [()] * 2)
+    assert started[0].is_running()
+    pair.shutdown()
+    assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+@pytest.mark.full
+def test_a_worker_ends_with_a_killed_supervisor(pair):
+    started = [psutil.Process(pid) for pid in (pair.call("starts", [()] * 2)[0])]
+    started[0].parent().kill()
+    assert psutil.wait_procs(started[:1], timeout=60)[1] == []
+    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during nothing\(\)"):
+        pair.call("nothing", [()] * 2)
+    started[1].kill()
+
+
+@pytest.mark.full
+def test_another_exit_is_said(pair):
+    with pytest.raises(WorkerError, match=r"policy rank \d .* ended with exit code 7"):
+        pair.call("leaves", [(7,)] * 2)

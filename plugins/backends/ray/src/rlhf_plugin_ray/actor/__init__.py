@@ -1,1 +1,0 @@
-"""What runs in an actor's process, and what travels between it and the driver."""

@@ -1,0 +1,132 @@
+"""Actors of Ray as workers: in their own processes, and as the driver calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rlhf_workers.driver.calls import CallFailed, Calls
+from rlhf_workers.driver.handle import WorkerHandle
+from rlhf_workers.process.payload import Payload
+from rlhf_workers.process.stored import Stored
+from rlhf_workers.process.worker import Worker
+
+_ASK_SECONDS = 20.0
+
+
+class RayWorker(Worker):
+    """The actor class."""
+
+    def address(self) -> str:
+        found: str = ray.util.get_node_ip_address()
+        return found
+
+    def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        facts = super().describe(plugins, manifest)
+        facts["versions"]["ray"] = ray.__version__
+        return facts | {"node": ray.get_runtime_context().get_node_id()}
+
+
+@dataclass(frozen=True, slots=True)
+class InRay(Stored):
+    """An object of Ray's store."""
+
+    ref: Any
+
+    @classmethod
+    def fetch(cls, handles: Sequence[InRay]) -> list[Any]:
+        return ray.get([handle.ref for handle in handles])
+
+
+class RayCalls(Calls):
+    """References are Ray's; streams are its generators of references."""
+
+    def __init__(self) -> None:
+        self.host = ray.util.get_node_ip_address()
+
+    def wait(
+        self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None
+    ) -> tuple[list[Any], list[Any]]:
+        return ray.wait(list(waitables), num_returns=count, timeout=timeout, fetch_local=False)
+
+    def get(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise CallFailed(repr(getattr(error, "cause", error)), died=False, trace=str(error)) from None
+        except RayError as error:
+            raise CallFailed(_exit_cause(error), died=True) from None
+
+    def put(self, payload: Payload) -> InRay:
+        return InRay(ray.put(payload))
+
+    def stored(self, ref: Any) -> InRay:
+        return InRay(ref)
+
+    @property
+    def connected(self) -> bool:
+        return ray.is_initialized()
+
+
+class Actor(WorkerHandle):
+    """One actor as the driver calls it."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        """``handle``: Ray's."""
+        super().__init__(name)
+        self.handle = handle
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return getattr(self.handle, method).remote(*_plain(arguments))
+
+    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> Any:
+        options: dict[str, Any] = {"num_returns": "streaming"}
+        if ahead is not None:
+            options["_generator_backpressure_num_objects"] = ahead
+        return getattr(self.handle, method).options(**options).remote(*_plain(arguments))
+
+    def beside(self, method: str) -> Any:
+        return getattr(self.handle, method).options(concurrency_group="watch").remote()
+
+    def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:
+        if "node" not in self.facts:
+            return "(its node is not known)"
+        if self.facts["node"] == ray.get_runtime_context().get_node_id():
+            return function(*arguments)
+        place = NodeAffinitySchedulingStrategy(self.facts["node"], soft=False)
+        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
+        try:
+            found: str = ray.get(task.remote(*arguments), timeout=_ASK_SECONDS)
+        except (RayError, TimeoutError) as cause:
+            return f"(node {self.facts['address']} gives no answer: {type(cause).__name__})"
+        return found
+
+    def kill(self) -> None:
+        if ray.is_initialized():
+            with suppress(RayError):
+                ray.kill(self.handle, no_restart=True)
+
+
+def _plain(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with Ray's references in place of handles, so that Ray passes the values."""
+    return [argument.ref if isinstance(argument, InRay) else argument for argument in arguments]
+
+
+def _exit_cause(error: RayError) -> str:
+    """Ray's message about the cause, on one line, without its advice."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RayActorError):
+        for start in ("Worker exit detail: ", "The actor is dead because ", "The actor died because of "):
+            if start in text:
+                text = text.partition(start)[2]
+                break
+    for advice in (" There are some potential root causes", " Some common causes include", " Never start"):
+        text = text.partition(advice)[0]
+    if "unexpectedly exits" in text:
+        return f"its process was killed (by SIGKILL, or by the kernel when memory ran out) or crashed. Ray: {text}"
+    return text

@@ -1,0 +1,37 @@
+"""Checks that every node has the driver's versions of plugins, Python, Ray and frameworks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from rlhf.errors import PluginVersionMismatch
+from rlhf_workers.process.failure import RemoteTraceback
+from rlhf_workers.process.worker import COMPARED, installed_version
+
+
+def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
+    """``described``: the result of every worker's ``describe``. Raises PluginVersionMismatch naming every node that
+    differs."""
+    here = {"python": platform.python_version(), "ray": ray.__version__}
+    here |= {name: installed_version(name) for name in COMPARED}
+    problems: dict[str, list[str]] = {}
+    traces = []
+    for facts in described:
+        found = problems.setdefault(facts["address"], [])
+        for name, version in here.items():
+            if facts["versions"][name] != version:
+                found.append(f"{name} is {facts['versions'][name]} there and {version} here")
+        if facts["problem"] is not None:
+            found.append(facts["problem"].message)
+            traces.append(facts["problem"].trace)
+    lines = [f"node {node}: {'; '.join(dict.fromkeys(found))}" for node, found in sorted(problems.items()) if found]
+    if lines:
+        raise PluginVersionMismatch(
+            "these nodes have other versions than this process:\n  "
+            + "\n  ".join(lines)
+            + "\nInstall the same versions "
+            "everywhere: the same image, or pip install -c constraints.txt"
+        ) from (RemoteTraceback("\n".join(traces)) if traces else None)

@@ -1,1 +1,0 @@
-"""Actors as the driver sees them: calling them, watching them, and reporting their failures."""

@@ -1,0 +1,95 @@
+"""Whole runs in processes without Ray, with vLLM and DeepSpeed: killed workers, a stop, and a killed driver."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from rlhf_testing.tiny import tiny_model
+
+from tests.forks import Forks
+from tests.runs import Workshop, merged
+from tests.test_cluster_runs import CLUSTER, Training, indices
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
+
+PROCESSES = {**CLUSTER, "launcher": {"use": "processes", "cpus": 2}}
+
+
+@pytest.fixture(scope="module")
+def place(tiny: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("processes")
+    return Workshop(folder, tiny_model(folder / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks: Forks, place: Workshop) -> Training:
+    run = Training(forks, place, place.config("grpo", "whole", **PROCESSES))
+    finished = run.finish()
+    assert finished.code == 0, finished.said
+    return run
+
+
+def leaves_nothing(run: Training) -> None:
+    assert psutil.wait_procs(run.started, timeout=30)[1] == []
+
+
+def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
+    on_ray = Training(forks, place, place.config("grpo", "on ray", **CLUSTER)).finish()
+    ours = undisturbed.finish()
+    assert on_ray.code == 0, on_ray.said
+    assert ours.rollouts() == on_ray.rollouts()
+    assert ours.weights == on_ray.weights
+    assert all(line["sync/canary"] < 1e-5 for line in ours.lines())
+    leaves_nothing(undisturbed)
+
+
+def test_killed_workers_change_no_number(forks, place, undisturbed):
+    """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly."""
+    whole = undisturbed.finish()
+    config = place.config("grpo", "killed", **PROCESSES, sync={"transport": "broadcast"})
+    run = Training(forks, place, config)
+    with run.held_after(2):
+        [engine] = run.workers(engines=True)
+        engine.kill()
+    with run.held_after(4):
+        assert engine not in run.workers(engines=True)
+        [_, rank] = run.workers(engines=False)
+        rank.kill()
+    failed = run.finish()
+    assert failed.code == 1
+    assert "The engine is replaced" in failed.said
+    assert f"policy rank 1 (node 127.0.0.1, pid {rank.pid}) died during" in failed.said
+    assert "Traceback" not in failed.said
+    leaves_nothing(run)
+    resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
+    assert resumed.code == 0, resumed.said
+    assert indices(resumed) == indices(whole)
+    assert resumed.rollouts() == whole.rollouts()
+    assert resumed.weights == whole.weights
+
+
+def test_a_stopped_run_saves_and_resumes(forks, place, undisturbed):
+    config = place.config("grpo", "stopped", **merged(PROCESSES, {"checkpoint": {"every": 100}}))
+    run = Training(forks, place, config)
+    run.wait_for_step(2)
+    run.process.kill(signal.SIGTERM)
+    stopped = run.finish()
+    assert stopped.code == 128 + signal.SIGTERM, stopped.said
+    leaves_nothing(run)
+    resumed = Training(forks, place, config, "--resume").finish()
+    assert resumed.code == 0, resumed.said
+    assert resumed.weights == undisturbed.finish().weights
+
+
+def test_no_process_outlives_a_killed_driver(forks, place):
+    run = Training(forks, place, place.config("grpo", "orphans", **PROCESSES))
+    run.wait_for_step(1)
+    assert run.lives()
+    assert len(run.workers(engines=False)) == 2
+    run.process.kill(signal.SIGKILL)
+    leaves_nothing(run)
+    logs = Path(run.output, "workers")
+    assert {p.name for p in logs.iterdir()} == {"policy-0.log", "policy-1.log", "engine-0.log"}
