@@ -119,7 +119,7 @@ def test_editable_txt_installs_every_member():
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    third_parties, together = {"dev", "lora", "liger", "mcp"}, {"cluster"}
+    third_parties, together = {"dev", "lora", "qlora", "liger", "mcp"}, {"cluster"}
     own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
     requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
     named = [r.name for r in requirements]

@@ -31,7 +31,7 @@ class Rank:
             results.append({h.name: values * micro.tok["loss_mask"][:, None] for h in heads})
         return results
 
-    def lend_head(self):
+    def lend_head(self, view):
         if self.number == 0:
             yield OutputHead(torch.eye(WIDTH))
 
@@ -75,7 +75,7 @@ def test_one_object_reaches_every_rank_that_borrows(lenders):
 
 def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
     roles = {"policy": role("policy", 1), "teacher": role("teacher", 1)}
-    monkeypatch.setattr(Rank, "lend_head", lambda self: iter(()))
+    monkeypatch.setattr(Rank, "lend_head", lambda self, view: iter(()))
     with pytest.raises(TrainingError, match="role 'teacher' lent 0 output heads"):
         lend([Lent("teacher")], roles)
 

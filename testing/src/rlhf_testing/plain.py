@@ -85,7 +85,7 @@ class PlainTrainer(LendsHead, Trainer):
         softcap = getattr(self.module.config, "final_logit_softcapping", None)
         return OutputHead(head.weight.detach(), None if head.bias is None else head.bias.detach(), softcap)
 
-    def lend_head(self) -> Iterator[OutputHead]:
+    def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         yield self.output_head()
 
     def borrow_head(self, role: str, head: OutputHead) -> None:

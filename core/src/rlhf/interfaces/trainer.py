@@ -313,9 +313,14 @@ class LendsHead(ABC):
     output head of one role to another role, for its computations (:class:`rlhf.types.Lent`)."""
 
     @abstractmethod
-    def lend_head(self) -> Iterator[OutputHead]:
+    def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         """Yield the whole output head of a language model that is not trained, once. Every rank calls it; rank 0
-        yields. It may share memory with the model."""
+        yields. It may share memory with the model.
+
+        Args:
+            view: ``base`` where the model that is not trained is the base of a role that trains adapters. That role may
+                train its head as well: its training must not change what was lent.
+        """
 
     @abstractmethod
     def borrow_head(self, role: str, head: OutputHead) -> None:

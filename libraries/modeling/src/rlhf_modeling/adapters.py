@@ -1,8 +1,13 @@
 """LoRA: a frozen model with trained low-rank adapters (Hu et al. 2021, arXiv:2106.09685), through peft.
 
-The role trains the adapters (and a fresh scalar or classes head). Generators, exports and snapshots get one merged
-model under its usual names. With the adapters switched off, the module computes the model that training started from,
-so a reference needs no second copy.
+The role trains the adapters (a fresh scalar or classes head, and the modules of ``modules_to_save`` too). Generators,
+exports and snapshots get one merged model under its usual names. With the adapters switched off, the module computes
+the model that training started from, so a reference needs no second copy.
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) also trains the length m of every row of an adapted matrix: the layer computes
+with m (W + s B A) / |W + s B A|, where the norm of each row gets no gradient (section 4.3).
+
+Shape suffixes: N tokens, I inputs and O outputs of a layer, R rank.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -32,6 +37,17 @@ class LoraOptions(ComponentConfig):
     that are slices of one tensor are not linear layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the input of an adapter, in training."""
+    use_rslora: bool = False
+    """Scale the adapters' product by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the length of every row of an adapted matrix as well (Liu et al. 2024, arXiv:2402.09353)."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Ends of the names of modules that are trained whole beside the adapters (``embed_tokens``, ``lm_head``). Where
+    the head is tied to the embedding, either name trains both. Absent: none. The role's own scalar or classes head is
+    always trained."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Keep the frozen linear layers quantised, by bitsandbytes: ``nf4``, 4 bits with quantised scales (QLoRA, Dettmers
+    et al. 2023, arXiv:2305.14314), or ``int8`` with one scale per row. Absent: fp32."""
 
 
 def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed: int) -> None:
@@ -51,6 +67,8 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
         lora_dropout=options.dropout,
         target_modules=[f"{WHOLE}.{name}" for name in wanted],
+        use_rslora=options.use_rslora,
+        use_dora=options.use_dora,
         bias="none",
     )
     with torch.random.fork_rng(devices=[]):
@@ -84,15 +102,51 @@ def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -
     return [name for name, last in there.items() if last in targets]
 
 
+def saved_modules(
+    module: nn.Module, names: Sequence[str], own_head: nn.Module | None, adapted: Sequence[str]
+) -> list[str]:
+    """The names of the modules that end with one of ``names`` (``trainer.lora.modules_to_save``).
+
+    Args:
+        own_head: the role's scalar or classes head, which is trained in any case; None: a language model's.
+        adapted: names of the layers that get adapters.
+
+    Raises ConfigError where a name has no module with weights, or its module has an adapter.
+    """
+    prefixes = tuple(f"{name}." for name in adapted)
+    there = {
+        name: name.rpartition(".")[2]
+        for name, m in module.named_modules()
+        if name and m is not own_head and not name.startswith(prefixes) and any(True for _ in m.parameters())
+    }
+    if unknown := sorted(set(names) - set(there.values())):
+        known = sorted({last for last in there.values() if not last.isdecimal()})
+        raise ConfigError(
+            f"trainer.lora.modules_to_save: no module is called {', '.join(unknown)}; there are {', '.join(known)}."
+            + "".join(did_you_mean(name, known) for name in unknown)
+            + (" The role's own head is trained in any case." if own_head is not None else "")
+        )
+    found = [name for name, last in there.items() if last in names]
+    for name in found:
+        if clash := [layer for layer in adapted if f"{layer}.".startswith(f"{name}.")]:
+            raise ConfigError(
+                f"trainer.lora.modules_to_save: {name} is to be trained whole, but {clash[0]} gets an adapter. Leave "
+                "it out here, or set trainer.lora.targets to other layers."
+            )
+    return found
+
+
 def linear(layer: Any, x_NI: Tensor) -> Tensor:
     """[N, outputs] of a linear layer, with its adapter if it has one: W x + b, to which one matrix product adds
-    alpha / rank x B A x in place (rounded once in bf16). The weights must be whole.
+    s B A x in place (rounded once in bf16). The weights must be whole. A layer of DoRA is computed by peft.
 
     peft's own forward makes three more tensors as large as the output. On a CPU they fragment the heap, because the
     adapter's small inner output, which is allocated between them, is kept for the backward pass.
     """
     if type(layer) is nn.Linear or not hasattr(layer, "lora_A") or layer.merged or "forward" in vars(layer):
         return layer(x_NI)  # a forward of its own changes inputs or outputs
+    if layer.lora_variant:
+        return layer(x_NI)
     return with_adapter(layer, x_NI)
 
 
@@ -105,16 +159,19 @@ def with_adapter(layer: Any, x_NI: Tensor) -> Tensor:
     return y_NO.addmm_(z_NR, layer.lora_B[NAME].weight.t().to(y_NO.dtype), alpha=layer.scaling[NAME])
 
 
-def train_adapters_only(module: nn.Module, head: nn.Module | None) -> None:
-    """Train the adapters only, and ``head`` where it is a scalar or classes head of the role."""
+def train_adapters_only(module: nn.Module, head: nn.Module | None, saved: Sequence[str] | None = None) -> None:
+    """Train the adapters only, ``head`` where it is a scalar or classes head of the role, and the modules of ``saved``
+    (:func:`saved_modules`). They are trained in place; a trainer keeps their first values for the view ``base``."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     if head is not None:
         head.requires_grad_(True)
+    for name in saved_modules(module, saved, head, [n for n, _ in adapted(module)]) if saved else ():
+        module.get_submodule(name).requires_grad_(True)
 
 
 def is_adapter(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name
+    return ".lora_A." in name or ".lora_B." in name or ".lora_magnitude_vector." in name
 
 
 @contextmanager
@@ -140,28 +197,47 @@ def merged_name(name: str) -> str:
     return re.sub(r"\.base_layer\.", ".", name)
 
 
-def base_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def base_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of the model without its adapters."""
-    return ((merged_name(name), tensor.detach()) for name, tensor in tensors.items() if not is_adapter(name))
+    return ((merged_name(n), whole(module, n, t).detach()) for n, t in tensors.items() if not is_adapter(n))
 
 
 @torch.no_grad()
 def merged(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, weight with its adapter added) of ``tensors``, by the module's own names; a tensor without an
-    adapter shares memory with the module."""
+    adapter shares memory with the module. Quantised weights are dequantised one at a time."""
     layers = dict(adapted(module))
     for name, tensor in tensors.items():
         if is_adapter(name):
             continue
-        owner = name.removesuffix(".base_layer.weight")
+        owner, tensor = name.removesuffix(".base_layer.weight"), whole(module, name, tensor)
         if owner != name:
             layer = layers[owner]
-            tensor = with_product(tensor, layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+            a_RI, b_OR = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+            tensor = with_product(tensor, layer, a_RI, b_OR, length_of(layer))
         yield merged_name(name), tensor.detach()
 
 
-def with_product(weight_OI: Tensor, layer: Any, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-    """[O, I]: the weight of ``layer`` with its adapter of these whole factors added, in fp32 and rounded once to the
-    weight's number format."""
+def whole(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself, or the values that a quantised layer stands for: its weight has no values in a state dict."""
+    if not tensor.is_meta:
+        return tensor
+    layer: Any = module.get_submodule(name.rpartition(".")[0])
+    values: Tensor = layer.weight
+    return values
+
+
+def length_of(layer: Any) -> Tensor | None:
+    """[O]: DoRA's lengths of the rows of ``layer``; None without DoRA."""
+    lengths: Tensor | None = layer.lora_magnitude_vector[NAME].weight if NAME in layer.lora_magnitude_vector else None
+    return lengths
+
+
+def with_product(weight_OI: Tensor, layer: Any, a_RI: Tensor, b_OR: Tensor, length_O: Tensor | None = None) -> Tensor:
+    """[O, I]: the weight of ``layer`` with its adapter of these whole factors (and lengths), in fp32 and rounded once
+    to the weight's number format."""
     scaling: float = layer.scaling[NAME]
-    return (weight_OI.float() + b_OR.float() @ a_RI.float() * scaling).to(weight_OI.dtype)
+    sum_OI = weight_OI.float() + b_OR.float() @ a_RI.float() * scaling
+    if length_O is not None:
+        sum_OI = sum_OI * (length_O.float() / torch.linalg.vector_norm(sum_OI, dim=1))[:, None]
+    return sum_OI.to(weight_OI.dtype)

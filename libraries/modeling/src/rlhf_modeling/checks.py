@@ -11,6 +11,7 @@ from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.kernels import check_kernels
 from rlhf_modeling.precision import choose_device, precision_of
+from rlhf_modeling.quantized import require_quantization
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.skeleton import check_model
 from rlhf_modeling.stored import check_storage
@@ -53,3 +54,5 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     check_kernels(config.kernels, on.type)
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'")
+    if spec.role.trained and config.lora is not None and config.lora.quantization is not None:
+        require_quantization(config.lora.quantization, on)

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, and how it is swapped with the live weights."""
+"""Second values of the trained weights: their moving average, or those that training started from."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ import torch
 from torch import Tensor, nn
 
 
-class Ema:
-    """``ema := decay * ema + (1 - decay) * weights`` after every optimizer step (Polyak & Juditsky 1992, exponential
-    form); it starts as the initial weights."""
+class Copy:
+    """The weights as they were when this was made."""
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], decay: float, rounded: Mapping[str, nn.Parameter] | None = None
-    ) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], rounded: Mapping[str, nn.Parameter] | None = None) -> None:
         """``rounded``: the weights of the model whose masters ``parameters`` are."""
-        self.decay, self.rounded = decay, rounded or {}
+        self.rounded = rounded or {}
         self.parameters = parameters
         self.tensors: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
-    @torch.no_grad()
-    def update(self) -> None:
-        live = [p.detach() for p in self.parameters.values()]
-        torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - self.decay)
-
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the parameters hold the average; no copy is made, except of weights that are rounded from masters."""
+        """Inside, the parameters hold the second values; no copy is made, except of weights that are rounded from
+        masters."""
         self._swap()
         live = {name: p.data for name, p in self.rounded.items()}
         for name, p in self.rounded.items():
@@ -43,3 +36,19 @@ class Ema:
     def _swap(self) -> None:
         for name, p in self.parameters.items():
             p.data, self.tensors[name] = self.tensors[name], p.data
+
+
+class Ema(Copy):
+    """``ema := decay * ema + (1 - decay) * weights`` after every optimizer step (Polyak & Juditsky 1992, exponential
+    form); it starts as the initial weights."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], decay: float, rounded: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        super().__init__(parameters, rounded)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        live = [p.detach() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.tensors.values()), live, 1.0 - self.decay)

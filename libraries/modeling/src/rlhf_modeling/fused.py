@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rlhf_modeling.adapters import linear
 from rlhf_modeling.attention import PackedAttention, attention_route
+from rlhf_modeling.quantized import QuantizedLinear
 
 LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
 FEW = 512
@@ -46,7 +47,8 @@ def restore_layers(layers: list[nn.Module]) -> None:
 def _known(layer: Any) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     weighted = [m for m in (*attention.children(), *mlp.children()) if isinstance(getattr(m, "weight", None), Tensor)]
-    plain = all(type(getattr(m, "base_layer", m)) is nn.Linear for m in weighted if m.weight.ndim == 2)  # or adapted
+    layers = [getattr(m, "base_layer", m) for m in weighted if m.weight.ndim == 2]  # below their adapters
+    plain = all(type(m) in (nn.Linear, QuantizedLinear) for m in layers)
     return plain and not attention.attention_dropout and isinstance(mlp.act_fn, nn.SiLU | type(_silu_of_transformers()))
 
 

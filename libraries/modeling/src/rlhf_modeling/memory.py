@@ -15,8 +15,10 @@ from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, Trainer
 
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions, matching
+from rlhf_modeling.adapters import LoraOptions, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.quantized import BYTES
+from rlhf_modeling.skeleton import skeleton
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
 """Allowance for memory that an allocator keeps after it is freed, as a share of temporary memory."""
@@ -122,6 +124,37 @@ def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> Lor
     return config.lora
 
 
+def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:
+    """Parameters of the adapters' matrices, and of DoRA's lengths."""
+    targets = None if lora is None else lora.targets
+    matrices = size.adapter_parameters(rank, targets)
+    rows = sum(o for name, _, o, _ in size.linear if targets is None or name in targets)
+    return matrices, rows if lora is not None and lora.use_dora else 0
+
+
+def saving_of(size: ModelSize, lora: LoraOptions | None, stored: float) -> float:
+    """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal."""
+    if lora is None or lora.quantization is None:
+        return 0.0
+    whole = set(lora.modules_to_save or ())
+    weights = sum(i * o // count for name, i, o, count in size.linear if name not in whole)
+    return weights * (stored - BYTES[lora.quantization])
+
+
+def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
+    """Parameters of the modules that are trained whole beside adapters. 0 where transformers cannot build the model
+    from its config alone."""
+    names = config.lora.modules_to_save if config.lora is not None and spec.role.trained else None
+    if not names:
+        return 0
+    try:
+        module = skeleton(spec.path, spec.trust_remote_code)
+    except Exception:  # any exception: the config may have any content
+        return 0
+    found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}
+    return sum(p.numel() for p in found.values())
+
+
 def default_micro_tokens(bf16: bool) -> int:
     """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
     memory (benchmarks/measurements.md has the shapes)."""
@@ -160,24 +193,28 @@ def trainer_memory(
     work: TrainerWork,
     *,
     trained: bool,
-    adapter_targets: tuple[str, ...] | None = None,
+    lora: LoraOptions | None = None,
+    saved: int = 0,
 ) -> TrainerMemory:
     """The memory of one rank in every phase.
 
     Args:
         trained: the role has an optimizer.
-        adapter_targets: where adapters go, if ``a.adapters``; None: beside every linear layer.
+        lora: the options of the adapters, if ``a.adapters``; None: beside every linear layer.
+        saved: parameters of modules that are trained whole beside the adapters. Their first values are kept.
     """
     s, own = storage, part_of(size, storage.layer_ranks)
     count = matrices = 0
+    held, quantized = own.parameters, 0.0
     if trained and a.adapters:
-        matrices = own.adapter_parameters(a.adapters, adapter_targets)
-        count = matrices + (0 if own.outputs == own.vocabulary else own.head)
+        matrices, lengths = adapter_parameters(own, a.adapters, lora)
+        count = matrices + lengths + saved + (0 if own.outputs == own.vocabulary else own.head)
+        held += matrices + lengths + (count if saved else 0)
+        quantized = saving_of(own, lora, s.weight_bytes)
     elif trained:
         count, matrices = own.parameters, own.matrices
-    held = own.parameters + (count if a.adapters else 0)
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
-    weights = int(held * s.weight_bytes * copies)
+    weights = int((held * s.weight_bytes - quantized) * copies)
     optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)
     gradients = int(count * s.gradient_bytes / s.gradient_ranks)
     kept = gradients if s.keeps_gradients else 0
@@ -191,7 +228,7 @@ def trainer_memory(
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, s.buffers)
     forward = _fullest(_forward(s, a, own, work.annotated or work.outputs), a.device)
     phases = {
-        "load": Held(_load(s, a, own, size, count)),
+        "load": Held(_load(s, a, own, size, count, quantized)),
         "rest": rest,
         "offloaded": offloaded,
         "forward": Held(_sum(rest.device, forward), rest.host),
@@ -208,7 +245,7 @@ def trainer_memory(
         a.bf16,
         ("live", "base") if trained and a.adapters else ("live",),
         copies=s.weight_ranks > 1 or s.layer_ranks > 1 or s.host_weights,
-        arithmetic=_explained(s, a, own, held, count),
+        arithmetic=_explained(s, a, own, held, count, quantized),
     )
 
 
@@ -230,15 +267,17 @@ def _split(state: Mapping[str, int], on_host: set[str], buffers: int) -> Held:
     return Held(device, sum(size for part, size in state.items() if part in on_host))
 
 
-def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int) -> dict[str, int]:
+def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int, quantized: float) -> dict[str, int]:
     """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
-    read whole layers in host memory first, and where ``whole_at_load`` the whole model."""
+    read whole layers in host memory first, and where ``whole_at_load`` the whole model. Layers are quantised one by
+    one, on their way to the device."""
     read = size if a.device == "cpu" else own
     making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
     if own.outputs == own.vocabulary:  # a language model computes once, for its head to be checked
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
-    return {"weights": int(read.parameters * s.weight_bytes / ranks), "working": making}
+    spared = 0.0 if a.device == "cpu" else quantized
+    return {"weights": int((read.parameters * s.weight_bytes - spared) / ranks), "working": making}
 
 
 def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
@@ -278,11 +317,12 @@ def _sum(parts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ messages
 
 
-def _explained(s: Storage, a: Arithmetic, own: ModelSize, held: int, trained: int) -> dict[str, str]:
+def _explained(s: Storage, a: Arithmetic, own: ModelSize, held: int, trained: int, quantized: float) -> dict[str, str]:
+    less = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
     second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
     layers = f"{a.tokens} computed tokens x {len(own.layers)} layers"
     return {
-        "weights": product(held, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second,
+        "weights": product(held, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
         "activations": layers + (", inputs only, and one layer whole" if a.checkpointing else ""),

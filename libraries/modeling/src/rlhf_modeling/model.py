@@ -18,11 +18,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.adapters import LoraOptions, add_adapters, saved_modules
 from rlhf_modeling.kernels import Kernels, use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import EXPECTED, quiet, read
 from rlhf_modeling.probe import probe
+from rlhf_modeling.quantized import quantizable, quantize_layers
 from rlhf_modeling.rope import length_rope
 from rlhf_modeling.stored import DTYPES, widen
 
@@ -70,11 +71,22 @@ def load_model(
     if from_lm:
         draw_head(loaded, spec)
     if lora is not None:
-        add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        adapt(loaded, spec, lora, device)
     module.eval().to(device)
     probe(loaded, spec)
     use_kernels(loaded, kernels)
     return loaded
+
+
+def adapt(loaded: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch.device) -> None:
+    """Add the role's adapters, and quantise the layers that stay frozen, each on ``device``."""
+    module, kind = loaded.module, lora.quantization
+    own_head = None if loaded.kind == "lm" else loaded.head
+    saved = saved_modules(module, lora.modules_to_save or (), own_head, ())
+    frozen = quantizable(module, loaded.head, saved) if kind is not None else []
+    add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+    if kind is not None:
+        quantize_layers(module, frozen, kind, device)
 
 
 def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rlhf_modeling.adapters import adaptable, matching
+from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
 from rlhf_modeling.model import model_class, require_weights
@@ -26,7 +26,8 @@ from rlhf_modeling.pretrained import quiet, read
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
-    """Refuse adapters for a model without linear layers, and the experts' auxiliary loss for one without experts.
+    """Refuse adapters for a model without linear layers, names of modules that the model lacks, and the experts'
+    auxiliary loss for one without experts.
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
@@ -40,7 +41,9 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     if config.lora is not None:
         head = module.get_output_embeddings()
         linear = [name for name, _ in adaptable(module, head if isinstance(head, nn.Module) else None)]
-        matching(linear, config.lora.targets, type(module).__name__)
+        wanted = matching(linear, config.lora.targets, type(module).__name__)
+        own_head = None if spec.role.head == "lm" else head
+        saved_modules(module, config.lora.modules_to_save or (), own_head, wanted)
     if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
         raise CapabilityError(
             f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "

@@ -37,7 +37,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     found = {}
     for name, tensor in module.state_dict().items():
-        key = tensor.data_ptr() if tensor.numel() else id(tensor)
+        key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
         if key not in seen:
             seen.add(key)
             found[name] = tensor

@@ -30,7 +30,7 @@ from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.memory import arithmetic, default_micro_tokens, trainer_memory, whole_storage
+from rlhf_modeling.memory import arithmetic, default_micro_tokens, saved_parameters, trainer_memory, whole_storage
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
@@ -60,9 +60,8 @@ class PackedTrainer(LendsHead, Trainer):
     ) -> TrainerMemory:
         storage = whole_storage(config, device, size, spec.storage)
         computed = arithmetic(config, spec, size, work, device)
-        targets = config.lora.targets if config.lora is not None else None
-        trained = spec.role.trained
-        return trainer_memory(storage, computed, size, work, trained=trained, adapter_targets=targets)
+        trained, saved = spec.role.trained, saved_parameters(config, spec)
+        return trainer_memory(storage, computed, size, work, trained=trained, lora=config.lora, saved=saved)
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
@@ -92,7 +91,8 @@ class PackedTrainer(LendsHead, Trainer):
         self._coverage: dict[str, list[str]] | None = None
         self.module.requires_grad_(spec.role.trained)
         if spec.role.trained and self.config.lora is not None:
-            train_adapters_only(self.module, loaded.head if loaded.kind != "lm" else None)
+            own_head = loaded.head if loaded.kind != "lm" else None
+            train_adapters_only(self.module, own_head, self.config.lora.modules_to_save)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
         self.parameters: dict[str, nn.Parameter] = trained
         """{name: trained parameter}; of a frozen role, all parameters."""
@@ -114,6 +114,12 @@ class PackedTrainer(LendsHead, Trainer):
     @property
     def has_adapters(self) -> bool:
         return self.spec.role.trained and self.config.lora is not None
+
+    @property
+    def keeps_first_weights(self) -> bool:
+        """The view ``base`` needs the first values of weights that are trained in place."""
+        lora = self.config.lora
+        return self.has_adapters and lora is not None and bool(lora.modules_to_save)
 
     @property
     @abstractmethod
@@ -254,8 +260,10 @@ class PackedTrainer(LendsHead, Trainer):
 
     # ----------------------------------------------------------------------------------------- lending
 
-    def lend_head(self) -> Iterator[OutputHead]:
-        yield self.loaded.output_head
+    def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
+        with self._view(view):
+            head = self.loaded.output_head
+        yield head
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
         """Models of one family may pad their vocabularies differently. The borrowed head is cut to the rows that this

@@ -125,6 +125,13 @@ def test_kernels_that_are_not_available_are_refused_before_a_model_is_read(tmp_p
         DeepSpeedTrainerConfig(stage=3, kernels="own")
 
 
+@pytest.mark.parametrize("options", [{"stage": 3}, {"tensor_parallel": 2}])
+def test_quantised_layers_are_refused_where_weights_are_divided(options):
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=rf"lora.quantization does not go with {name} = {value}: .* Use stage 0, 1 or"):
+        DeepSpeedTrainerConfig(**options, lora={"rank": 2, "quantization": "nf4"})
+
+
 def test_shared_prefixes_can_be_switched_off_in_every_stage(folder):
     scores = []
     for wanted in (True, False):

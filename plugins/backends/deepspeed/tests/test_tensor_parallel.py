@@ -299,6 +299,7 @@ def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(pair):
             {"lora": {"rank": 2, "dropout": 0.1}},
             "lora.dropout, which would draw one mask for different parts of a",
         ),
+        ({"lora": {"rank": 2, "use_dora": True}}, "lora.use_dora, which needs the length of whole rows"),
         ({"neftune_alpha": 5.0}, "neftune_alpha, which would add different noise to the embeddings of each rank"),
     ],
 )

@@ -271,6 +271,27 @@ def test_adapters(folder, tmp_path, stage):
         one.load_weights(iter(base.items()))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 2])
+def test_quantised_layers_below_adapters(folder, tmp_path, stage):
+    """The numbers of the trainer `torch`, whose exports have the same weights."""
+    pytest.importorskip("bitsandbytes")
+    options = {"lora": {"rank": 4, "use_dora": True, "quantization": "nf4", "modules_to_save": ("embed_tokens",)}}
+    one = trainer(spec(folder), stage=stage, lr=1e-2, **options)
+    other = TorchTrainer(TorchTrainer.Config(device="cpu", lr=1e-2, **options), spec(folder))
+    base = dict(other.weights("base"))
+    for number in range(2):
+        for of in (one, other):
+            of.update([batch(number)], TokenLoss(), {}, {})
+    assert apart(dict(one.weights()), dict(other.weights())) < 1e-4
+    assert all(torch.equal(base[n], t) for n, t in one.weights("base"))
+    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, other)]
+    torch.testing.assert_close(*scores, atol=1e-3, rtol=0)
+    one.export(tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(exported[n], t) for n, t in one.weights())
+
+
 def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
     options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tied": False}
     path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **options)

@@ -105,6 +105,15 @@ def test_scores_evaluation_and_coverage(ranks, reference, stage):
     assert found[0]["coverage"] == found[1]["coverage"] == reference.trainer.coverage()
 
 
+def test_the_base_of_adapters_keeps_a_head_that_is_trained_with_them(ranks):
+    """In stage 2, and in stage 3 after a resume."""
+    for rank, trainers in enumerate(ranks("base")):
+        for found in trainers:
+            assert found.pop("off") < 1e-5
+            assert found.pop("moved") == (0 if rank else 2 * 7 + 1), "seven matrices of two layers, the tied embedding"
+            assert all(found.values()), found
+
+
 def test_ranks_have_different_dropout_masks(ranks):
     """The masks equal those of one rank that computes all micro-batches in the order of their distribution."""
     dealt = shares(batch(0), 2)

@@ -14,7 +14,7 @@ from rlhf.errors import RlhfError, WorkerError
 from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
-from zero_pair_names import STAGES, VARIANTS
+from zero_pair_names import DORA, STAGES, VARIANTS
 
 CASES: Cases = {}
 case = adder(CASES)
@@ -87,6 +87,34 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
+
+
+@case("base")
+def base() -> Any:
+    """The view without adapters, after the head was trained with them; the head that it lends; resumed in stage 3."""
+    one = trainer(here(), stage=2, lora=DORA, ema_decay=0.9)
+    first, weights = one.forward(mine(9), ("logprobs",)), held(one, "base")
+    lent = [h.weight_VH.clone() for h in one.lend_head("base")]
+    steps(one, range(2))
+    one.save(FOLDER / "base")
+    other = trainer(here(), stage=3, lora=DORA, ema_decay=0.9)
+    other.load(FOLDER / "base")
+    found = []
+    for of in (one, other):
+        live, again = held(of), of.forward(mine(9), ("logprobs",), "base")
+        found.append(
+            {
+                "off": max(
+                    float((a["logprobs"] - b["logprobs"]).abs().max()) for a, b in zip(first, again, strict=True)
+                ),
+                "base": same(weights, held(of, "base")),
+                "lent": all(torch.equal(a, h.weight_VH) for a, h in zip(lent, of.lend_head("base"), strict=True)),
+                "live": same(live, held(of)) and same(live, held(one)),
+                "average": same(held(one, "ema"), held(of, "ema")),
+                "moved": sum(not torch.equal(live[n], t) for n, t in weights.items()),
+            }
+        )
+    return found
 
 
 @case("dropout")

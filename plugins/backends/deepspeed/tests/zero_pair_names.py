@@ -6,6 +6,8 @@ from typing import Any
 
 STAGES = (0, 1, 2, 3)
 
+DORA: dict[str, Any] = {"rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ("lm_head",)}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing-3": {"stage": 3, "gradient_checkpointing": True, "logits_chunk": 500},
     "whole-3": {"stage": 3, "keep_whole": 100, "gathered": 2**27},
@@ -18,11 +20,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muon-3": {"stage": 3, "optimizer": "muon", "weight_decay": 0.1},
     "lora-2": {"stage": 2, "lora": {"rank": 4}, "ema_decay": 0.9},
     "lora-3": {"stage": 3, "lora": {"rank": 4}, "gradient_checkpointing": True},
+    "dora-3": {"stage": 3, "lora": DORA, "gradient_checkpointing": True},
     "bf16-2": {"stage": 2, "dtype": "bf16"},
     "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
 }
 """Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
 
-_SLOW_VARIANTS = ("checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3")
+_SLOW_VARIANTS = ("checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3", "dora-3")
 ONLY_FULL = ("hpz", *(f"variant-{name}" for name in _SLOW_VARIANTS))
 """Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""

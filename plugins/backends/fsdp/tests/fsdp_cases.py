@@ -7,12 +7,15 @@ from typing import Any
 from rlhf.interfaces import ModelSpec
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 
+DORA: dict[str, Any] = {"rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ("lm_head",)}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"reshard_after_forward": False},
     "checkpointing": {"gradient_checkpointing": True, "logits_chunk": 500},
     "muon": {"optimizer": "muon", "weight_decay": 0.1},
     "lora": {"lora": {"rank": 4}, "ema_decay": 0.9},
     "lora-checkpointing": {"lora": {"rank": 4}, "gradient_checkpointing": True},
+    "dora": {"lora": DORA, "gradient_checkpointing": True},
     "bf16": {"dtype": "bf16"},
     "bf16-checkpointing": {"dtype": "bf16", "gradient_checkpointing": True, "head_fp32": False},
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_cases import OF_ROLE, VARIANTS, trainer
+from fsdp_cases import DORA, OF_ROLE, VARIANTS, trainer
 from rlhf.errors import WorkerError
 from rlhf_testing.rank_batches import STEPS, batch, shares, spec
 from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
@@ -104,6 +104,26 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
+
+
+@case("base")
+def base() -> Any:
+    """The view without adapters, after the head was trained with them, and the head that it lends."""
+    one = trainer(here(), lora=DORA)
+    first, weights = one.forward(mine(9), ("logprobs",)), held(one, "base")
+    lent = [h.weight_VH.clone() for h in one.lend_head("base")]
+    steps(one, range(2))
+    live, again = held(one), one.forward(mine(9), ("logprobs",), "base")
+    one.save(FOLDER / "base")
+    other = trainer(here(), lora=DORA)
+    other.load(FOLDER / "base")
+    return {
+        "off": max(float((a["logprobs"] - b["logprobs"]).abs().max()) for a, b in zip(first, again, strict=True)),
+        "moved": sum(not torch.equal(live[n], t) for n, t in weights.items()),
+        "base": same(weights, held(one, "base")) and same(weights, held(other, "base")),
+        "live": same(live, held(one)) and same(live, held(other)),
+        "lent": all(torch.equal(a, h.weight_VH) for a, h in zip(lent, one.lend_head("base"), strict=True)),
+    }
 
 
 @case("critic")

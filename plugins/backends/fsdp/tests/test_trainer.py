@@ -58,6 +58,10 @@ def test_a_changed_learning_rate_holds_from_the_next_step(folder):
         ({"stage": 3}, "Extra inputs are not permitted"),
         ({"reshard_after_forward": "yes"}, "valid boolean"),
         ({"timeout": 0}, "greater than 0"),
+        (
+            {"lora": {"rank": 2, "quantization": "nf4"}},
+            "lora.quantization does not go with trainer 'fsdp', which divides",
+        ),
     ],
 )
 def test_options_that_are_refused(options, message):

@@ -89,6 +89,14 @@ def test_a_rank_holds_its_part_only(ranks, reference):
 
 
 @pytest.mark.full
+def test_the_base_of_adapters_keeps_a_head_that_is_trained_with_them(ranks):
+    for found in ranks("base"):
+        assert found.pop("off") < 1e-5
+        assert found.pop("moved") == 2 * 7 + 1, "seven matrices of two layers, and the tied embedding"
+        assert all(found.values()), found
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]

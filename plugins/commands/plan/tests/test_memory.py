@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from rlhf.interfaces import ModelSpec, Trainer
 from rlhf.interfaces.memory import TrainerWork
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.adapters import LoraOptions, train_adapters_only
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.memory import Storage, arithmetic, part_of, trainer_memory, whole_storage
+from rlhf_modeling.memory import Storage, arithmetic, part_of, saved_parameters, trainer_memory, whole_storage
+from rlhf_modeling.model import load_model
 from rlhf_plugin_plan.model_size import read_size
 from rlhf_plugin_plan.phases import sum_of
 from rlhf_testing.tiny import tiny_model
@@ -24,9 +26,9 @@ def size(tmp_path_factory):
     return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
 
 
-def memory(size, storage=None, trained=True, device="cuda", **more):
+def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, **more):
     a = Arithmetic(tokens=512, longest=64, device=device, **more)
-    return trainer_memory(storage or Storage(), a, size, WORK, trained=trained)
+    return trainer_memory(storage or Storage(), a, size, WORK, trained=trained, lora=lora, saved=saved)
 
 
 def state(size, storage, phase="rest"):
@@ -118,6 +120,26 @@ def test_adapters_need_little_memory_for_training(size):
     assert lora.phases["rest"].device["optimizer"] == 8 * lora.trained
     assert lora.views == ("live", "base")
     assert sum_of(lora.phases["train"].device) < sum_of(memory(size).phases["train"].device)
+
+
+def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
+    """The sums are those of the trainer's own tensors."""
+    pytest.importorskip("peft")
+    path, spec = size.path, ModelSpec(RoleSpec("policy", "lm", True), size.path, dtype="fp32")
+    options = LoraOptions(rank=4, use_dora=True, modules_to_save=("embed_tokens",))
+    config = TrainingConfig(lora=options)
+    loaded = load_model(spec, torch.device("cpu"), options)
+    train_adapters_only(loaded.module, None, options.modules_to_save)
+    made = sum(p.numel() for p in loaded.module.parameters() if p.requires_grad)
+    saved = saved_parameters(config, spec)
+    assert saved == loaded.module.get_input_embeddings().weight.numel()
+    held = memory(size, adapters=4, lora=options, saved=saved)
+    assert held.trained == made, path
+    every = sum(p.numel() for p in loaded.module.parameters())
+    assert held.phases["rest"].device["weights"] == 4 * (every + made), "the first values are kept"
+    linear = sum(p.numel() for n, p in loaded.module.named_parameters() if n.endswith("base_layer.weight"))
+    less = memory(size, adapters=4, lora=options.model_copy(update={"quantization": "int8"}), saved=saved)
+    assert held.phases["rest"].device["weights"] - less.phases["rest"].device["weights"] == 3 * linear
 
 
 def test_gradient_checkpointing_needs_less(size):

@@ -39,7 +39,7 @@ def problems_of(
 def lend(lent: Iterable[Lent], roles: Mapping[str, Role]) -> None:
     """Send each head once: by reference inside this process, otherwise through the launcher's store."""
     for each in lent:
-        heads = list(roles[each.role].group.stream("lend_head"))
+        heads = list(roles[each.role].group.stream("lend_head", roles[each.role].view))
         if len(heads) != 1:
             raise TrainingError(f"role {each.role!r} lent {len(heads)} output heads; its trainer must give one")
         roles[each.to].every("borrow_head", each.role, heads[0])

@@ -11,6 +11,7 @@ from rlhf.errors import CheckpointError, ConfigError
 from torch import Tensor
 
 from rlhf_modeling import state
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.precision import Precision
 from rlhf_modeling.sharded import checkpoint_files
 from rlhf_modeling.sharded.process_group import barrier
@@ -113,6 +114,8 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
         "lora": _lora(trainer),
     }
     there = {key: facts.get(key) for key in here}
+    if there["lora"] is not None:  # of a version that had fewer options
+        there["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **there["lora"]}
     if there != here:
         raise ConfigError(
             f"the checkpoint {str(path)!r} was saved with {there}; this run has {here}. Resume with its config."

@@ -1,4 +1,4 @@
-"""The exponential moving average of a rank's own part of the weights."""
+"""Second values of a rank's own part of the weights: their moving average, or those that training started from."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ import torch
 from rlhf_modeling.sharded.partition import Partition
 
 
-class ShardedEma:
-    """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
+class ShardedCopy:
+    """The weights as they were when this was made."""
 
-    def __init__(self, partition: Partition, decay: float) -> None:
-        self.partition, self.decay = partition, decay
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
         self.tensors = [flat.data.clone() for flat in partition.flats]
         """[n] for each flat."""
 
-    @torch.no_grad()
-    def update(self) -> None:
-        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - self.decay)
-
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, every rank computes with the average. All ranks enter and leave the context together."""
+        """Inside, every rank computes with the second values. All ranks enter and leave the context together."""
         self._swap()
         try:
             yield
@@ -36,8 +32,20 @@ class ShardedEma:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for flat, average in zip(self.partition.flats, self.tensors, strict=True):
+        for flat, second in zip(self.partition.flats, self.tensors, strict=True):
             live = flat.data.clone()
-            flat.data.copy_(average)
-            average.copy_(live)
+            flat.data.copy_(second)
+            second.copy_(live)
         self.partition.publish()
+
+
+class ShardedEma(ShardedCopy):
+    """``average := decay * average + (1 - decay) * weights`` after every step; it starts as the weights."""
+
+    def __init__(self, partition: Partition, decay: float) -> None:
+        super().__init__(partition)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self.tensors, [flat.data for flat in self.partition.flats], 1.0 - self.decay)

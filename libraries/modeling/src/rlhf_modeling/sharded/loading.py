@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.seeds import derive_seed
 
-from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.kernels import Kernels, use_kernels
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.model import draw_head, load_model
+from rlhf_modeling.model import adapt, draw_head, load_model
 from rlhf_modeling.probe import probe
 
 
@@ -21,7 +20,7 @@ def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None
         draw_head(loaded, spec)
     probe(loaded, spec)
     if lora is not None:
-        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        adapt(loaded, spec, lora, device)
         loaded.module.eval()
     if kernels == "own" or device.type == "cpu":  # "auto" means "own" on a CPU
         use_kernels(loaded, kernels if kernels != "liger" else "none")

@@ -70,7 +70,9 @@ class NamedTensors(ABC):
         if owner == name or not merge:
             return self.whole(name)
         a_RI, b_OR = (self.whole(f"{owner}.{factor}.{NAME}.weight") for factor in ("lora_A", "lora_B"))
-        return with_product(self.whole(name), self._adapted[owner], a_RI, b_OR)
+        length = f"{owner}.lora_magnitude_vector.{NAME}.weight"
+        length_O = self.whole(length) if length in self.objects else None
+        return with_product(self.whole(name), self._adapted[owner], a_RI, b_OR, length_O)
 
     def _model(self) -> list[str]:
         return [name for name in self.objects if not is_adapter(name)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import load_tokenizer
 from rlhf_modeling.sharded import export
 from rlhf_modeling.sharded.config import ShardedConfig
-from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.partition import Partition
 from rlhf_modeling.sharded.process_group import barrier, collective
 from rlhf_modeling.sharded.split import Split
@@ -36,6 +36,8 @@ class ShardedWeights(PackedTrainer):
     base: torch.optim.Optimizer | None = None
     """torch's optimizer; None for a frozen role."""
     average: ShardedEma | None = None
+    first: ShardedCopy | None = None
+    """The first weights, where the view ``base`` needs them."""
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -88,6 +90,8 @@ class ShardedWeights(PackedTrainer):
             self._offload_optimizer()
         if self.average is not None:
             self.average.move("cpu")
+        if self.first is not None:
+            self.first.move("cpu")
         give_back(self.device)
 
     def reload(self) -> None:
@@ -95,6 +99,8 @@ class ShardedWeights(PackedTrainer):
             self._reload_optimizer()
         if self.average is not None and self._average_on_device:
             self.average.move(self.device)
+        if self.first is not None and self._average_on_device:
+            self.first.move(self.device)
 
     @abstractmethod
     def _offload_optimizer(self) -> None:
@@ -114,5 +120,11 @@ class ShardedWeights(PackedTrainer):
         if view == "ema" and self.average is not None:
             return self.average.swapped_in()
         if view == "base" and self.has_adapters:
-            return without_adapters(self.module)
+            return self._base()
         raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        """The model that training started from: without adapters, and with the first values of trained modules."""
+        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
+            yield

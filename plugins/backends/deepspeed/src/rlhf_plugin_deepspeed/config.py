@@ -52,6 +52,11 @@ class DeepSpeedTrainerConfig(ShardedConfig):
                     "would draw one mask for different parts of a layer on each rank; set it to 0",
                 ),
                 (
+                    "lora.use_dora",
+                    self.lora is not None and self.lora.use_dora,
+                    "needs the length of whole rows of a weight, of which each rank has a part; set it to false",
+                ),
+                (
                     "neftune_alpha",
                     self.neftune_alpha is not None,
                     "would add different noise to the embeddings of each rank; leave one out",
@@ -59,6 +64,13 @@ class DeepSpeedTrainerConfig(ShardedConfig):
             ):
                 if wrong:
                     raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
+        quantized = self.lora is not None and self.lora.quantization is not None
+        if quantized and (self.stage == 3 or self.tensor_parallel > 1):
+            other = "stage = 3" if self.stage == 3 else f"tensor_parallel = {self.tensor_parallel}"
+            raise ValueError(
+                f"lora.quantization does not go with {other}: a quantised weight is whole on every rank. Use stage 0, "
+                "1 or 2 and tensor_parallel = 1"
+            )
         if self.kernels == "own" and self.stage == 3:
             raise ValueError(
                 "kernels = 'own' does not go with stage 3: fused layers read weights where ZeRO does not see it"

@@ -17,6 +17,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import shape_logits
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.adapters import NAME, adapted
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.packed_model import hidden_states, shares_prefixes
@@ -77,12 +78,18 @@ class EngineModule(nn.Module):
 
     def gather_outside(self) -> None:
         """Stage 3 gathers parameters around the calls of the module that owns them. Some are read outside of these: the
-        head's by :class:`Outputs`, and a convolution's by the recurrent layer that holds it."""
+        head's by :class:`Outputs`, a convolution's by the recurrent layer that holds it, and those of a layer with an
+        adapter by DoRA, which computes the length of its rows."""
         from deepspeed.runtime.zero import register_external_parameter
 
         (loaded,) = self._loaded
         for parameter in loaded.head.parameters():
             register_external_parameter(self.outputs, parameter)
+        for _, adapted_layer in adapted(loaded.module):
+            for dora in adapted_layer.lora_magnitude_vector.values():
+                parts = (adapted_layer.base_layer, adapted_layer.lora_A[NAME], adapted_layer.lora_B[NAME])
+                for parameter in (part.weight for part in parts):
+                    register_external_parameter(dora, parameter)
         for layer in loaded.module.modules():
             for child in layer.children():
                 for parameter in child.parameters() if isinstance(child, nn.Conv1d) else ():

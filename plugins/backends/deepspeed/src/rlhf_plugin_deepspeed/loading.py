@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.seeds import derive_seed
-from rlhf_modeling.adapters import LoraOptions, add_adapters
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.model import draw_head, load_model
+from rlhf_modeling.model import adapt, draw_head, load_model
 from rlhf_modeling.sharded.loading import load_on_host
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -78,13 +77,15 @@ def load_part(
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` for stage 3. It is not probed yet."""
     copies = second_copies(config.hpz_partition_size, config.timeout)
-    with quiet(), copies, _transformers_divides(engine_config(config, 2**62)):
+    divided = engine_config(config, 2**62)
+    with quiet(), copies, _transformers_divides(divided):
         loaded = load_model(spec, device, divided=True)
     if loaded.fresh_head:
         with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
                 draw_head(loaded, spec)
     if (lora := _adapters(spec, config)) is not None:
-        add_adapters(loaded.module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
+        with _transformers_divides(divided):  # so peft gathers a weight whose rows DoRA measures
+            adapt(loaded, spec, lora, device)
         loaded.module.eval().to(device)
     return loaded

@@ -66,7 +66,7 @@ class ZeroTensors(NamedTensors):
 
     def _seen(self, names: list[str], merge: bool) -> Iterator[tuple[str, Tensor]]:
         tensors = {name: self.objects[name] for name in names}
-        return merged(self.module, tensors) if merge and self._adapters else base_tensors(tensors)
+        return (merged if merge and self._adapters else base_tensors)(self.module, tensors)
 
     def _buckets(self, elements: int) -> Iterator[list[str]]:
         names: list[str] = []

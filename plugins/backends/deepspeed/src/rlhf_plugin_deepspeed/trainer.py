@@ -17,12 +17,12 @@ from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
-from rlhf_modeling.memory import arithmetic, trainer_memory
+from rlhf_modeling.memory import arithmetic, saved_parameters, trainer_memory
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read
 from rlhf_modeling.probe import probe
 from rlhf_modeling.schedule import Schedule
-from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_modeling.sharded.process_group import collective, largest
@@ -95,8 +95,8 @@ class DeepSpeedTrainer(ShardedTrainer):
         computed = arithmetic(config, spec, size, work, device, config.tensor_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
-        targets = config.lora.targets if config.lora is not None else None
-        return trainer_memory(storage, computed, size, work, trained=spec.role.trained, adapter_targets=targets)
+        trained, saved = spec.role.trained, saved_parameters(config, spec)
+        return trainer_memory(storage, computed, size, work, trained=trained, lora=config.lora, saved=saved)
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
@@ -132,6 +132,8 @@ class DeepSpeedTrainer(ShardedTrainer):
             )
         if isinstance(self.base, DividedOrthogonalAdamW):
             self.base.bind(self.partition, self.tensors.shapes, self.split)
+        if self.keeps_first_weights:
+            self.first = ShardedCopy(self.partition)
         if trained and self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
 
@@ -178,13 +180,13 @@ class DeepSpeedTrainer(ShardedTrainer):
         first, near = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
         return self.tensors.stream_gathered(gather, first, near, self.config.bucket, merge)
 
-    def lend_head(self) -> Iterator[OutputHead]:
-        """In stages 0 to 2 the head shares memory with the model; in stage 3 it is a gathered copy."""
+    def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
+        """In stages 0 to 2 the live head shares memory with the model; otherwise it is a copy."""
         head = None
-        with self._guard("lend_head"), self._head_gathered():
+        with self._guard("lend_head"), self._view(view), self._head_gathered():
             if self.spec.rank == 0:
                 head = self.loaded.output_head
-                if self.config.stage == 3:
+                if self.config.stage == 3 or view != "live":
                     bias_V = None if head.bias_V is None else head.bias_V.clone()
                     head = replace(head, weight_VH=head.weight_VH.clone(), bias_V=bias_V)
         if head is not None:

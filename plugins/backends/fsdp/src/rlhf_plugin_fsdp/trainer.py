@@ -13,11 +13,11 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
-from rlhf_modeling.memory import arithmetic, trainer_memory
+from rlhf_modeling.memory import arithmetic, saved_parameters, trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.schedule import Schedule
-from rlhf_modeling.sharded.ema import ShardedEma
+from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
@@ -61,8 +61,8 @@ class FsdpTrainer(ShardedTrainer):
     ) -> TrainerMemory:
         stored = memory.storage(config, spec, size, device)
         computed = replace(arithmetic(config, spec, size, work, device), casts=False)
-        targets = config.lora.targets if config.lora is not None else None
-        return trainer_memory(stored, computed, size, work, trained=spec.role.trained, adapter_targets=targets)
+        trained, saved = spec.role.trained, saved_parameters(config, spec)
+        return trainer_memory(stored, computed, size, work, trained=trained, lora=config.lora, saved=saved)
 
     def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)
@@ -91,6 +91,8 @@ class FsdpTrainer(ShardedTrainer):
         self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
         if isinstance(self.base, DividedOrthogonalAdamW):
             self.base.bind(self.partition, self.tensors.shapes, self.split)
+        if self.keeps_first_weights:
+            self.first = ShardedCopy(self.partition)
         if self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
 
@@ -142,8 +144,8 @@ class FsdpTrainer(ShardedTrainer):
     def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
         return self.tensors.stream(self.spec.rank == 0 or every_rank, merge)
 
-    def lend_head(self) -> Iterator[OutputHead]:
-        with self._guard("lend_head"):
+    def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
+        with self._guard("lend_head"), self._view(view):
             head = self.loaded.output_head
             bias_V = None if head.bias_V is None else gathered(head.bias_V)
             head = replace(head, weight_VH=gathered(head.weight_VH), bias_V=bias_V)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,9 +14,9 @@ from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
-from rlhf_modeling.adapters import base_tensors, merged, without_adapters
+from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name, without_adapters
 from rlhf_modeling.checks import LEARNING, check_training
-from rlhf_modeling.ema import Ema
+from rlhf_modeling.ema import Copy, Ema
 from rlhf_modeling.masters import Masters
 from rlhf_modeling.model import load_model
 from rlhf_modeling.optimizer import (
@@ -73,6 +73,7 @@ class TorchTrainer(PackedTrainer):
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
         self.stepped = self.parameters if self.masters is None else self.masters.stepped
         """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
+        self.first: Copy | None = Copy(self.parameters) if self.keeps_first_weights else None
         if spec.role.trained:
             outside = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
             outside = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outside}
@@ -136,12 +137,14 @@ class TorchTrainer(PackedTrainer):
         with self._view(view):
             tensors = state.named_tensors(self.module)
             plain = view == "base" or not self.has_adapters
-            yield from self._published.stream(base_tensors(tensors) if plain else merged(self.module, tensors))
+            yield from self._published.stream(
+                base_tensors(self.module, tensors) if plain else merged(self.module, tensors)
+            )
 
     @cached_property
     def _published(self) -> Published:
-        own = base_tensors(state.named_tensors(self.module))
-        return Published(self.module, {name: tensor.shape for name, tensor in own})
+        tensors = state.named_tensors(self.module)
+        return Published(self.module, {merged_name(n): t.shape for n, t in tensors.items() if not is_adapter(n)})
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         if self.has_adapters:
@@ -153,7 +156,8 @@ class TorchTrainer(PackedTrainer):
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
-            whole = dict(merged(self.module, self.module.state_dict())) if self.has_adapters else None
+            own, add = self.module.state_dict(), base_tensors if view == "base" else merged
+            whole = dict(add(self.module, own)) if self.has_adapters else None
             if masters := self.config.export_masters and self.masters:
                 whole = masters.of(self.module.state_dict())
             self.module.save_pretrained(str(path), state_dict=whole)
@@ -268,8 +272,14 @@ class TorchTrainer(PackedTrainer):
         if view == "ema" and self.ema is not None:
             return self.ema.swapped_in()
         if view == "base" and self.has_adapters:
-            return without_adapters(self.module)
+            return self._base()
         raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        """The model that training started from: without adapters, and with the first values of trained modules."""
+        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
+            yield
 
 
 def _words(facts: Mapping[str, Any]) -> str:

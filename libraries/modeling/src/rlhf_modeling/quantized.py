@@ -1,0 +1,127 @@
+"""Linear layers whose frozen weights are kept in 4 or 8 bits, through bitsandbytes.
+
+bitsandbytes gives the formats; the products are torch's, with the dequantised weight. So a layer computes the same on
+every device, and what generators and exports get is exactly the weight that was trained with.
+
+Shape suffixes: N tokens, I inputs and O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from rlhf.errors import ConfigError
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from rlhf_modeling.adapters import NAME, adaptable
+
+Format = Literal["nf4", "int8"]
+BYTES: dict[Format, float] = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+"""Bytes per weight. NF4 has one scale of 8 bits for 64 weights, and one of 32 bits for 256 of those."""
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer. In a state dict its weight is a tensor of the right shape without values (``meta``).
+
+    Args:
+        linear: the layer to replace.
+        device: where the quantised weight is made and stays.
+    """
+
+    def __init__(self, linear: nn.Linear, kind: Format, device: torch.device) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.kind = linear.in_features, linear.out_features, kind
+        self.bias, self.dtype = linear.bias, linear.weight.dtype
+        self._values = _quantized(linear.weight.detach().to(device, torch.float32), kind)
+
+    @property
+    def weight(self) -> Tensor:
+        """[O, I] in the number format of the layer that was replaced, dequantised anew at every call."""
+        functional, values = _functional(), self._values
+        whole: Tensor = (functional.dequantize_4bit if self.kind == "nf4" else functional.int8_vectorwise_dequant)(
+            *values
+        )
+        return whole.to(self.dtype)
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        y_NO: Tensor = _Product.apply(x_NI, self)
+        return y_NO if self.bias is None else y_NO + self.bias.to(y_NO.dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = torch.empty(
+            self.out_features, self.in_features, dtype=self.dtype, device="meta"
+        )
+
+
+class _Product(torch.autograd.Function):
+    """x W^T. The weight is dequantised again in the backward pass, so that no layer's is kept until then."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer, ctx.dtype = layer, x_NI.dtype
+        return F.linear(x_NI, layer.weight.to(x_NI.dtype))  # autocast casts both, where it is on
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, None]:
+        return (grad_NO @ ctx.layer.weight.to(grad_NO.dtype)).to(ctx.dtype), None
+
+
+def quantize_layers(module: nn.Module, names: Collection[str], kind: Format, device: torch.device) -> None:
+    """Replace the linear layers ``names``, or the layers below their adapters, one at a time.
+
+    A magnitude of DoRA becomes the length of the dequantised row, so that adapters start without effect.
+    """
+    for name in names:
+        layer: Any = module.get_submodule(name)
+        if hasattr(layer, "base_layer"):
+            layer.base_layer = QuantizedLinear(layer.base_layer, kind, device)
+            if NAME in layer.lora_magnitude_vector:
+                length_O = torch.linalg.vector_norm(layer.base_layer.weight.float(), dim=1)
+                magnitude = layer.lora_magnitude_vector[NAME].weight
+                magnitude.data.copy_(length_O)
+            continue
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, QuantizedLinear(layer, kind, device))
+
+
+def quantizable(module: nn.Module, head: nn.Module | None, saved: Collection[str]) -> list[str]:
+    """Names of the linear layers that are frozen: all but the head and those in modules that are trained whole."""
+    whole = tuple(f"{name}." for name in saved)
+    return [name for name, _ in adaptable(module, head) if not f"{name}.".startswith(whole)]
+
+
+def require_quantization(kind: Format, device: torch.device) -> None:
+    """Raises ConfigError where bitsandbytes is absent or cannot quantise on ``device``."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"trainer.lora.quantization = {kind!r} needs bitsandbytes: pip install 'rlhf-kit[qlora]', or leave it out"
+        )
+    try:
+        _quantized(torch.ones(2, 64, device=device), kind)
+    except Exception as cause:  # any exception: a library without kernels for this device raises what it likes
+        raise ConfigError(
+            f"trainer.lora.quantization = {kind!r}: bitsandbytes cannot quantise on {device.type} here "
+            f"({type(cause).__name__}: {cause}). Leave it out."
+        ) from cause
+
+
+def _quantized(weight_OI: Tensor, kind: Format) -> tuple[Any, Any]:
+    functional = _functional()
+    if kind == "nf4":
+        values, state = functional.quantize_4bit(weight_OI, quant_type="nf4", compress_statistics=True)
+        return values, state
+    values, scale_O, _ = functional.int8_vectorwise_quant(weight_OI.to(torch.float16))  # a GPU takes fp16 only
+    return values, scale_O
+
+
+def _functional() -> Any:
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
