@@ -10,7 +10,7 @@ from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Group, LossOutput, Reduce, Row, Sampling, Snapshot, Trajectory, Turn, Update
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
-from rlhf_runtime.samples.rollouts import RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
 
 ROWS = [Row({}, "held_out", i) for i in range(5)]
 

@@ -9,7 +9,8 @@ from rlhf.types import Row, Sampling, Turn
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.workers.main_thread import MainThread
 
 ENV = """

@@ -13,7 +13,8 @@ from rlhf.requests import check_sampling
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.workers.main_thread import MainThread
 
 

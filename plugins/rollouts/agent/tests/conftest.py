@@ -18,7 +18,8 @@ from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.chat_templates import HERMES, QWEN3
 from rlhf_testing.tiny import CHARS, tiny_model

@@ -16,7 +16,8 @@ from rlhf_plugin_tools.options import McpServer, ToolsConfig
 from rlhf_plugin_tools.rollout import UNREADABLE, ToolsRollout
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.chat_templates import CHATML, HERMES
 from rlhf_testing.tiny import tiny_tokenizer

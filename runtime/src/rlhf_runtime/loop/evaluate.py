@@ -17,7 +17,8 @@ from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.best_value import BestTracker, unknown_metric
 from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 
 
 @dataclass(frozen=True)

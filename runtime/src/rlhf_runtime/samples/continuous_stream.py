@@ -32,7 +32,8 @@ from rlhf.types import Group, Row
 
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.single_requests import SingleRequests
 from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
 from rlhf_runtime.samples.turn_log import TurnLog

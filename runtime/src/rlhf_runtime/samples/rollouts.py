@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 
-from rlhf.errors import EnvError, ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
-from rlhf.interfaces import Env, Generator, Rollout, RolloutContext
-from rlhf.requests import check_sampling
+from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
+from rlhf.interfaces import Env, Generator, Rollout
 from rlhf.seeds import derive_seed
-from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
+from rlhf.types import Group, Row, Trajectory
 
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
-from rlhf_runtime.samples.episodes import Episode
-from rlhf_runtime.samples.failures import Failures, describe
+from rlhf_runtime.samples.failures import describe
+from rlhf_runtime.samples.protocols import GroupScorer, PromptTemplate, Requests
+from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
+from rlhf_runtime.samples.sample_context import SampleContext
 from rlhf_runtime.samples.single_requests import SingleRequests
 from rlhf_runtime.samples.turn_log import TurnLog
 from rlhf_runtime.samples.waves import Waves
@@ -28,87 +26,6 @@ from rlhf_runtime.workers.returned_values import InvalidResult, check_turns
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""
-
-
-TRAINING = "sample"
-"""The purpose of samples that are trained on."""
-
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-class PromptTemplate(Protocol):
-    """How rows and observations become tokens (:class:`rlhf_runtime.data.template.Template`)."""
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def encode_prompt(self, row: Row) -> Turn: ...
-
-    def encode_answer(self, row: Row) -> list[Turn]: ...
-
-    def encode_opening(self, row: Row, text: str) -> list[Turn]: ...
-
-    def encode_observation(self, text: str, closed: bool = True) -> Turn: ...
-
-    def prompt_messages(self, row: Row) -> list[dict[str, Any]]: ...
-
-    def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn: ...
-
-    def encode_following(
-        self,
-        before: Messages,
-        answer: Mapping[str, Any],
-        following: Messages,
-        tools: Messages = (),
-        closed: bool = True,
-    ) -> Turn | None: ...
-
-    def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Messages = ()) -> dict[str, Any]: ...
-
-
-class GroupScorer(Protocol):
-    """How a group gets its rewards (:class:`rlhf_runtime.rewards.scoring.Scorer`)."""
-
-    async def score(self, group: Group, trained_on: bool = True) -> object: ...
-
-
-class Requests(Protocol):
-    """How samples get their turns: in waves, or each by itself."""
-
-    async def enter(self, order: tuple[int, ...]) -> None: ...
-
-    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn: ...
-
-    def leave(self) -> None: ...
-
-    async def settled(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSettings:
-    """Settings of a batch of rollouts. Training and evaluation have one object each."""
-
-    sampling: Sampling
-    samples: int
-    purpose: str
-    """Part of every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
-    seed: int
-    max_tokens: int
-    deadline: float
-    """Seconds a sample may spend outside generation."""
-    abort_on_failure: bool = True
-    given: float = 0.0
-    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
-    failures: Failures | None = None
-    """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
-
-    def gives(self, number: int) -> bool:
-        """Whether group ``number`` holds the answer given in the data."""
-        return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
 
 
 class Rollouts:
@@ -212,7 +129,7 @@ class Rollouts:
         log: TurnLog,
         slice: Slice,
     ) -> Trajectory:
-        context = _Context(self, row, index, settings, requests, log, slice)
+        context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         what = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
@@ -240,170 +157,7 @@ class Rollouts:
             trajectory.turns = [turn for _, _, turn in log.entries()]  # so that its tokens can be counted
         return trajectory
 
-
-class _Context(RolloutContext):
-    """One sample's view of the run."""
-
-    def __init__(
-        self,
-        run: Rollouts,
-        row: Row,
-        index: tuple[int, int],
-        settings: RolloutSettings,
-        requests: Requests,
-        log: TurnLog,
-        slice: Slice,
-    ) -> None:
-        self._run, self._row, self._index, self._settings, self._requests = run, row, index, settings, requests
-        self._log, self._slice = log, slice
-        self._envs: list[Env] = []
-        self._reported: dict[str, float] = {}
-        self._closed, self._generating = True, False
-        self._answers: dict[int, tuple[int, Turn, Turn]] = {}
-        """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
-        self.clock: asyncio.Timeout | None = None
-        self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._run.template.tokenizer
-
-    def encode_prompt(self, row: Row) -> Turn:
-        return self._run.template.encode_prompt(row)
-
-    def encode_opening(self, row: Row, text: str) -> list[Turn]:
-        return self._run.template.encode_opening(row, text)
-
-    def encode_observation(self, text: str) -> Turn:
-        """Also closes the answer before it, if that answer was cut off before its end token."""
-        return self._run.template.encode_observation(text, self._closed)
-
-    def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
-        return self._run.template.prompt_messages(row)
-
-    def encode_messages(self, messages: Messages, tools: Messages = ()) -> Turn:
-        return self._run.template.encode_messages(messages, tools)
-
-    def encode_following(
-        self,
-        before: Messages,
-        answer: Mapping[str, Any],
-        following: Messages,
-        tools: Messages = (),
-        turn: Turn | None = None,
-    ) -> Turn | None:
-        closed = self._closed if turn is None else self._ended(turn)
-        return self._run.template.encode_following(before, answer, following, tools, closed)
-
-    def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
-        number, prompt, _ = self._answers.get(id(turn), (0, None, None))
-        if prompt is None:
-            raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
-        return self._run.template.parse_answer(turn, prompt.ids, (*self._index, number), tools)
-
-    def _ended(self, turn: Turn) -> bool:
-        return bool(turn.ids) and turn.ids[-1] in self._run.template.end_token_ids
-
-    async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
-        if self._generating:
-            raise RolloutError(
-                "the rollout asks for a turn while another turn of the same sample is being generated; await the first "
-                "turn before asking for the next"
-            )
-        check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
-        if self._settings.purpose == TRAINING:
-            _check_distribution(sampling, self.sampling)
-        start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
-        ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))
-        if len(ids) >= self.max_tokens:
-            raise RolloutError(
-                f"{len(ids)} tokens of context leave no room to answer within data.max_tokens = {self.max_tokens}"
-            )
-        room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
-        sampling = _with_budget(sampling, room)
-        seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
-        request = GenerationRequest(ids, seed, sampling)
-        turn = self._log.find(turn_number, request)
-        if turn is None:
-            turn = await self._generate(turn_number, request)
-            self._log.add(turn_number, request, turn)
-        self._closed = self._ended(turn)
-        self._answers[id(turn)] = turn_number, turns[-1], turn
-        return turn
-
-    async def _generate(self, turn_number: int, request: GenerationRequest) -> Turn:
-        remaining, self._generating = self._stop_clock(), True
-        try:
-            about = {"group": self._index[0], "sample": self._index[1], "turn": turn_number}
-            with self._slice.child("turn", context=len(request.ids), **about) as slice:
-                turn = await self._requests.generate((*self._index, turn_number), request)
-                slice.add(tokens=len(turn.ids), versions=[version for _, version in turn.versions])
-            return turn
-        finally:
-            self._generating = False
-            self._start_clock(remaining)
-
-    def _stop_clock(self) -> float:
-        """Stop the sample's deadline during generation, which waits for other samples."""
-        end = self.clock.when() if self.clock is not None else None
-        if self.clock is None or end is None:
-            return self._settings.deadline
-        self.clock.reschedule(None)
-        return end - asyncio.get_running_loop().time()
-
-    def _start_clock(self, seconds: float) -> None:
-        if self.clock is not None:
-            self.clock.reschedule(asyncio.get_running_loop().time() + seconds)
-
-    def report(self, name: str, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RolloutError(f"the rollout reports {value!r:.60} as {name!r}; allowed: a finite number")
-        self._reported[name] = float(value)
-
-    def numbers(self) -> dict[str, float]:
-        """What the rollout and the environments said about the sample in numbers."""
-        episodes = [env for env in self._envs if isinstance(env, Episode)]
-        of_envs = {f"env/{key}": value for env in episodes for key, value in env.numbers.items()}
-        of_rollout = {f"rollout/{name}": value for name, value in self._reported.items()}
-        return dict(sorted({**of_envs, **of_rollout}.items()))
-
-    async def open_env(self) -> Env:
-        if self._run.open_env is None:
-            raise RolloutError(f"rollout {self._run.rollout.name!r} opens an environment; set [env] use = ...")
-        env = self._run.open_env(self._slice)
-        self._envs.append(env)
-        return env
-
-    async def close(self) -> None:
-        """Close every environment, even if closing another one raises."""
-        async with AsyncExitStack() as closing:
-            for env in reversed(self._envs):
-                closing.push_async_callback(_close, env)
-
-
-async def _close(env: Env) -> None:
-    with boundary(EnvError, f"close() of environment {env.name!r}"):
-        closing = env.close()
-        if closing is not None:
-            await closing
-
-
-def _check_distribution(asked: Sampling, run: Sampling) -> None:
-    """Training samples must be drawn from the distribution whose log-probs are trained on. Truncation (top_p, top_k,
-    min_p) may only be off, or as the run file says, which the run's checks have accepted."""
-    for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(asked, field) not in (off, getattr(run, field)):
-            raise RolloutError(
-                f"a turn is asked for with {field} = {getattr(asked, field)}, but [sampling] has {field} = "
-                f"{getattr(run, field)}. Training would treat the turn as if all tokens had been allowed. A rollout or "
-                "an environment may change max_new_tokens, temperature and stop"
-            )
-    if not asked.temperature > 0:
-        raise RolloutError(
-            f"a turn is asked for at temperature {asked.temperature}. Greedy decoding draws nothing at random, so the "
-            "turn has no log-probs to train on. Give a temperature above 0"
-        )
-
-
-def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
-    return replace(sampling, max_new_tokens=max_new_tokens)
+    def _env(self, slice: Slice) -> Env:
+        if self.open_env is None:
+            raise RolloutError(f"rollout {self.rollout.name!r} opens an environment; set [env] use = ...")
+        return self.open_env(slice)

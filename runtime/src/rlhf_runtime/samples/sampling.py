@@ -13,7 +13,8 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.weight_sync import HOLDS_NOTHING, WeightSync
 from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 
 
 @dataclass(frozen=True)

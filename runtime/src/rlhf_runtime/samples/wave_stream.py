@@ -38,7 +38,8 @@ from rlhf.types import Group
 
 from rlhf_runtime.data.chosen_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
-from rlhf_runtime.samples.rollouts import Rollouts, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
 
 

@@ -1,0 +1,36 @@
+"""Settings of a batch of rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhf.seeds import derive_seed
+from rlhf.types import Sampling
+
+from rlhf_runtime.samples.failures import Failures
+
+TRAINING = "sample"
+"""The purpose of samples that are trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """Settings of a batch of rollouts. Training and evaluation have one object each."""
+
+    sampling: Sampling
+    samples: int
+    purpose: str
+    """Part of every seed: :data:`TRAINING`, or ``eval`` for evaluation."""
+    seed: int
+    max_tokens: int
+    deadline: float
+    """Seconds a sample may spend outside generation."""
+    abort_on_failure: bool = True
+    given: float = 0.0
+    """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
+    failures: Failures | None = None
+    """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
+
+    def gives(self, number: int) -> bool:
+        """Whether group ``number`` holds the answer given in the data."""
+        return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
