@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,49 @@ async def score(prompt, completion, row):
             marker.unlink()
             raise RuntimeError("the reward broke")
     return 0.0
+"""
+DEALS = """
+from pathlib import Path
+from rlhf.interfaces import Curriculum
+
+
+class Deals(Curriculum):
+    '''Deals rows 0, 1, 2, ... and raises where it is told of a group that it did not deal, or twice of one.'''
+
+    name = "deals"
+
+    def setup(self, rows, seed, total_steps):
+        self.dealt, self.told, self.steps = 0, set(), [-1, -1]
+
+    def choose(self, n, step):
+        assert step >= self.steps[0], "steps go back"
+        self._write(f"choose {n} {step}")
+        self.steps[0], self.dealt = step, self.dealt + n
+        return list(range(self.dealt - n, self.dealt))
+
+    def finished(self, groups):
+        rows = [group.row for group in groups]
+        assert {group.step for group in groups} == {self.steps[1] + 1}, "batches come in order"
+        assert len(set(rows)) == len(rows) and not self.told & set(rows), "told twice"
+        assert all(row < self.dealt for row in rows), "told of a row that was not dealt"
+        assert [group.number for group in groups] == sorted(group.number for group in groups)
+        kept = sum(group.fate == "kept" for group in groups)
+        self._write(f"finished {kept}")
+        self.told |= set(rows)
+        self.steps[1] += 1
+
+    def metrics(self):
+        return {"dealt": float(self.dealt)}
+
+    def state_dict(self):
+        return {"dealt": self.dealt, "told": sorted(self.told), "steps": list(self.steps)}
+
+    def load_state_dict(self, state):
+        self.dealt, self.told, self.steps = state["dealt"], set(state["told"]), list(state["steps"])
+
+    def _write(self, line):
+        with Path(__file__).with_suffix(".log").open("a") as file:
+            file.write(line + "\\n")
 """
 
 
@@ -98,3 +142,15 @@ def check_ledger(run: Finished, config: dict[str, Any]) -> None:
     assert [line["step"] for line in lines] == list(range(1, config["run"]["steps"] + 1))
     if config["stream"].get("order", "submission") == "submission":
         assert numbers == sorted(numbers)
+    if config.get("curriculum"):
+        check_dealt(run, set(rows))
+
+
+def check_dealt(run: Finished, trained: set[int]) -> None:
+    """Every row that the curriculum dealt was told to it or is pending, in the last checkpoint."""
+    state = json.loads((run.last_checkpoint / "state.json").read_text())
+    deals, stream = state["components"]["curriculum"], state["stream"]
+    told, untold = set(deals["told"]), [group["row"] for group in stream["chosen"]["rejected"]]
+    assert trained <= told
+    assert deals["dealt"] == len(told) + len(untold) + len(stream["pending"]) == stream["rows"]["order"]["drawn"][0]
+    assert deals["steps"][1] == state["step"] - 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rlhf_cli.main import main
 
-from tests.continuous import simulated
+from tests.continuous import check_ledger, simulated
 from tests.runs import Finished, Workshop, merged
 from tests.test_combinations import COPYING, TEXT, scores
 
@@ -120,30 +120,77 @@ def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_fi
 
 AVERAGED = """
 import dataclasses
+import json
+from rlhf_plugin_simulated.generator import SimulatedGenerator
 from rlhf_plugin_simulated.trainer import SimulatedTrainer
 
 
 class Averaged(SimulatedTrainer):
+    '''Its average is half a step behind.'''
+
     name = "averaged"
+    view = "live"
 
     def facts(self):
         return dataclasses.replace(super().facts(), views=("live", "ema"))
 
     def use_view(self, view):
-        pass
+        self.view = view
 
     def weights(self, view="live", every_rank=False):
-        return super().weights(every_rank=every_rank)
+        for name, tensor in super().weights(every_rank=every_rank):
+            yield name, tensor - 0.5 * (self.view == "ema")
 
     def export(self, path, view="live"):
         super().export(path)
+
+
+class Watched(SimulatedGenerator):
+    '''Writes of each answer whether it was for training, and all weights that were loaded while it was sampled.'''
+
+    name = "watched"
+    weights, under_way = 0.0, {}
+
+    def take(self, bucket):
+        super().take(bucket)
+        self.coming = float(dict(bucket.tensors)["steps"])
+
+    def end_load(self):
+        self.weights = self.coming
+        for seen in self.under_way.values():
+            seen.append(self.weights)
+        return super().end_load()
+
+    async def answer(self, request):
+        seen = [self.weights]
+        self.under_way[id(seen)] = seen
+        try:
+            turn = await super().answer(request)
+        finally:
+            del self.under_way[id(seen)]
+        with open({log!r}, "a") as file:
+            file.write(json.dumps([request.sampling.temperature > 0, seen]) + "\\n")
+        return turn
 """
 
 
-def test_an_average_is_not_evaluated_while_training_samples_go_on(shop: Workshop) -> None:
-    trainer = {"use": f"file:{shop.file('averaged.py', AVERAGED)}"}
-    config = simulated(shop, "run", data={"eval": [{"path": str(shop.data)}]})
-    refused = shop.run_config({**config, "trainer": trainer})
-    assert "training samples go on during an evaluation" in refused.said
-    live = shop.run_config({**config, "trainer": trainer, "eval": {"weights": "live"}})
-    assert live.code == 0, live.said
+def test_no_training_sample_of_a_continuous_stream_is_drawn_with_the_average(shop: Workshop) -> None:
+    log = shop.folder / "answers.jsonl"
+    file = shop.file("averaged.py", AVERAGED.replace("{log!r}", repr(str(log))))
+    changes = {
+        "data": {"eval": [{"path": str(shop.data)}]},
+        "eval": {"every": 2, "temperature": 0.0},
+        "stream": {"staleness": 2},
+        "generator": {"use": f"file:{file}:Watched", "tokens": 40.0},
+        "trainer": {"use": f"file:{file}:Averaged"},
+        "sync": {"canaries": 0},
+    }
+    config = simulated(shop, "run", **changes)
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    check_ledger(run, config)
+    answers = [json.loads(line) for line in log.read_text().splitlines()]
+    trained = [seen for training, seen in answers if training]
+    assert all(weights == int(weights) for seen in trained for weights in seen)
+    assert any(len(set(seen)) > 1 for seen in trained), "samples are under way when weights come"
+    assert {weights for training, seen in answers if not training for weights in seen} == {1.5, 3.5, 5.5}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.continuous import BREAKS, check_ledger, drawn, groups_of, simulated
+from tests.continuous import BREAKS, DEALS, check_ledger, drawn, groups_of, simulated
 from tests.forks import Forks
 from tests.runs import Finished, Workshop, merged
 from tests.test_resume import KILLER, Runs
@@ -27,6 +27,8 @@ def break_and_resume(shop: Workshop, seed: int) -> None:
     marker = shop.folder / f"{output}.breaks"
     reward = shop.file(f"{output}.py", BREAKS.format(marker=str(marker)))
     config = simulated(shop, output, **merged(drawn(seed), {"reward": [{"use": f"file:{reward}"}]}))
+    if draw.random() < 0.5:
+        config["curriculum"] = {"use": f"file:{shop.file(f'{output}-deals.py', DEALS)}"}
     marker.write_text(str(draw.randrange(40)))
     run = shop.run_config(config)
     if run.code:
@@ -47,6 +49,33 @@ def test_no_prompt_is_lost_and_none_is_too_old_whatever_the_timing(shop: Worksho
 def test_a_thousand_runs_keep_the_promise(shop: Workshop, block: int) -> None:
     for seed in range(100 + 50 * block, 150 + 50 * block):
         break_and_resume(shop, seed)
+
+
+def test_a_curriculum_is_asked_and_told_as_in_waves(shop: Workshop) -> None:
+    """Without rejected groups: the same rows for the same steps, knowing the same batches."""
+    logs = []
+    for mode in ("waves", "continuous"):
+        file = shop.file(f"{mode}.py", DEALS)
+        stream = {"mode": mode, "staleness": 2}
+        config = simulated(shop, mode, stream=stream, curriculum={"use": f"file:{file}"})
+        run = shop.run_config(config)
+        assert run.code == 0, run.said
+        assert [line["curriculum/dealt"] for line in run.lines()] == [4.0 * n for n in range(1, 7)]
+        logs.append(file.with_suffix(".log").read_text().splitlines())
+    check_ledger(run, config)
+    start, asked = [f"choose 4 {step}" for step in range(3)], [f"choose 4 {step}" for step in range(3, 6)]
+    assert logs[0] == logs[1] == start + [line for one in asked for line in ("finished 4", one)] + ["finished 4"] * 3
+
+
+def test_a_curriculum_that_fails_while_samples_go_on_ends_the_run(shop: Workshop) -> None:
+    """It is asked for the row that takes the place of a rejected group."""
+    broken = DEALS.replace("return list(range(self.dealt - n, self.dealt))", "return [0] * n if n > 1 else ['x']")
+    config = simulated(
+        shop, "run", stream={"filter": {"low": 2.0}}, curriculum={"use": f"file:{shop.file('broken.py', broken)}"}
+    )
+    run = shop.run_config(config)
+    assert run.code != 0
+    assert "of curriculum 'deals' chose str 'x', which is no position" in run.said
 
 
 def test_batches_are_in_submission_order_without_gaps(shop: Workshop) -> None:
@@ -158,7 +187,6 @@ def test_an_environment_that_fails_ends_the_run_with_its_cause(shop: Workshop) -
             {"stream": {"mode": "waves"}, "sync": {"in_flight": "drain"}},
             "sync.in_flight = 'drain': no answer is unfinished when weights are sent",
         ),
-        ({"curriculum": {"use": "pass_rate"}}, "curriculum 'pass_rate' chooses the rows of whole batches"),
         ({"placement": {"policy": {"ranks": 2}}}, "launcher 'simulated' reserves none"),
     ],
 )

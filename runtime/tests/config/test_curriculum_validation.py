@@ -56,6 +56,17 @@ def problems(flags=(), algorithm=Sampling, curriculum=Blind, scored=True, base=B
     return curriculum_problems(load(None, [*base, *flags]), algorithm(), curriculum, scored)
 
 
+class Once(Blind):
+    name = "once"
+    repeats = False
+
+
+def test_a_promise_that_a_continuous_stream_cannot_keep_is_refused():
+    assert problems(curriculum=Once) == []
+    (problem,) = problems([("stream.mode", "continuous")], curriculum=Once)
+    assert "curriculum 'once' promises that no row comes twice in a batch" in problem
+
+
 def test_what_fits_passes():
     assert problems() == problems(algorithm=Given) == problems(SHARES, curriculum=Mixing) == []
     assert problems([("sampling.samples_per_prompt", "2")], curriculum=Comparing) == []

@@ -76,7 +76,8 @@ class FinishedGroup:
 
 
 class Curriculum(Component):
-    """Chooses the rows of every training batch. One instance lives as long as the run, on the driver.
+    """Chooses the rows of every training batch. One instance lives as long as the run, on the driver. Its methods are
+    called one at a time, not always on the same thread.
 
     The runtime calls, in this order: ``setup`` once; ``load_state_dict`` where the run resumes; then ``choose`` for the
     batches, in order, and ``finished`` between them.
@@ -86,6 +87,13 @@ class Curriculum(Component):
     ``choose`` is called for batch k, ``finished`` has been called with all groups of the batches 0 to v - 1 and with no
     others. So the rows of a batch depend on exactly what the weights that sample it have learnt from. Groups of the
     batches v to k - 1 are under way: a curriculum that does not want their rows again must remember that it chose them.
+
+    In a continuous stream (``stream.mode = "continuous"``) rows are chosen when their groups are started, and
+    ``finished`` is called when a step takes its batch, with the groups of the batch and those that were rejected since
+    the batch before. ``step`` of ``choose`` is the step that trains on the rows if no further group is rejected. While
+    none is, and without ``stream.oversample``, the calls are those that a batch k with v = max(0, k - S) has in waves.
+    The state may be restored between two calls of ``choose`` for one step. Curricula with ``repeats = False`` are
+    refused there: a rejected group leaves its place to one that was chosen for a later batch.
 
     **Reproducible.** Every random choice is a function of the seed and of counters (``TrainingRows.shuffled``,
     ``rlhf.seeds.derive_seed``), never of a clock or of a generator with hidden state. ``state_dict`` holds everything

@@ -30,6 +30,11 @@ def curriculum_problems(run: RunFile, algorithm: Algorithm, curriculum: type[Cur
             f"sampling.samples_per_prompt = {run.sampling.samples_per_prompt}; set --sampling.samples_per_prompt "
             f"{curriculum.min_scores} or more."
         )
+    if not curriculum.repeats and run.stream.mode == "continuous" and run.stream.replay is None:
+        problems.append(
+            f"stream.mode = 'continuous': {name} promises that no row comes twice in a batch, and a group that is "
+            "rejected leaves its place to one that was chosen for a later batch. Remove [curriculum] or stream.mode."
+        )
     if not run.data.shuffle:
         problems.append(f"data.shuffle = false: {name} decides the order of the rows. Remove one of them.")
     if not curriculum.reads_probabilities and any(source.probability is not None for source in run.data.train):

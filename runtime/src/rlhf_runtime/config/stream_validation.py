@@ -48,11 +48,6 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
             f"stream.round = {section.round} generates whole rounds before the first of their steps, and stream.mode = "
             "'continuous' generates all the time. Remove one of them; --stream.staleness allows older samples."
         )
-    if run.curriculum is not None:
-        problems.append(
-            f"stream.mode = 'continuous': curriculum {run.curriculum.use!r} chooses the rows of whole batches. Remove "
-            "one of them."
-        )
     if section.oversample is not None and section.oversample > section.staleness + 1:
         problems.append(
             f"stream.oversample = {section.oversample:g}: with stream.staleness = {section.staleness} at most "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,19 @@ class RunState:
 
     def collect(self, step: int) -> State:
         """The current state. It may be written later, as long as the weights do not change."""
-        components = {name: component.state_dict() for name, component in self.components.items()}
+        components: dict[str, dict[str, Any]] = {}
+
+        def keep(kept: Collection[str]) -> None:
+            components.update({name: c.state_dict() for name, c in self.components.items() if name in kept})
+
+        chooses = {"curriculum"} & set(self.components)
+        keep(set(self.components) - chooses)
         values: dict[str, Any] = {"step": step, "updates": self.updates, "components": components}
         pending: list[Group] = []
-        if self.stream is not None:
-            values["stream"], pending = self.stream.snapshot()
+        if self.stream is not None:  # a continuous stream asks the curriculum for rows at any time
+            values["stream"], pending = self.stream.snapshot(partial(keep, chooses))
         else:
+            keep(chooses)
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)

@@ -12,7 +12,6 @@ from rlhf.interfaces import Trainer
 
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.sampling import Sampler
 from rlhf_runtime.samples.stream import Stream
 
@@ -20,26 +19,17 @@ EXPORTED = "ema"
 """The view that is exported if the policy has it."""
 
 
-def evaluates_average(
-    policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"], stream: Stream | None = None
-) -> bool:
+def evaluates_average(policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"]) -> bool:
     """Whether evaluations need :func:`with_average`.
 
     Args:
         trainer: the policy's.
         asked: ``eval.weights``.
-        stream: an online run's.
 
-    Raises CapabilityError if the trainer cannot compute with its average, or if training samples go on during the
-    evaluation.
+    Raises CapabilityError if the trainer cannot compute with its average.
     """
     if asked == "live" or EXPORTED not in policy.facts.views:
         return False
-    if isinstance(stream, ContinuousStream):
-        raise CapabilityError(
-            "stream.mode = 'continuous': training samples go on during an evaluation, and would be sampled with the "
-            "policy's average. Set --eval.weights live, or leave the average out."
-        )
     if trainer.use_view is Trainer.use_view:
         raise CapabilityError(
             f"trainer {trainer.name!r} keeps an average that it cannot be evaluated with. Set --eval.weights live, and "
@@ -57,10 +47,15 @@ def with_average(
     proof. It gets the live weights only if training samples will be drawn with them. After a failure the policy has its
     live weights again, so that they can be saved.
 
+    No token of a training sample is drawn with the average: unfinished answers of a continuous stream are completed
+    first, and further ones wait until the generator has its live weights again.
+
     Args:
         stream: the stream of an online run.
     """
     try:
+        if stream is not None:
+            stream.hold()
         _use_view(EXPORTED, policy, sampler, sync=True)
         metrics = evaluate()
     except BaseException:
@@ -68,6 +63,8 @@ def with_average(
             _use_view("live", policy, sampler, sync=False)
         raise
     _use_view("live", policy, sampler, sync=_samples_again(sampler, stream, total_steps))
+    if stream is not None:
+        stream.release()
     return metrics
 
 

@@ -73,6 +73,14 @@ class SavedPending(Saved):
     """Of each sample, for each of its turns: its number and the checksum of its context."""
 
 
+class SavedChosenRows(Saved):
+    """:class:`rlhf_runtime.samples.chosen_rows.ChosenRows`."""
+
+    step: Counter
+    rejected: list[SavedGroup]
+    metrics: dict[str, dict[str, float]]
+
+
 class SavedContinuousStream(Saved):
     """:class:`rlhf_runtime.samples.continuous_stream.ContinuousStream`."""
 
@@ -83,6 +91,8 @@ class SavedContinuousStream(Saved):
     rejected: Counter
     counts: dict[str, float]
     pending: list[SavedPending]
+    chosen: SavedChosenRows | None = None
+    """Absent without a curriculum."""
 
 
 class SavedRecordedStream(Saved):

@@ -17,12 +17,15 @@ rejected; never beyond the room. So learning waits for samples, samples wait for
 What a checkpoint holds: the order of rows, and every pending group. A scored group is saved whole; of a group that is
 not scored the turns that were sampled so far are saved, and its rollouts run again with these turns. So each prompt is
 trained on once, rejected by a named rule, or still to come.
+
+A curriculum chooses rows and is told of groups on the event loop
+(:class:`rlhf_runtime.samples.chosen_rows.ChosenRows`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
 from typing import Any, TypeVar
@@ -30,7 +33,9 @@ from typing import Any, TypeVar
 from rlhf.errors import StandstillError, TrainingError
 from rlhf.types import Group, Row
 
+from rlhf_runtime.data.chosen_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.chosen_rows import ChosenRows
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
@@ -66,9 +71,12 @@ class ContinuousStream(Stream):
         order: Order = "submission",
         oversample: float | None = None,
         acceptance: Acceptance | None = None,
+        chosen: ChosenOrder | None = None,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.acceptance = acceptance or Acceptance()
+        self.chosen = None if chosen is None else ChosenRows(rows, chosen, batch_size)
+        """The rows that a curriculum chose, if one decides the order of ``rows``."""
         self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
         self.next_number = 0
         """Number of the next group of the run."""
@@ -103,8 +111,8 @@ class ContinuousStream(Stream):
     def samples_with(self, version: int) -> bool:
         return True
 
-    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
-        return self._run(self._snapshot())
+    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        return self._run(self._snapshot(beside))
 
     @staticmethod
     def saved_groups(state: Mapping[str, Any]) -> list[bool]:
@@ -116,8 +124,17 @@ class ContinuousStream(Stream):
         self.next_number, self.taken, self._finished = state["next_number"], state["taken"], state["finished"]
         self._rejected = state["rejected"]
         self._counts |= state["counts"]
+        if self.chosen is not None:
+            self.chosen.load_state_dict(state.get("chosen"))
         for saved, group in zip(state["pending"], groups, strict=True):
             self.pending.add(Pending.restored(saved, group))
+
+    def hold(self) -> None:
+        self._run(self._hold())
+
+    def release(self) -> None:
+        if self._requests is not None:
+            self.rollouts.main.from_main(self._requests.release)
 
     def close(self) -> None:
         with suppress(StandstillError):  # its cause was raised before
@@ -138,21 +155,24 @@ class ContinuousStream(Stream):
 
     async def _start_groups(self, requests: SingleRequests) -> None:
         started = 0
-        while self.pending.room(self.taken, version := self.rollouts.generator.version):
+        while room := self.pending.room(self.taken, version := self.rollouts.generator.version):
             if self._failure is not None or self._exhausted:
                 return
-            self._counts["prompts"] += 1
-            self._start_group(self.rows.take(1)[0], version, requests)
-            started += 1
-            if started % AT_ONCE == 0:
-                await asyncio.sleep(0)
+            rows = self.rows.take(1) if self.chosen is None else self.chosen.take(self.taken, len(self.pending), room)
+            # A checkpoint may be saved during sleep(): a row that was taken must be in a pending group by then.
+            for pending in [self._add(row, version) for row in rows]:
+                self._counts["prompts"] += 1
+                self._launch(pending, requests)
+                started += 1
+                if started % AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
-    def _start_group(self, row: Row, version: int, requests: SingleRequests) -> None:
+    def _add(self, row: Row, version: int) -> Pending:
         logs = [TurnLog() for _ in range(self.settings.samples)]
         pending = Pending(self.next_number, row, version, logs)
         self.next_number += 1
         self.pending.add(pending)
-        self._launch(pending, requests)
+        return pending
 
     def _launch(self, pending: Pending, requests: SingleRequests) -> None:
         pending.task = asyncio.get_running_loop().create_task(self._generate(pending, requests))
@@ -163,21 +183,27 @@ class ContinuousStream(Stream):
             if self.settings.failures is not None and not self.settings.gives(pending.number):
                 self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._failure = self._failure or error
-        else:
-            accepted = self.acceptance.accept(group, self._counts)
-            self._finished += 1
-            if accepted is None:
-                self.pending.remove(pending)
-                self._rejected += 1
-            else:
-                self.pending.scored(pending, accepted, self._finished)
+            self._ended(pending, group)
             self._changed.set()
             await self._start_groups(requests)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # of a sample, or of the row or the curriculum of the next group
+            self._failure = self._failure or error
         self._changed.set()
+
+    def _ended(self, pending: Pending, group: Group) -> None:
+        """All samples of ``group`` are scored."""
+        filtered = self._counts["filtered"]
+        accepted = self.acceptance.accept(group, self._counts)
+        self._finished += 1
+        if accepted is not None:
+            self.pending.scored(pending, accepted, self._finished)
+            return
+        self.pending.remove(pending)
+        self._rejected += 1
+        if self.chosen is not None:
+            self.chosen.rejected(group, "filtered" if self._counts["filtered"] > filtered else "left_out")
 
     async def _take(self, step: int) -> ReadyBatch:
         chosen: list[Pending] | None = None
@@ -189,17 +215,23 @@ class ContinuousStream(Stream):
             if chosen is None and self._exhausted and not self.pending.running:
                 chosen = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
             if chosen is None:
-                await self._wait()
+                await self._wait(self._changed)
         for pending in chosen:
             self.pending.remove(pending)
         groups = [pending.group for pending in chosen if pending.group is not None]
         self.taken += 1
         return self._ready(step, groups, min((p.version for p in chosen), default=self.rollouts.generator.version))
 
-    async def _wait(self) -> None:
-        """Wait until a group has ended. The main thread has no other work meanwhile, so it replaces dead engines."""
+    async def _hold(self) -> None:
+        if self._requests is not None:
+            quiet = self._requests.hold()
+            while not quiet.is_set():
+                await self._wait(quiet)
+
+    async def _wait(self, event: asyncio.Event) -> None:
+        """Wait for about a second. The main thread has no other work meanwhile, so it replaces dead engines."""
         try:
-            await asyncio.wait_for(self._changed.wait(), LOOK)
+            await asyncio.wait_for(event.wait(), LOOK)
         except TimeoutError:
             await self.rollouts.main.call(self.rollouts.generator.repair)
 
@@ -211,7 +243,7 @@ class ContinuousStream(Stream):
             self.pending.remove(pending)
             assert self._requests is not None
             self.acceptance.reject(group, self._counts, "stale", group.trajectories)
-            self._start_group(pending.row, self.rollouts.generator.version, self._requests)
+            self._launch(self._add(pending.row, self.rollouts.generator.version), self._requests)
         return chosen if not old else None
 
     def _ready(self, step: int, groups: list[Group], version: int) -> ReadyBatch:
@@ -220,7 +252,8 @@ class ContinuousStream(Stream):
         counts |= {"short": float(self.pending.batch_size - len(groups)), "oldest": float(max(ages, default=0))}
         counts["age"] = float(median(ages)) if ages else 0.0
         counts |= {"running": float(self.pending.running), "waiting": float(len(self.pending) - self.pending.running)}
-        return ReadyBatch(groups, version, counts)
+        metrics = {} if self.chosen is None else self.chosen.taken(step, groups)
+        return ReadyBatch(groups, version, counts, chosen=metrics)
 
     def _new_counts(self) -> dict[str, float]:
         return self.acceptance.new_counts(self.settings.given > 0) | {"stale": 0.0, "tokens_stale": 0.0}
@@ -230,8 +263,9 @@ class ContinuousStream(Stream):
         """So many groups were rejected that the next batch is not refilled any more."""
         return self._rejected > self.acceptance.refills * self.pending.batch_size
 
-    async def _snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+    async def _snapshot(self, beside: Callable[[], object]) -> tuple[dict[str, Any], list[Group]]:
         """On the event loop, so that no sample ends meanwhile."""
+        beside()
         saved = [pending.saved() for pending in self.pending]
         state = {
             "rows": self.rows.state_dict(),
@@ -242,6 +276,8 @@ class ContinuousStream(Stream):
             "counts": dict(self._counts),
             "pending": [state for state, _ in saved],
         }
+        if self.chosen is not None:
+            state["chosen"] = self.chosen.state_dict()
         return state, [group for _, group in saved]
 
     async def _end(self) -> None:

@@ -48,7 +48,8 @@ class RecordedStream(Stream):
     def samples_with(self, version: int) -> bool:
         return False
 
-    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        beside()
         return {"taken": self.taken}, []
 
     @staticmethod

@@ -4,7 +4,7 @@ in order; :mod:`rlhf_runtime.samples.continuous_stream` lets every sample go on 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,8 +52,12 @@ class Stream(ABC):
         """Whether training samples are drawn with the weights of ``version``."""
 
     @abstractmethod
-    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
-        """What a checkpoint holds: counters with the data order, and the groups that no step has trained on yet."""
+    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        """What a checkpoint holds: counters with the data order, and the groups that no step has trained on yet.
+
+        Args:
+            beside: called at the same moment: no row is chosen and no group ends between the two.
+        """
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -63,6 +67,12 @@ class Stream(ABC):
     @abstractmethod
     def saved_groups(state: Mapping[str, Any]) -> list[bool]:
         """For each group that belongs to the counters of a :meth:`snapshot`: whether its samples are complete."""
+
+    def hold(self) -> None:  # noqa: B027 - whole batches are generated while nothing else is
+        """Wait until the generator works on no training sample. It gets none before :meth:`release`."""
+
+    def release(self) -> None:  # noqa: B027
+        """Go on after :meth:`hold`."""
 
     def close(self) -> None:  # noqa: B027 - a stream without background work has nothing to end
         """End what goes on in the background."""

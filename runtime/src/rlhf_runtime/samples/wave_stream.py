@@ -27,7 +27,7 @@ no others, where v is the version of the weights that the batch is generated wit
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -141,7 +141,8 @@ class WaveStream(Stream):
         metrics = self.chosen.metrics() if self.chosen is not None else {}
         return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
 
-    def snapshot(self) -> tuple[dict[str, Any], list[Group]]:
+    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        beside()
         state = {
             "rows": self.rows.state_dict(),
             "generated": self.generated,

@@ -254,9 +254,9 @@ def _stream(prepared: Prepared, sampler: Sampler, failures: Failures, timeline: 
         "staleness": section.staleness,
         "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
     }
+    common["chosen"] = prepared.data.chosen
     if section.mode == "waves":
-        chosen = prepared.data.chosen
-        return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, chosen=chosen, **common)
+        return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, **common)
     return ContinuousStream(
         prepared.data, sampler.rollouts, settings, order=section.order, oversample=section.oversample, **common
     )
@@ -292,7 +292,7 @@ def _evaluation(
 
     best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
-    if not evaluates_average(policy, trainer, config.eval.weights, stream):
+    if not evaluates_average(policy, trainer, config.eval.weights):
         return Evaluation(compute, best)
     return Evaluation(functools.partial(with_average, compute, policy, sampler, stream, prepared.total_steps), best)
 
