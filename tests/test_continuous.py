@@ -109,6 +109,8 @@ def test_no_answer_mixes_weights_unless_it_continues(shop: Workshop, in_flight: 
     )
     spans = [len(turn["versions"]) for sample in run.samples() for turn in sample["turns"] if turn["sampled"]]
     assert set(spans) == {1}
+    restarted = sum(line["stream/tokens_restarted_weights"] for line in run.lines())
+    assert (restarted > 0) == (in_flight == "restart")
 
 
 @pytest.mark.full
@@ -187,6 +189,15 @@ def test_an_environment_that_fails_ends_the_run_with_its_cause(shop: Workshop) -
             {"stream": {"mode": "waves"}, "sync": {"in_flight": "drain"}},
             "sync.in_flight = 'drain': no answer is unfinished when weights are sent",
         ),
+        (
+            {"stream": {"mode": "waves"}, "sync": {"keys": "keep"}},
+            "sync.keys = 'keep': no answer is unfinished when weights are sent",
+        ),
+        (
+            {"sync": {"keys": "keep", "in_flight": "drain"}},
+            "sync.keys = 'keep': with sync.in_flight = 'drain' no answer goes on with new weights",
+        ),
+        ({"sync": {"keys": "keep"}}, "sync.keys = 'keep': generator 'simulated' keeps no keys and values"),
         ({"placement": {"policy": {"ranks": 2}}}, "launcher 'simulated' reserves none"),
     ],
 )

@@ -107,6 +107,12 @@ class Engine:
     def idle(self) -> tuple[float, float]:
         return 1.0, 4.0
 
+    def restarted(self) -> dict[str, int]:
+        return {"engine": 5}
+
+    def unfinished_tokens(self) -> int:
+        return 7
+
     async def answer(self, request: GenerationRequest) -> Turn:
         self.loop = asyncio.get_running_loop()
         index, number = request.ids[0], len(request.ids) // 2  # prompt, then an answer and an observation a turn
@@ -186,6 +192,8 @@ def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(stream, main,
             assert all(turn.ids[0] > 500 for turn in new[len(old) :])
     assert (engine.answers[2], engine.answers[3]) == (SAMPLES * 1, SAMPLES * 2), "only the missing turns are sampled"
     assert (ready.version, ready.counts["oldest"], ready.counts["stale"]) == (0, 1.0, 0.0)
+    restarted = {why: ready.counts[f"tokens_restarted_{why}"] for why in ("weights", "engine", "resume")}
+    assert restarted == {"weights": 0.0, "engine": 5.0, "resume": 7.0}
 
 
 def test_turns_after_a_changed_observation_are_sampled_again(stream, main, tmp_path) -> None:

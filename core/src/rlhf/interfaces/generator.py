@@ -39,6 +39,10 @@ class GeneratorSpec:
     """What a load of weights does to requests of :meth:`Generator.answer` that are not finished. ``continue``: their
     next tokens are sampled with the new weights. ``drain``: the load waits until they are finished. ``restart``: they
     are sampled again from their first token."""
+    keys: Literal["recompute", "keep"] = "recompute"
+    """``in_flight = "continue"``: whether keys and values of the tokens so far are computed again with the new weights.
+    ``keep`` (capability ``keep:keys``): they stay those of the weights that computed them. No other request reads
+    them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Generator(Component):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
     ``accept:links`` (its processes receive tensors directly from the trainer's), ``logprobs``, ``seeds``, ``sleep``,
-    ``answers`` (single requests: :meth:`advance`), ``top_p``, ..."""
+    ``answers`` (single requests: :meth:`advance`), ``keep:keys`` (:attr:`GeneratorSpec.keys`), ``top_p``, ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""
@@ -162,6 +166,17 @@ class Generator(Component):
         """(engine seconds without a request, engine seconds) since the last call; None: it does not know. Called on
         the main thread."""
         return None
+
+    def unfinished_tokens(self) -> int:
+        """Tokens sampled so far of samples of :meth:`advance` or :meth:`answer` that have not ended; 0: it does not
+        know. Called between two calls of :meth:`advance`, and of a launcher's generator on any thread."""
+        return 0
+
+    def restarted(self) -> Mapping[str, int]:
+        """{why: tokens} of requests of :meth:`answer` that were sampled and thrown away since the last call, because
+        their samples began again: ``weights`` (``in_flight = "restart"``), ``engine`` (it died). Called on the main
+        thread."""
+        return {}
 
     def load(self, source: Any, version: int) -> Proof:
         """Sample from the module of the trainer ``source`` from now on (``accept:module``)."""

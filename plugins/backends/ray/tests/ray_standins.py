@@ -186,6 +186,10 @@ class OddGenerator(ReceivesOverLinks, Generator):
         ended = [name for name, (_, end) in self.unfinished.items() if time.monotonic() >= end]
         return [(name, self._turn(self.unfinished.pop(name)[0])) for name in ended]
 
+    def unfinished_tokens(self) -> int:
+        """Ten of each request."""
+        return 10 * len(self.unfinished)
+
     def _turn(self, request: GenerationRequest) -> Turn:
         return Turn(tokens(self.weights, request), True, [0.0], ((0, self.version),), "stop")
 

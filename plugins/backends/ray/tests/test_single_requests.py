@@ -146,12 +146,38 @@ def test_the_requests_of_a_killed_engine_go_to_the_others(asking):
     a = asking(seconds=1.0)
     asked = requests(2)
     futures = a.ask(asked)
-    until(lambda: len(a.run.notes("asked")) == 8)
+    until(lambda: a.run.engines.unfinished_tokens() == 80)
     os.kill(a.run.pids()[0], signal.SIGKILL)
     assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
     assert len(a.run.notes("asked")) == 12, "the four of the killed engine are sampled again"
+    assert a.run.engines.restarted() == {"engine": 40}
+    assert a.run.engines.restarted() == {}
     a.run.sync(2)
     assert len(a.run.notes("started")) == 3, "the sync replaced it"
+
+
+def test_the_requests_of_an_engine_that_dies_in_a_load_are_sampled_again(asking, tmp_path):
+    a = asking(seconds=1.0)
+    asked = requests(2)
+    futures = a.ask(asked)
+    until(lambda: a.run.engines.unfinished_tokens() == 80)
+    (tmp_path / "die-in-take").touch()
+    a.run.sync(2)
+    assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
+    assert len(a.run.notes("asked")) == 12
+    assert a.run.engines.restarted() == {"engine": 40}
+    until(lambda: a.run.engines.unfinished_tokens() == 0)
+
+
+@pytest.mark.full
+def test_tokens_that_new_weights_throw_away_are_counted(asking):
+    a = asking(seconds=1.0, in_flight="restart")
+    futures = a.ask(requests(1))
+    until(lambda: a.run.engines.unfinished_tokens() == 40)
+    a.run.sync(2)
+    for future in futures:
+        future.result(60)
+    assert a.run.engines.restarted() == {"weights": 40}
 
 
 @pytest.mark.full

@@ -320,6 +320,35 @@ def test_unfinished_samples_continue_with_new_weights(tied):
     tied.sync().push(3)
 
 
+def test_unfinished_samples_may_keep_their_keys_and_no_other_sample_reads_them(tied, monkeypatch):
+    """Prompts of two blocks of the prefix cache. The gap is what ``sync.keys = "keep"`` does to log-probs."""
+    prompt = tuple(torch.randint(3, 90, (230,), generator=torch.Generator().manual_seed(0)).tolist())
+    long, short = (GenerationRequest(prompt, n, Sampling(budget, ignore_eos=True)) for n, budget in enumerate((16, 8)))
+
+    def apart(turn):
+        ours = tied.role.forward(batch([[*prompt, *turn.ids]]), [LOGPROBS])["logprobs"][-len(turn.ids) :]
+        return (ours - torch.tensor(turn.logprobs)).abs()
+
+    gaps = {}
+    for version, keys in enumerate(("recompute", "keep"), 1):
+        monkeypatch.setattr(tied.generator, "spec", replace(tied.generator.spec, keys=keys))
+        tied.sync().push(2 * version - 1)
+        for new in ({0: long}, {}, {}, {}):
+            tied.generator.advance(new)
+        assert tied.generator.unfinished_tokens() == 4
+        tied.update(2)
+        tied.sync().push(2 * version)
+        assert tied.generator.unfinished_tokens() in (4, 5), "the canaries may take one token along"
+        turns = dict(tied.generator.advance({1: short}, seconds=60.0))
+        assert turns[0].versions == ((0, 2 * version - 1), (turns[0].versions[1][0], 2 * version))
+        gaps[keys] = float(apart(turns[0])[5:].mean())
+        assert float(apart(turns[1]).max()) < 1e-5, "a new sample of the same prompt reads no old key"
+    print(f"mean difference of log-probs after the new weights: {gaps}")
+    assert gaps["recompute"] < 1e-5
+    assert gaps["keep"] > 1e-3
+    assert tied.generator.unfinished_tokens() == 0
+
+
 def test_the_same_weights_sent_again_start_no_new_version(tied):
     """As after an engine was replaced."""
     tied.sync().push(3)

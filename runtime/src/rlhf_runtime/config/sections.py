@@ -244,6 +244,10 @@ class SyncSection(ComponentConfig):
     """``stream.mode = "continuous"``: what new weights do to unfinished answers. ``continue``: the next tokens are
     sampled with them. ``drain``: the weights wait until the answers are finished. ``restart``: the answers are sampled
     again from their first token."""
+    keys: Literal["recompute", "keep"] = "recompute"
+    """``in_flight = "continue"``: ``recompute``: the generator computes keys and values of the tokens so far again with
+    the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it goes on with the old
+    ones at once. The log-probs are then of a mixture of both policies."""
     check: Literal["fail", "retry", "warn"] = "fail"
     """What happens if the proof after a sync fails. ``fail``: the run ends. ``retry``: the weights are sent once
     more, and the run ends if the proof fails again. ``warn``: the run goes on with a warning."""

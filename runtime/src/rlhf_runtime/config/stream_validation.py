@@ -9,6 +9,9 @@ from rlhf_runtime.config.runfile import RunFile
 ANSWERS = "answers"
 """Capability of launchers and generators: single requests are answered while other work goes on."""
 
+KEEPS_KEYS = "keep:keys"
+"""Capability of generators: ``GeneratorSpec.keys``."""
+
 
 def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
     """What does not fit together in how batches are made."""
@@ -32,7 +35,22 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
                 f"sync.in_flight = {run.sync.in_flight!r}: no answer is unfinished when weights are sent. Remove it, "
                 "or set --stream.mode continuous."
             )
+        if run.sync.keys != "recompute":
+            problems.append(
+                f"sync.keys = {run.sync.keys!r}: no answer is unfinished when weights are sent. Remove it, or set "
+                "--stream.mode continuous."
+            )
         return problems
+    if run.sync.keys == "keep" and run.sync.in_flight != "continue":
+        problems.append(
+            f"sync.keys = 'keep': with sync.in_flight = {run.sync.in_flight!r} no answer goes on with new weights. "
+            "Remove one of them."
+        )
+    elif run.sync.keys == "keep" and generator is not None and KEEPS_KEYS not in generator.capabilities:
+        problems.append(
+            f"sync.keys = 'keep': generator {generator.name!r} keeps no keys and values when it gets new weights. "
+            "Remove it, or use another --generator.use."
+        )
     if launcher is not None and ANSWERS not in launcher.capabilities:
         problems.append(
             f"stream.mode = 'continuous': launcher {launcher.name!r} generates and trains in turns, so samples cannot "

@@ -91,6 +91,8 @@ class SavedContinuousStream(Saved):
     rejected: Counter
     counts: dict[str, float]
     pending: list[SavedPending]
+    unfinished_tokens: Counter
+    """Of turns that were being sampled. A resume samples them again."""
     chosen: SavedChosenRows | None = None
     """Absent without a curriculum."""
 

@@ -50,6 +50,14 @@ LOOK = 1.0
 AT_ONCE = 64
 """Groups that are started before other coroutines have a turn, so that a large batch does not block the event loop."""
 
+RESTARTED = {
+    "weights": "tokens_restarted_weights",
+    "engine": "tokens_restarted_engine",
+    "resume": "tokens_restarted_resume",
+}
+"""{why tokens are sampled again: name of their count}. The first two are of ``Generator.restarted``."""
+COUNTED = ("stale", "tokens_stale", *RESTARTED.values())
+
 
 class ContinuousStream(Stream):
     """See the module.
@@ -106,6 +114,8 @@ class ContinuousStream(Stream):
         ready = self._run(self._take(step))
         if (seconds := self.rollouts.generator.idle()) is not None and seconds[1] > 0:
             ready.counts["idle"] = seconds[0] / seconds[1]
+        for why, tokens in self.rollouts.generator.restarted().items():
+            ready.counts[RESTARTED[why]] += tokens
         return ready
 
     def samples_with(self, version: int) -> bool:
@@ -124,6 +134,7 @@ class ContinuousStream(Stream):
         self.next_number, self.taken, self._finished = state["next_number"], state["taken"], state["finished"]
         self._rejected = state["rejected"]
         self._counts |= state["counts"]
+        self._counts[RESTARTED["resume"]] += state["unfinished_tokens"]
         if self.chosen is not None:
             self.chosen.load_state_dict(state.get("chosen"))
         for saved, group in zip(state["pending"], groups, strict=True):
@@ -256,7 +267,7 @@ class ContinuousStream(Stream):
         return ReadyBatch(groups, version, counts, chosen=metrics)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.given > 0) | {"stale": 0.0, "tokens_stale": 0.0}
+        return self.acceptance.new_counts(self.settings.given > 0) | dict.fromkeys(COUNTED, 0.0)
 
     @property
     def _exhausted(self) -> bool:
@@ -274,6 +285,7 @@ class ContinuousStream(Stream):
             "finished": self._finished,
             "rejected": self._rejected,
             "counts": dict(self._counts),
+            "unfinished_tokens": self.rollouts.generator.unfinished_tokens() if self._requests is not None else 0,
             "pending": [state for state, _ in saved],
         }
         if self.chosen is not None:

@@ -105,6 +105,7 @@ def launch_sampler(
         config.run.seed,
         config.sync.timeout,
         config.sync.in_flight,
+        config.sync.keys,
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -147,6 +147,12 @@ class EngineGroup(Generator):
     def idle(self) -> tuple[float, float] | None:
         return None if self._single is None else self._single.idle()
 
+    def unfinished_tokens(self) -> int:
+        return 0 if self._single is None else self._single.unfinished_tokens()
+
+    def restarted(self) -> Mapping[str, int]:
+        return {} if self._single is None else self._single.restarted()
+
     # ------------------------------------------------------------------------------------- weights
 
     def pause(self) -> None:
@@ -169,6 +175,8 @@ class EngineGroup(Generator):
             self.link.build(self.pool)
             self._replace_dead(refresh=False)
         self._loaded = True
+        if self._single is not None and self.spec.in_flight == "restart":
+            self._single.begin_again()
         self.pool.post("begin_load", version)  # while the policy makes the first bucket
 
     def take(self, bucket: Any) -> None:
@@ -223,6 +231,8 @@ class EngineGroup(Generator):
     def _replace_dead(self, refresh: bool = True) -> None:
         """Replace dead engines, and send the current weights if the engines had weights."""
         while replaced := self.pool.replace():
+            if self._single is not None:
+                self._single.replaced(replaced)
             if self._asleep:
                 self.pool.ask("sleep", only=replaced)
             if refresh and self._loaded and not self.pool.dead:

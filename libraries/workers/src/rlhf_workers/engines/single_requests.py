@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -69,6 +69,10 @@ class SingleRequests:
         """{engine: cancelled requests that it was not told of yet}."""
         self._calls: dict[Any, int] = {}
         """{reference of a call: engine}."""
+        self._tokens: dict[int, int] = {}
+        """{engine: tokens so far of its requests, after its latest call}."""
+        self._restarted: Counter[str] = Counter()
+        """{why: tokens that were sampled and thrown away}."""
         self._holds = 0
         self._drain = self._closed = False
         self._failure: Exception | None = None
@@ -125,6 +129,29 @@ class SingleRequests:
             found = self._idle, self._total
             self._idle = self._total = 0.0
         return found
+
+    def unfinished_tokens(self) -> int:
+        """Tokens so far of the requests that are not answered, as the engines' latest calls reported them."""
+        with self._changed:
+            return sum(self._tokens.values())
+
+    def restarted(self) -> dict[str, int]:
+        """{why: tokens that were sampled and thrown away} since the last call."""
+        with self._changed:
+            found, self._restarted = dict(self._restarted), Counter()
+        return found
+
+    def begin_again(self) -> None:
+        """During a :meth:`hold`: the engines sample all their requests again from the first token."""
+        with self._changed:
+            self._restarted["weights"] += sum(self._tokens.values())
+            self._tokens = {}
+
+    def replaced(self, engines: Collection[int]) -> None:
+        """During a :meth:`hold`: these engines were replaced by others, which know no request."""
+        with self._changed:
+            for engine in engines:
+                self._give_back(engine)
 
     def close(self) -> None:
         """End the thread. Requests that are not answered never are."""
@@ -200,7 +227,8 @@ class SingleRequests:
             if answer is None:
                 self._give_back(engine)
             else:
-                for name, turn in unpack(answer)[0]:
+                turns, self._tokens[engine] = unpack(answer)[0]
+                for name, turn in turns:
                     self._shares[engine].discard(name)
                     if (asked := self._open.pop(name, None)) is not None:
                         finished.append((asked.done, turn))
@@ -211,6 +239,8 @@ class SingleRequests:
 
     def _give_back(self, engine: int) -> None:
         """The requests of an engine that died wait for another engine, before all others."""
+        if tokens := self._tokens.pop(engine, 0):
+            self._restarted["engine"] += tokens
         for name in sorted(self._shares.pop(engine, ()), reverse=True):
             self._open[name].engine = None
             self._waiting.appendleft(name)

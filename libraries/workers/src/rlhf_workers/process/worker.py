@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have the same version on every node, like Python and the run's plugins."""
-OWN_METHODS = frozenset({"connect_trainer", "send_buckets"})
+OWN_METHODS = frozenset({"connect_trainer", "send_buckets", "advance"})
 """Methods of :class:`Worker` that the driver calls as if they were the component's."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time are sent to the driver together."""
@@ -188,6 +188,10 @@ class Worker:
         if self._connected is None:
             return self.component.buckets(view, limit)
         return self._connected.send_buckets(view, limit)
+
+    def advance(self, *arguments: Any) -> tuple[list[tuple[int, Any]], int]:
+        """The turns that ended, and the tokens so far of those that have not."""
+        return self.component.advance(*arguments), self.component.unfinished_tokens()
 
     @contextmanager
     def _at_work(self, what: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -75,6 +76,7 @@ class SimulatedGenerator(Generator):
         self._loads: list[_Load] = []
         self._paused_at = 0.0
         self._loading: tuple[int, dict[str, str]] | None = None
+        self._restarted: Counter[str] = Counter()
         self._deaths = random.Random(spec.seed)
         self._samples = Samples(self.config.engines * self.config.slots)
         """Of :meth:`advance`."""
@@ -118,6 +120,7 @@ class SimulatedGenerator(Generator):
                     versions = await self._sample(self._seconds(request))
                     if not self._dies():
                         return self._turn(request, versions)
+                    self._restarted["engine"] += self._count(request)
             finally:
                 self._end(engine)
 
@@ -136,13 +139,22 @@ class SimulatedGenerator(Generator):
                 start = load.end
                 if drawn == seconds:
                     continue
+                whole = int(drawn * self.config.tokens_per_second * self.config.speed)
                 if self.spec.in_flight == "restart":
                     versions, drawn = [(0, load.version)], 0.0
+                    self._restarted["weights"] += whole
                 else:
-                    whole = int(drawn * self.config.tokens_per_second * self.config.speed)
                     versions.append((whole, load.version))
             left = seconds - drawn - (time.monotonic() - start)
         return tuple(versions)
+
+    def unfinished_tokens(self) -> int:
+        """Of :meth:`advance`."""
+        return self._samples.drawn(self._count)
+
+    def restarted(self) -> Mapping[str, int]:
+        found, self._restarted = dict(self._restarted), Counter()
+        return found
 
     def idle(self) -> tuple[float, float]:
         return self._engines.idle()

@@ -54,6 +54,10 @@ class Samples:
                 break
         return complete
 
+    def drawn(self, count: Callable[[GenerationRequest], int]) -> int:
+        """Tokens so far of the unfinished samples; ``count``: as for :meth:`change_version`."""
+        return sum(round(count(s.request) * (1 - s.left / s.seconds)) for s in self.unfinished.values())
+
     def change_version(self, version: int, restart: bool, count: Callable[[GenerationRequest], int]) -> None:
         """New weights draw the tokens that are missing; with ``restart`` all tokens.
 

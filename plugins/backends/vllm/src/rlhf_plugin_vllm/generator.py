@@ -46,7 +46,8 @@ class VllmGenerator(WeightLoading):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers", "top_p", "top_k", "min_p", "stop"}
+        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers", "keep:keys", "top_p", "top_k"}
+        | {"min_p", "stop"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -121,8 +122,12 @@ class VllmGenerator(WeightLoading):
         return turns
 
     def _add(self, name: str, position: int, request: GenerationRequest) -> None:
-        self.engine.add(name, request.ids, sampling_parameters(request, self.spec.eos_token_ids))
+        salt = f"{self._loads}" if self.spec.keys == "keep" else None
+        self.engine.add(name, request.ids, sampling_parameters(request, self.spec.eos_token_ids), salt)
         self._live[name] = Sample(position, request, self.spec.decode, self.version)
+
+    def unfinished_tokens(self) -> int:
+        return sum(self.engine.drawn(self._unfinished()))
 
     def _drop(self, names: Sequence[str]) -> None:
         if self._engine is not None:

@@ -38,6 +38,8 @@ class WeightLoading(ReceivesOverLinks, Generator):
         self._broken = ""
         """Why the engine cannot be used any more; empty if it can."""
         self._given_up = False
+        self._loads = 0
+        """Loads that were begun."""
         self._live: dict[str, Sample] = {}
         """Unfinished samples by the engine's request names."""
         self._generating = False
@@ -57,6 +59,9 @@ class WeightLoading(ReceivesOverLinks, Generator):
         """Weights of ``version`` follow. Keys and values of the old weights are dropped. vLLM computes those of
         unfinished samples again with the new weights. An unfinished load is abandoned.
 
+        With ``GeneratorSpec.keys = "keep"`` unfinished samples keep theirs. Then no later request finds a key of the
+        old weights, because each request carries the number of loads before it as the salt of its cached prefixes.
+
         Raises ModelError while :meth:`generate` goes on.
         """
         if self._broken:
@@ -65,7 +70,9 @@ class WeightLoading(ReceivesOverLinks, Generator):
             raise ModelError("samples are being generated: exhaust or close generate() before begin_load()")
         self._wake_parts(_WEIGHTS)
         self._not_ready = f"its weights of version {version} are not complete"
-        self.engine.forget_prefixes(under_way=bool(self._live))
+        self._loads += 1
+        if not (self._live and self.spec.keys == "keep"):
+            self.engine.forget_prefixes(under_way=bool(self._live))
         self._call_workers("rlhf_begin")
         self._loading = version
 
@@ -118,14 +125,18 @@ class WeightLoading(ReceivesOverLinks, Generator):
 
     def _change_version(self, version: int) -> None:
         """What new weights do to unfinished samples: ``GeneratorSpec.in_flight``."""
-        ended = {output.request_id for output in self._ahead if output.finished}
-        waiting = [name for name in self._live if name not in ended]
+        waiting = self._unfinished()
         if self.spec.in_flight == "restart":
-            self._ahead = [output for output in self._ahead if output.request_id in ended]
+            self._ahead = [output for output in self._ahead if output.request_id not in waiting]
             self._again(waiting)
             return
         for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
             self._live[name].continue_with(version, drawn)
+
+    def _unfinished(self) -> list[str]:
+        """Samples that vLLM has not ended."""
+        ended = {output.request_id for output in self._ahead if output.finished}
+        return [name for name in self._live if name not in ended]
 
     @abstractmethod
     def _again(self, names: Sequence[str]) -> None:

@@ -93,12 +93,13 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def add(self, name: str, ids: Sequence[int], parameters: Any) -> None:
-        """Queue a request; its output carries ``name``."""
+    def add(self, name: str, ids: Sequence[int], parameters: Any, salt: str | None = None) -> None:
+        """Queue a request; its output carries ``name``. It shares cached keys and values with requests of the same
+        ``salt`` only."""
         from vllm.inputs.engine import tokens_input
 
         with self._workers.needed():  # the first request makes vLLM ask its workers for their capabilities
-            self._llm.add_request(name, tokens_input(list(ids)), parameters)
+            self._llm.add_request(name, tokens_input(list(ids), cache_salt=salt), parameters)
 
     def step(self) -> list[Any]:
         """Run one scheduler step; returns vLLM's outputs."""
