@@ -181,7 +181,7 @@ def test_no_training_sample_of_a_continuous_stream_is_drawn_with_the_average(sho
         "data": {"eval": [{"path": str(shop.data)}]},
         "eval": {"every": 2, "temperature": 0.0},
         "stream": {"staleness": 2},
-        "generator": {"use": f"file:{file}:Watched", "tokens": 40.0},
+        "generator": {"use": f"file:{file}:Watched", "tokens": 60.0, "tokens_sigma": 0.0, "speed": 20.0},
         "trainer": {"use": f"file:{file}:Averaged"},
         "sync": {"canaries": 0},
     }
