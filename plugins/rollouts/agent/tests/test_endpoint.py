@@ -16,6 +16,12 @@ REFUSED = {
     "a penalty": ("presence_penalty=1", 400, "invalid_value"),
     "a bias": ("logit_bias={'5': 1}", 400, "invalid_value"),
     "a forced call": ("tools=[add()], tool_choice='required'", 400, "invalid_value"),
+    "a forced call of one tool": (
+        "tools=[add()], tool_choice={'type': 'function', 'function': {'name': 'add'}}",
+        400,
+        "invalid_value",
+    ),
+    "a forced call of the other API": ("path='/responses', input='x', tool_choice='required'", 400, "invalid_value"),
     "a tool of another form": ("tools=[{'type': 'web_search'}]", 400, "invalid_value"),
     "JSON mode": ("response_format={'type': 'json_object'}", 400, "invalid_value"),
     "top_logprobs": ("logprobs=True, top_logprobs=3", 400, "invalid_value"),
@@ -37,7 +43,8 @@ def test_bad_requests_are_errors_of_the_api_and_the_sample_goes_on(lab, program,
     assert trajectory.status != "failed", trajectory.error
     got = {name: (status, answer["error"]["code"]) for name, status, answer in wire()}
     assert got == {name: (status, code) for name, (_, status, code) in REFUSED.items()}
-    for _, _, answer in wire():
+    for name, _, answer in wire():
+        assert ("fewer tokens than" in answer["error"]["message"]) == ("forced" in name), "the reason is told"
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["message"]
 

@@ -116,7 +116,8 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}]", tool, "a function: {type: 'function', function: {name, parameters}}")
     if choice not in (None, "auto", "none"):
-        raise invalid("tool_choice", choice, "'auto' or 'none'; the policy is not forced to call a tool")
+        why = "A forced call would be sampled from fewer tokens than the log-probs that training computes are of"
+        raise invalid("tool_choice", choice, f"'auto' or 'none'. {why}. Ask for the call in a message instead")
     return list(tools or []), choice != "none"
 
 
