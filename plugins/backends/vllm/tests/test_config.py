@@ -50,6 +50,7 @@ def test_invalid_options_are_refused(options, named):
     ("options", "where", "named"),
     [
         ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
+        ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset, .* Leave it out"),
         ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a core of its own .* may use 2"),
         ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is a fraction of GPU memory. Give kv_cache_gib"),
         ({"sleep_level": 2}, CPU, r"sleep_level = 2: there is no device memory to give back"),
@@ -64,7 +65,8 @@ def test_unsupported_options_are_refused_with_the_reason(options, where, named):
 def test_supported_options_pass():
     check(config(tensor_parallel=2, kv_cache_gib=0.5), CPU)
     check(config(tensor_parallel=2, memory_share=0.5, sleep_level=2), GPUS)
-    check(config(pipeline_parallel=2), GPUS)
+    check(config(pipeline_parallel=2, chunked_prefill=True), GPUS)
+    check(config(chunked_prefill=False), CPU)
 
 
 def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
@@ -121,6 +123,9 @@ def test_on_gpus_memory_is_shared_and_graphs_are_captured():
     assert (told["dtype"], told["distributed_executor_backend"]) == ("bfloat16", "mp")
     assert "kv_cache_memory_bytes" not in told
     assert "enable_chunked_prefill" not in told
+    for chosen in (True, False):
+        told = arguments(config(chunked_prefill=chosen, pipeline_parallel=2), spec(), GPUS, "bf16")
+        assert (told["enable_chunked_prefill"], told["pipeline_parallel_size"]) == (chosen, 2)
     assert arguments(config(eager=True), spec(), GPUS, "bf16")["enforce_eager"] is True
 
 
@@ -129,6 +134,11 @@ def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu():
     assert arguments(config(max_batched_tokens=257), spec(), CPU, "fp32")["max_num_batched_tokens"] == 257
     with pytest.raises(CapabilityError, match="max_batched_tokens = 256 does not hold a sequence of 257 tokens"):
         arguments(config(max_batched_tokens=256), spec(), CPU, "fp32")
+    whole = config(max_batched_tokens=256, chunked_prefill=False)
+    with pytest.raises(CapabilityError, match=r"256 does not hold .* 257 tokens .* chunked_prefill = false splits no"):
+        arguments(whole, spec(), GPUS, "bf16")
+    told = arguments(config(max_batched_tokens=256, chunked_prefill=True), spec(), GPUS, "bf16")
+    assert told["max_num_batched_tokens"] == 256
 
 
 SIZE = ModelSize(

@@ -27,8 +27,11 @@ class VllmGeneratorConfig(ComponentConfig):
     max_sequences: int = Field(256, ge=1)
     """Number of samples that are generated at the same time; further requests wait, in order."""
     max_batched_tokens: int | None = Field(None, ge=1)
-    """Tokens of one forward pass; absent: 8192, or the longest sequence if that is longer. On a CPU prompts are not
-    split, so there it must be at least the longest sequence."""
+    """Tokens of one forward pass; absent: 8192, or the longest sequence if that is longer. Where prompts are not split
+    (``chunked_prefill``) it must be at least the longest sequence."""
+    chunked_prefill: bool | None = None
+    """Split a prompt that does not fit into the rest of a forward pass over several, so that unfinished samples go on
+    beside it; absent: vLLM's choice for the model on a GPU, ``false`` on a CPU, which cannot."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of weights and arithmetic; ``auto``: the policy's."""
     sleep_level: Literal[1, 2] = 1

@@ -77,6 +77,11 @@ def _check_cpu(config: VllmGeneratorConfig, where: Platform) -> None:
             f"pipeline_parallel = {config.pipeline_parallel}: vLLM's second stage dies on its first batch there. Use "
             "tensor_parallel, or 1"
         )
+    elif config.chunked_prefill:
+        refused = (
+            "chunked_prefill: every sample has a seed, and for a seeded prompt in parts vLLM reads the offset of the "
+            "random generator, which a CPU's has not. Leave it out"
+        )
     elif config.tensor_parallel > where.devices:
         refused = (
             f"tensor_parallel = {config.tensor_parallel}: each worker needs a core of its own and this process may use "

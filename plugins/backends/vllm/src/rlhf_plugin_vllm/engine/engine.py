@@ -207,6 +207,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         # would die.
         chosen["enable_chunked_prefill"] = False
     else:
+        if config.chunked_prefill is not None:
+            chosen["enable_chunked_prefill"] = config.chunked_prefill
         chosen["gpu_memory_utilization"] = config.memory_share or MEMORY_SHARE
         chosen["enable_sleep_mode"] = True
     if config.tensor_parallel * config.pipeline_parallel > 1:
@@ -215,13 +217,15 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
 
 
 def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> tuple[int, int]:
-    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a CPU would have to split a prompt."""
+    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split
+    that is not: on a CPU, and without ``chunked_prefill``."""
     length = _length(spec)
     tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
-    if where.cpu and tokens < length:
+    if (where.cpu or config.chunked_prefill is False) and tokens < length:
+        why = "on a CPU prompts are not split" if where.cpu else "chunked_prefill = false splits no prompt"
         raise CapabilityError(
-            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and on "
-            "a CPU prompts are not split. Raise it, or leave it out."
+            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and "
+            f"{why}. Raise it, or leave it out."
         )
     return length, tokens
 

@@ -1,0 +1,77 @@
+"""vLLM reads the folders that trainers export, by itself: it computes the trainer's log-probs from them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine.engine import Engine
+from rlhf_plugin_vllm.platforms import platform
+from rlhf_testing.models import model_path
+
+pytestmark = pytest.mark.full
+
+IDS = [20, 21, 22, 7, 55, 3, 90, 14, 14, 60]
+DORA = {"rank": 4, "use_rslora": True, "use_dora": True, "modules_to_save": ("lm_head",)}
+CASES = {
+    "qwen3, tied": ("qwen3", {}, {}),
+    "qwen3, tied, adapters": ("qwen3", {}, {"lora": DORA}),
+    "llama, untied, adapters": ("llama", {"tied": False}, {"lora": DORA}),
+}
+
+
+class Nll(Loss):
+    name = "nll"
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def reduce(self):
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"nll": -x["logprobs"]})
+
+
+def trained(path, options):
+    """(trainer, log-probs of :data:`IDS` before and after four steps)."""
+    one = TorchTrainer(
+        TorchTrainer.Config(lr=0.02, device="cpu", **options), ModelSpec(RoleSpec("policy", trained=True), path, "fp32")
+    )
+    batch = pack([UnitData([SequenceData(IDS, {"loss_mask": [i > 0 for i in range(len(IDS))]})])])
+    nll = Nll()
+    scores = [one.forward([batch], ("logprobs",))[0]["logprobs"][1:]]
+    for _ in range(4):
+        one.update([weigh(batch, nll.reduce())], nll, {}, {})
+    scores.append(one.forward([batch], ("logprobs",))[0]["logprobs"][1:])
+    return one, *scores
+
+
+def prompt_logprobs(path, spec):
+    """[9] fp32: what vLLM computes for the prompt :data:`IDS` with the weights that it read from ``path``."""
+    from vllm import SamplingParams
+
+    engine = Engine(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=8), spec, platform())
+    try:
+        engine.add("one", IDS, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+        while engine.busy:
+            for output in engine.step():
+                found = output.prompt_logprobs
+        return torch.tensor([of[token].logprob for of, token in zip(found[1:], IDS[1:], strict=True)])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_vllm_computes_the_trainers_logprobs_from_an_export(engines, tmp_path, case):
+    architecture, sizes, options = CASES[case]
+    trainer, before, after = trained(str(model_path(architecture, head_dim=32, **sizes)), options)
+    trainer.export(tmp_path)
+    assert (after - before).abs().max() > 0.1
+    got = prompt_logprobs(tmp_path, engines.spec(tmp_path))
+    torch.testing.assert_close(got, after, atol=1e-4, rtol=0)  # fp32 sums in another order
