@@ -1,0 +1,38 @@
+"""The example in which an agent that knows nothing of rlhf is trained, with short runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rlhf_runtime.checkpoint.saved_groups import recorded
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = ("--run.steps", "3", "--data.batch_size", "2", "--sampling.samples_per_prompt", "2", "--eval.max_rows", "2")
+
+
+@pytest.mark.full
+def test_the_agent_is_trained_on_what_it_was_answered(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "agent", tmp_path / "examples" / "agent")
+    assert "rlhf" not in (tmp_path / "examples/agent/shop.py").read_text().replace("nothing of rlhf", "")
+
+    def run(*words: str) -> None:
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run("examples/agent/make_task.py", "runs/agent/task")
+    run("-m", "rlhf_cli.main", "train", "examples/agent/warm_start.toml", "--run.steps", "100")
+    run("-m", "rlhf_cli.main", "train", "examples/agent/rloo.toml", *SHORT)
+    lines = [json.loads(line) for line in (tmp_path / "runs/agent/rloo/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert "eval/pass@1" in lines[0]
+    for line in lines[1:]:
+        assert line["rollout/sequences"] == 1, "each request goes on from the answer before"
+        assert line["policy/kl_generator"] < 1e-5
+        samples = recorded(tmp_path / f"runs/agent/rloo/rollouts/step-{line['step']:06}.arrow")
+        assert {sample["reward"] for _, sample in samples} <= {0.0, 1.0}
+    assert sum(line["rollout/calls/look_up"] for line in lines[1:]) > 0
