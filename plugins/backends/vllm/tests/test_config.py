@@ -50,7 +50,7 @@ def test_invalid_options_are_refused(options, named):
     ("options", "where", "named"),
     [
         ({"pipeline_parallel": 2}, CPU, r"pipeline_parallel = 2: vLLM's second stage dies .* Use tensor_parallel"),
-        ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset, .* Leave it out"),
+        ({"chunked_prefill": True}, CPU, r"chunked_prefill: every sample has a seed, .* offset .* Leave it out"),
         ({"tensor_parallel": 3}, CPU, r"tensor_parallel = 3: each worker needs a core of its own .* may use 2"),
         ({"memory_share": 0.5}, CPU, r"memory_share = 0.5: it is a fraction of GPU memory. Give kv_cache_gib"),
         ({"sleep_level": 2}, CPU, r"sleep_level = 2: there is no device memory to give back"),
