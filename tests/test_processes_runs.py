@@ -10,7 +10,7 @@ import pytest
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
-from tests.runs import Workshop, merged
+from tests.runs import Finished, Workshop, merged
 from tests.test_cluster_runs import CLUSTER, Training, indices
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
@@ -38,7 +38,7 @@ def leaves_nothing(run: Training) -> None:
 
 def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
     on_ray = Training(forks, place, place.config("grpo", "on ray", **CLUSTER)).finish()
-    ours = undisturbed.finish()
+    ours = Finished(undisturbed.output, 0)
     assert on_ray.code == 0, on_ray.said
     assert ours.rollouts() == on_ray.rollouts()
     assert ours.weights == on_ray.weights
@@ -48,7 +48,7 @@ def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
 
 def test_killed_workers_change_no_number(forks, place, undisturbed):
     """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly."""
-    whole = undisturbed.finish()
+    whole = Finished(undisturbed.output, 0)
     config = place.config("grpo", "killed", **PROCESSES, sync={"transport": "broadcast"})
     run = Training(forks, place, config)
     with run.held_after(2):
@@ -81,7 +81,7 @@ def test_a_stopped_run_saves_and_resumes(forks, place, undisturbed):
     leaves_nothing(run)
     resumed = Training(forks, place, config, "--resume").finish()
     assert resumed.code == 0, resumed.said
-    assert resumed.weights == undisturbed.finish().weights
+    assert resumed.weights == Finished(undisturbed.output, 0).weights
 
 
 def test_no_process_outlives_a_killed_driver(forks, place):

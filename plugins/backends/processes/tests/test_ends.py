@@ -14,6 +14,7 @@ import pytest
 from rlhf.errors import WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
+from rlhf_plugin_processes.config import ProcessesConfig
 from rlhf_plugin_processes.launcher import ProcessesLauncher
 from run_with_a_child import Parent
 
@@ -80,3 +81,21 @@ def test_a_worker_ends_with_a_killed_supervisor(pair):
 def test_another_exit_is_said(pair):
     with pytest.raises(WorkerError, match=r"policy rank \d .* ended with exit code 7"):
         pair.call("leaves", [(7,)] * 2)
+
+
+def test_the_output_of_a_start_that_fails_is_in_the_message(tmp_path):
+    launcher = ProcessesLauncher(ProcessesConfig(env={"PYTHONPATH": str(tmp_path)}))
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError('a broken package')\n")
+    launcher.place({"policy": Place()})
+    with pytest.raises(WorkerError, match=r"(?s)policy rank 0 .*exit code 1\n.*standard error.*a broken package"):
+        launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), ""))
+
+
+def test_output_is_shown_with_names_and_kept(tmp_path, capsys):
+    launcher = ProcessesLauncher(ProcessesConfig(show_output=True))
+    launcher.place({"policy": Place()}, reports=tmp_path)
+    policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), ""))
+    policy.call("says", [("hello from a worker",)])
+    launcher.shutdown()
+    assert "(policy rank 0) hello from a worker\n" in capsys.readouterr().out
+    assert "hello from a worker" in (tmp_path / "workers" / "policy-0.log").read_text()

@@ -14,7 +14,12 @@ from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
 
 HERE = os.path.dirname(__file__)
-sys.path.insert(0, HERE)  # for ray_standins
+sys.path.insert(0, HERE)
+from ray_paths import PATHS, SHARED  # noqa: E402
+
+sys.path.insert(1, str(SHARED))
+for suite in SHARED.glob("suite_*.py"):
+    pytest.register_assert_rewrite(suite.stem)
 
 
 running: list[Cluster] = []
@@ -26,7 +31,7 @@ def cluster() -> Cluster:
     """A Ray on this machine only, started with 4 CPUs."""
     if not running:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)  # of the workers
+            patch.setenv("PYTHONPATH", PATHS, prepend=os.pathsep)  # of the workers
             running.append(Cluster(RayConfig(cpus=4, object_store_gib=0.25)))
     return running[-1]
 
@@ -43,6 +48,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Ends Ray after this folder's last test, because tests of other folders start their own."""
     if running and (nextitem is None or Path(HERE) not in nextitem.path.parents):
         running.pop().close()
+
+
+@pytest.fixture(scope="module")
+def make_launcher(cluster: Cluster) -> Callable[..., RayLauncher]:
+    """``make_launcher(**options)``: a launcher on the shared Ray."""
+    return lambda **options: RayLauncher(RayConfig(**options))
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 
-from ray_standins import OddTrainer
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.launcher import RayLauncher
+from worker_standins import OddTrainer
 
 launcher = RayLauncher()
 try:

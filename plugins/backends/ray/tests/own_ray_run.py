@@ -7,11 +7,11 @@ import os
 import sys
 import time
 
-from ray_standins import OddGenerator, OddTrainer
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
+from worker_standins import OddGenerator, OddTrainer
 
 
 def main(how: str) -> None:

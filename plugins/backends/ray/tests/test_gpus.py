@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from ray_standins import OddConfig, OddGenerator, OddTrainer
+from ray_paths import PATHS
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_ray.cluster.connection import LoopbackOnly
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
+from worker_standins import OddConfig, OddGenerator, OddTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 def four_gpus(no_cluster: None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, LoopbackOnly():
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", PATHS, prepend=os.pathsep)
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         ray.init("local", num_cpus=4, num_gpus=4, object_store_memory=10**8, **options)
     yield

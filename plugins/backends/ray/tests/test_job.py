@@ -5,21 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from ray_nodes import ADDRESSES, RAY, NotPermitted, RayNodes
+from ray_paths import HERE, PATHS
 
 pytestmark = pytest.mark.full
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("aiohttp_cors") is None, reason="needs the job server: ray[default]")
 def test_a_submitted_job_uses_the_cluster_of_the_job():
     try:
-        with RayNodes(str(HERE), cpus=6, dashboard=True) as nodes:
+        with RayNodes(PATHS, cpus=6, dashboard=True) as nodes:
             server = f"http://{ADDRESSES[0]}:8265"
             job = [sys.executable, str(HERE / "job_run.py")]
             done = nodes.run(*RAY, "job", "submit", "--address", server, "--", *job)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import ray
 from pydantic import ValidationError
-from ray_standins import OddConfig, OddGenerator, OddTrainer
 from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
@@ -21,6 +20,7 @@ from rlhf.types import RoleSpec
 from rlhf_plugin_ray.cluster.version_check import check_versions
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_workers.process.worker import COMPARED, installed_version
+from worker_standins import OddConfig, OddGenerator, OddTrainer
 
 
 def spec(role: str = "policy", ranks: int = 1) -> ModelSpec:

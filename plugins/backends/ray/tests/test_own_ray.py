@@ -12,10 +12,10 @@ import uuid
 from pathlib import Path
 
 import pytest
+from ray_paths import HERE, PATHS
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
-HERE = Path(__file__).parent
 MARK = "RLHF_TEST_MARK"
 
 
@@ -26,7 +26,7 @@ class Driver:
         self.mark = uuid.uuid4().hex
         self.shared = set(os.listdir("/dev/shm"))
         env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        path = os.pathsep.join(filter(None, (str(HERE), env.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (PATHS, env.get("PYTHONPATH"))))
         env |= {MARK: self.mark, "PYTHONPATH": path, "RAY_worker_niceness": "0", **environment}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "own_ray_run.py"), *arguments],

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from ray_nodes import ADDRESSES, INTERFACE, NotPermitted, RayNodes
+from ray_paths import HERE, PATHS
 
 pytestmark = pytest.mark.full
-
-HERE = Path(__file__).parent
 
 
 def other_version(folder: Path) -> Path:
@@ -25,9 +24,9 @@ def other_version(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_spreads_over_two_nodes_and_reports_a_lost_node(tmp_path):
-    other = f"{other_version(tmp_path / 'other')}:{HERE}"
+    other = f"{other_version(tmp_path / 'other')}:{PATHS}"
     try:
-        with RayNodes(str(HERE), other) as nodes:
+        with RayNodes(PATHS, other) as nodes:
             done = nodes.run(sys.executable, str(HERE / "two_nodes_run.py"), str(nodes.raylet(1)))
     except NotPermitted as cause:
         pytest.skip(f"needs root, to make network namespaces: {cause}")

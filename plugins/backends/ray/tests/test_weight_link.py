@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from ray_standins import OddGenerator
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
 from rlhf_workers.engines.front import EngineGroup
 from rlhf_workers.engines.weight_link import choose_kind
 from rlhf_workers.placement import allocate, bundles_of
+from worker_standins import OddGenerator
 
 
 def chosen(places: dict[str, Place], kind: str = "GPU", transport: str = "auto", links: bool = True, nodes: int = 1):

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ray_nodes import ADDRESSES, PORT
-from ray_standins import OddGenerator, OddTrainer
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
+from worker_standins import OddGenerator, OddTrainer
 
 
 def spec(ranks: int) -> ModelSpec:

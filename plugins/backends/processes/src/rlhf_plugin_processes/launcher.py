@@ -88,6 +88,7 @@ class ProcessesLauncher(WorkerLauncher):
             if self._printer is not None:
                 self._printer.add(name, path)
             members.append(Child(name, self._calls, env, devices, log))
+            members[-1].facts = {"stderr": path}  # a start that fails is explained there
             self._running.append(members[-1])
         described = [m.ask("describe", *self._plugins) for m in members]
         for member, path, facts in zip(members, paths, self._answers(members, described), strict=True):

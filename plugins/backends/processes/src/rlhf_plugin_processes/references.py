@@ -59,14 +59,10 @@ class ProcessCalls(Calls):
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open = True
 
     @property
     def connected(self) -> bool:
-        return self._open
-
-    def close(self) -> None:
-        self._open = False
+        return True
 
     def wait(
         self, waitables: Sequence[Any], count: int = 1, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""The controller's calls to a policy and to engines on Ray, which have no model, and the expected answers."""
+"""The controller's calls to a policy and to engines in worker processes without a model, and the expected answers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from ray_standins import OddConfig, OddGenerator, OddTrainer, tokens
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from worker_standins import OddConfig, OddGenerator, OddTrainer, tokens
 
 
 class Run:

@@ -1,0 +1,162 @@
+"""Tests for each launcher: engines behind one generator that are killed while they work, or cannot start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from rlhf.errors import CapabilityError, ConfigError, WorkerError
+from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
+from rlhf.types import GenerationRequest, Sampling
+from worker_run import Run, expected, requests
+from worker_standins import OddConfig, OddGenerator
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(launch, tmp_path):
+    def make(*, engines: int = 2, seconds: float = 0.0, transport: str = "auto", **options) -> Run:
+        return Run(launch(**options), tmp_path, engines, seconds, transport)
+
+    return make
+
+
+@pytest.mark.full
+def test_samples_are_yielded_as_they_finish(run):
+    r = run(seconds=0.3)
+    start, times = time.monotonic(), []
+    for _ in r.engines.generate(requests(4, 2)):
+        times.append(time.monotonic() - start)
+    assert len(times) == 8
+    assert times[-1] - times[0] > 0.5
+
+
+def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, capfd):
+    r = run(seconds=0.2)
+    r.sync(1)
+    asked = requests(6)
+    before = r.pids()
+    assert r.answers(asked, kill=before[0]) == expected(r.weights, asked)
+    after = r.pids()
+    assert after[0] != before[0]
+    assert after[1] == before[1]
+    assert r.pushes == 2, "the new engine got the current weights"
+    assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
+    assert "The engine is replaced; 2 more replacements are allowed" in caplog.text
+    assert capfd.readouterr().out == "", "nothing repeats the message"
+    drawn = [seed for *_, seeds in r.notes("generate") for seed in eval(seeds)]
+    assert 24 < len(drawn) < 36, "only unfinished samples are sampled again"
+    assert r.answers(asked) == expected(r.weights, asked)
+
+
+@pytest.mark.full
+def test_an_engine_killed_before_the_first_links_connect(run):
+    """The engine dies when it is asked for the number of its receivers."""
+    r = run(transport="shared", max_restarts=1)
+    (r.folder / "die-receivers").touch()
+    before = r.pids()
+    r.sync(1)
+    assert r.pushes == 1, "nothing had been sent yet"
+    assert len(set(before) & set(r.pids())) == 1
+    assert [(p.who, p.version) for p in r.proofs] == [("engine 0", 1), ("engine 1", 1)]
+    asked = requests(4)
+    assert r.answers(asked) == expected(r.weights, asked)
+    r.sync(2)
+    assert r.answers(asked) == expected(r.weights, asked)
+
+
+@pytest.mark.full
+def test_a_trainer_killed_while_the_links_connect_ends_the_run(run):
+    r = run(transport="broadcast")
+    os.kill(r.policy.members[0].facts["pid"], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"policy rank 0 .* died during connect_trainer\(\)"):
+        r.sync(1)
+    with pytest.raises(WorkerError, match=r"nothing\(\) cannot be called any more: policy rank 0 .* died"):
+        r.policy.call("nothing", [()])
+
+
+@pytest.mark.full
+def test_an_engine_whose_replacement_dies_is_replaced_again(run):
+    r = run(max_restarts=2)
+    r.sync(1)
+    (r.folder / "die-in-start").touch()
+    os.kill(r.pids()[1], signal.SIGKILL)
+    asked = requests(4)
+    assert r.answers(asked) == expected(r.weights, asked)
+    assert len(r.notes("started")) == 4
+    assert r.pushes == 2
+
+
+def test_an_engine_that_raises_worker_error_is_replaced(run):
+    """A generator whose own processes died raises WorkerError."""
+    r = run(max_restarts=2)
+    with pytest.raises(WorkerError, match=r"own process is gone\nThe run stops: 2 engines were already replaced"):
+        r.answers([GenerationRequest((1,), -2, Sampling(8))])
+    assert len(r.notes("started")) == 4
+
+
+@pytest.mark.full
+def test_more_deaths_than_max_restarts_end_the_run(run):
+    r = run(max_restarts=0)
+    r.sync(1)
+    os.kill(r.pids()[0], signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=r"(?s)engine 0 \(node 127.0.0.1, pid \d+\) died .*0 engines were already replaced"
+    ) as info:
+        r.answers(requests(4))
+    assert "launcher.max_restarts" in str(info.value)
+
+
+def test_an_impossible_transport_is_refused(launch):
+    class Alone(OddGenerator):
+        name = "alone"
+        capabilities = frozenset({"accept:tensors"})
+
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place(1)})
+    launcher.choose_link(Alone, "auto")
+    with pytest.raises(ConfigError, match=r"'broadcast' is not possible: the generator takes no links .*: 'store', or"):
+        launcher.choose_link(Alone, "broadcast")
+
+
+def test_the_error_of_an_engine_that_cannot_start_is_raised(launch):
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place(2)})
+    with pytest.raises(
+        WorkerError, match=r"engine \d \(node 127.0.0.1, pid \d+\): start\(\) raised ValueError: no engine today"
+    ):
+        launcher.launch_generator(OddGenerator, OddConfig(fail_start=True), GeneratorSpec((0,), str))
+
+
+def test_generators_that_need_the_trainers_module_are_refused(launch):
+    class Inside(OddGenerator):
+        name = "inside"
+        capabilities = frozenset({"accept:module"})
+
+    with pytest.raises(CapabilityError, match="generator 'inside' samples from a trainer's module"):
+        launch().launch_generator(Inside, None, GeneratorSpec((0,), str))
+    launcher = launch()
+    launcher.place({"policy": Place(), GENERATOR: Place(1)})
+    with pytest.raises(CapabilityError, match="generator 'inside' samples from a trainer's module"):
+        launcher.choose_link(Inside, "auto")  # before a model is loaded
+
+
+def test_close_ends_the_engines(run):
+    r = run()
+    r.engines.close()
+    for _ in range(600):
+        if not any(_lives(pid) for pid in r.pids()):
+            break
+        time.sleep(0.1)
+    assert not any(_lives(pid) for pid in r.pids())
+
+
+def _lives(pid: int) -> bool:
+    with suppress(ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
