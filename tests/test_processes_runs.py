@@ -61,7 +61,8 @@ def test_killed_workers_change_no_number(forks, place, undisturbed):
     failed = run.finish()
     assert failed.code == 1
     assert "The engine is replaced" in failed.said
-    assert f"policy rank 1 (node 127.0.0.1, pid {rank.pid}) died during" in failed.said
+    assert f"(node 127.0.0.1, pid {rank.pid}) died during" in failed.said
+    assert "policy rank" in failed.said
     assert "Traceback" not in failed.said
     leaves_nothing(run)
     resumed = Training(forks, place, config, "--resume", "--sync.transport", "shared").finish()
