@@ -68,18 +68,20 @@ def main(work: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     plugins, ranks, train = Plugins.discover(), work["ranks"], work["what"] != "forward"
-    if ranks > 1:
+    options = dict(work["options"])
+    use = options.pop("use", "deepspeed" if ranks > 1 else "torch")
+    if use == "deepspeed":
         import deepspeed  # noqa: F401
-    if "lora" in work["options"]:
+    if "lora" in options:
         import peft  # noqa: F401
-    trainer = plugins.resolve("trainer", "deepspeed" if ranks > 1 else "torch").cls
+    trainer = plugins.resolve("trainer", use).cls
     sampler = plugins.resolve("generator", "transformers").cls
     where = {"rank": work["rank"], "world_size": ranks, "rendezvous": f"tcp://127.0.0.1:{work['port']}"}
     role = RoleSpec("policy", "lm", train)
     spec = ModelSpec(role, work["path"], "fp32", total_updates=9, **(where if ranks > 1 else {}))
     gc.collect()
     before = resident("VmRSS")
-    made = trainer(trainer.Config(device="cpu", **work["options"]), spec)
+    made = trainer(trainer.Config(device="cpu", **options), spec)
     micros = [batch(2 * work["rank"] + number) for number in range(2)]
     if train:
         made.update(micros, Mean(None), {}, {})  # the first step makes the optimizer's state

@@ -31,6 +31,7 @@ CASES = {
     "generate after training": ("generate", 1, {}),
     "train on two ranks of ZeRO-2": ("train", 2, {"stage": 2}),
     "train on two ranks of ZeRO-3": ("train", 2, {"stage": 3}),
+    "train on two ranks of FSDP": ("train", 2, {"use": "fsdp"}),
 }
 
 
@@ -50,7 +51,9 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         flags["trainer.lora.rank"] = str(options["lora"]["rank"])
     if ranks > 1:
         flags |= {"launcher.use": "ray", "generator.use": "vllm", "trainer.use": "deepspeed"}
-        flags |= {"trainer.stage": str(options["stage"]), "placement.policy.ranks": str(ranks)}
+        flags |= {f"trainer.{key}": str(value) for key, value in options.items()} | {
+            f"placement.{role}.ranks": str(ranks)
+        }
     layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu", 2**40))
     phases = layout.role(role).memory.phases
     if what == "generate":

@@ -11,18 +11,23 @@ from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
 from rlhf_plugin_fsdp.config import FsdpTrainerConfig
 
 
+COPIES = {"cpu": 2, "cuda": 1}
+"""Copies of a group of weights while it is gathered, besides the parameters. gloo has one of its own."""
+
+
 def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
     """Weights, gradients and optimizer state are divided over all ranks.
 
-    While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, in the buffer that
-    was gathered and as parameters, or all layers (``reshard_after_forward = false``); in training the gradient of the
-    root, or of a layer, and the buffer that is reduced.
+    While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, or all layers
+    (``reshard_after_forward = false``); the buffers of the last gathering; in training the gradient of the root, or of a
+    layer, and the buffer that is reduced.
     """
     ranks, trained = spec.world_size, spec.role.trained
     layer = max(x.parameters for x in size.layers)
     layers = sum(x.parameters for x in size.layers)
     root = size.parameters - layers
-    whole = root + 2 * layer if config.reshard_after_forward else root + layers + layer
+    copies = COPIES[device]
+    whole = max((1 + copies) * root, root + (layer if config.reshard_after_forward else layers) + copies * layer)
     gradient = 2 * max(root, layer) if trained and config.lora is None else 0
     muon = config.optimizer == "muon"
     return replace(
