@@ -10,7 +10,6 @@ from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
 
 from rlhf_plugin_fsdp.config import FsdpTrainerConfig
 
-
 COPIES = {"cpu": 2, "cuda": 1}
 """Copies of a group of weights while it is gathered, besides the parameters. gloo has one of its own."""
 
@@ -19,8 +18,8 @@ def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device:
     """Weights, gradients and optimizer state are divided over all ranks.
 
     While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, or all layers
-    (``reshard_after_forward = false``); the buffers of the last gathering; in training the gradient of the root, or of a
-    layer, and the buffer that is reduced.
+    (``reshard_after_forward = false``); the buffers of the last gathering; in training the gradient of the root, or of
+    a layer, and the buffer that is reduced.
     """
     ranks, trained = spec.world_size, spec.role.trained
     layer = max(x.parameters for x in size.layers)

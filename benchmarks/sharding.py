@@ -1,0 +1,102 @@
+"""Time of an update by the trainer `fsdp` against the trainer `deepspeed` in stage 3, on ranks of this machine.
+
+    .venv/bin/python benchmarks/sharding.py [--ranks 2] [--repeats 15] [--dtype fp32] [--result FILE]
+
+Both trainers live in the same processes and take turns with the same micro-batches; medians. Prints one JSON object.
+Each rank has one thread. On a machine that other processes use too, only processor seconds are meaningful.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from settings import SIZES, median
+
+UNITS = 32
+TRAINERS = {"fsdp": {}, "deepspeed": {"stage": 3, "keep_whole": 0}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--result", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        from rlhf_testing.tiny import tiny_model
+
+        tiny_model(Path(folder) / "model", **SIZES)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        words = [
+            sys.executable,
+            __file__,
+            folder,
+            str(arguments.ranks),
+            str(port),
+            arguments.dtype,
+            str(arguments.repeats),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        ranks = [
+            subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE, text=True, env=environment)
+            for rank in range(arguments.ranks)
+        ]
+        said = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("a rank failed")
+    seconds = json.loads(said[0].splitlines()[-1])
+    wall, processor = ({name: median(found[kind]) for name, found in seconds.items()} for kind in ("wall", "processor"))
+    result: dict[str, Any] = {
+        "ranks": arguments.ranks,
+        "dtype": arguments.dtype,
+        "wall": wall,
+        "processor": processor,
+        "ratio": {"wall": wall["fsdp"] / wall["deepspeed"], "processor": processor["fsdp"] / processor["deepspeed"]},
+        "seconds": seconds,
+    }
+    if arguments.result:
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "seconds"}))
+
+
+def rank(folder: str, ranks: str, port: str, dtype: str, repeats: str, number: str) -> None:
+    """The updates of one rank; the last line that it prints is {trainer: {wall, processor: seconds of each}}."""
+    from rlhf.plugins import Plugins
+    from rlhf_testing.rank_batches import batch, shares, spec
+    from rlhf_testing.suite_losses import TokenLoss
+
+    of = spec(Path(folder), int(number), int(ranks), port, dtype=dtype)
+    micros = shares(batch(0, units=UNITS), int(ranks), budget=256)[int(number)]
+    made, seconds = {}, {}
+    for name, options in TRAINERS.items():
+        trainer = Plugins.discover().resolve("trainer", name).cls
+        made[name] = trainer(trainer.Config(lr=1e-6, device="cpu", **options), of)
+        seconds[name] = {"wall": [], "processor": []}
+    for repeat in range(int(repeats) + 2):
+        for name, trainer in made.items():
+            start, used = time.perf_counter(), time.process_time()
+            trainer.update(micros, TokenLoss(), {}, {})
+            if repeat >= 2:
+                seconds[name]["wall"].append(time.perf_counter() - start)
+                seconds[name]["processor"].append(time.process_time() - used)
+    print(json.dumps(seconds), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 7 and not sys.argv[1].startswith("-"):
+        rank(*sys.argv[1:])
+    else:
+        main()
