@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from fsdp_cases import trainer
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, CheckpointError, ConfigError
+from rlhf.interfaces.memory import TrainerWork
 from rlhf_plugin_fsdp.layers import decoder_layers
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.rank_batches import apart, batch, spec
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
@@ -102,6 +105,22 @@ def test_a_checkpoint_of_another_trainer_is_refused(folder, tmp_path):
     (tmp_path / "own" / "trainer.json").write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match="was saved with"):
         trainer(spec(folder), ema_decay=0.5).load(tmp_path / "own")
+
+
+def test_planned_memory(folder):
+    """Weights and AdamW's two moments over four ranks. Layers that stay whole take more while the rank computes."""
+    size, of = read_size(str(folder / "model")), replace(spec(folder), world_size=4)
+    work = TrainerWork(32, 32, 8, micro_tokens=64, outputs=("logprobs",), annotated=())
+    freed, kept = (
+        FsdpTrainer.memory(FsdpTrainer.Config(reshard_after_forward=again), of, size, work, "cuda").phases
+        for again in (True, False)
+    )
+    assert freed["rest"].device["weights"] == size.parameters * 4 // 4
+    assert freed["rest"].device["optimizer"] == size.parameters * 8 // 4
+    one, layers = size.layers[0].parameters, len(size.layers)
+    more = kept["forward"].device["working"] - freed["forward"].device["working"]
+    root = size.parameters - layers * one
+    assert more == 4 * ((root + layers * one + one) - max(2 * root, root + 2 * one))
 
 
 def test_linear_layers_under_autocast_keep_their_weight():
