@@ -34,6 +34,8 @@ class Storage:
 
     weight_ranks: int = 1
     weight_bytes: float = 4.0
+    read_bytes: float = 0.0
+    """Bytes of a weight while the model is read, if that is more than ``weight_bytes``."""
     gradient_ranks: int = 1
     gradient_bytes: float = 4.0
     optimizer_ranks: int = 1
@@ -277,7 +279,7 @@ def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: i
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
     spared = 0.0 if a.device == "cpu" else quantized
-    return {"weights": int((read.parameters * s.weight_bytes - spared) / ranks), "working": making}
+    return {"weights": int((read.parameters * max(s.weight_bytes, s.read_bytes) - spared) / ranks), "working": making}
 
 
 def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:

@@ -46,8 +46,10 @@ def models(folder: Path) -> Path:
 class Reference:
     """The trainer ``torch`` in one process on whole batches."""
 
-    def __init__(self, folder: Path, loss: Loss, steps: int, path: str = "", head="lm", dtype="fp32", **options):
-        of = spec(folder, head=head, dtype=dtype)
+    def __init__(
+        self, folder: Path, loss: Loss, steps: int, path="", head="lm", dtype="fp32", storage="fp32", **options
+    ):
+        of = spec(folder, head=head, dtype=dtype, storage=storage)
         of = replace(of, path=str(folder / path)) if path else of
         self.trainer = TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), of)
         self.trainer.accumulate([batch(0, loss)], loss, {}, {})

@@ -12,6 +12,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bucket": {"stage": 1, "bucket": 1000},
     "clipped": {"stage": 2, "max_grad_norm": 0.1},
     "bf16": {"stage": 2, "dtype": "bf16"},
+    "stored": {"stage": 2, "dtype": "bf16", "storage": "bf16"},
 }
 """Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
 

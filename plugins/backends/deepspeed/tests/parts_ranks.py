@@ -91,7 +91,7 @@ for stage in STAGES:
         return {"bits": bits, "steps": numbers, "from_one": steps(other, range(2, 5))}
 
 
-SPEC = ("gradient_checkpointing", "dtype")
+SPEC = ("gradient_checkpointing", "dtype", "storage")
 for variant, options in VARIANTS.items():
 
     @on_pair(f"variant-{variant}")

@@ -32,9 +32,12 @@ LOSS = 1e-4
 class Reference:
     """The trainer ``torch`` in one process on whole batches."""
 
-    def __init__(self, folder, loss: Loss, steps: int, head: str = "lm", dtype: str = "fp32", muon=False, **options):
+    def __init__(
+        self, folder, loss: Loss, steps: int, head: str = "lm", dtype="fp32", storage="fp32", muon=False, **options
+    ):
         self.trainer = TorchTrainer(
-            TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), spec(folder, head=head, dtype=dtype)
+            TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}),
+            spec(folder, head=head, dtype=dtype, storage=storage),
         )
         if muon:
             self.trainer.optimizer = TorchMuon(self.trainer)
@@ -170,10 +173,11 @@ def test_options_change_no_number(ranks, name):
     options = VARIANTS[name]
     muon, dtype = options.get("optimizer") == "muon", options.get("dtype", "fp32")
     other = {"weight_decay": 0.1} if muon else {key: options[key] for key in ("lora",) if key in options}
-    reference = Reference(ranks.folder, TokenLoss(), 3, dtype=dtype, muon=muon, **other)
+    storage = options.get("storage", "fp32")
+    reference = Reference(ranks.folder, TokenLoss(), 3, dtype=dtype, storage=storage, muon=muon, **other)
     gradients = load_file(ranks.folder / f"gradients-{name}.safetensors")
     if dtype == "bf16":  # another order of rounding; bf16 differs from fp32 by 9 % in this measure
-        exact = Reference(ranks.folder, TokenLoss(), 0)
+        exact = Reference(ranks.folder, TokenLoss(), 0, **other)
         assert apart(gradients, reference.gradients) < 0.03
         assert 1e-3 < apart(gradients, exact.gradients) < 0.2
         check_steps(ranks(f"variant-{name}"), reference, 0.02, 0.02)

@@ -73,7 +73,7 @@ for stage in STAGES:
         }
 
 
-SPEC = ("gradient_checkpointing", "dtype")
+SPEC = ("gradient_checkpointing", "dtype", "storage")
 for variant, options in VARIANTS.items():
 
     @case(f"variant-{variant}")

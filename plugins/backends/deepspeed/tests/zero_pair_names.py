@@ -23,9 +23,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dora-3": {"stage": 3, "lora": DORA, "gradient_checkpointing": True},
     "bf16-2": {"stage": 2, "dtype": "bf16"},
     "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
+    "stored-2": {"stage": 2, "dtype": "bf16", "storage": "bf16"},
+    "stored-3": {"stage": 3, "dtype": "bf16", "storage": "bf16"},
+    "stored-hpz-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "hpz_partition_size": 2},
+    "stored-lora-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "lora": {"rank": 4}},
 }
-"""Options added to those of the cases ``equal-STAGE``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+"""Options added to those of the cases ``equal-STAGE``; ``dtype``, ``storage`` and ``gradient_checkpointing`` are the
+role's."""
 
-_SLOW_VARIANTS = ("checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3", "dora-3")
+_SLOW_VARIANTS = (
+    "checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3", "dora-3", "stored-2", "stored-hpz-3",
+    "stored-lora-3",
+)  # fmt: skip
 ONLY_FULL = ("hpz", *(f"variant-{name}" for name in _SLOW_VARIANTS))
 """Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""

@@ -55,14 +55,14 @@ def published_storage(offload: bool = False) -> Memory:
     return memory
 
 
-def our_storage(**options: object) -> Memory:
+def our_storage(stored: str = "fp32", **options: object) -> Memory:
     """As the trainer ``deepspeed`` states it for ZeRO-3; ``options`` are those of trained roles."""
     trainer = Plugins.discover().resolve("trainer", "deepspeed").cls
 
     def memory(name: str, place: Place, size: ModelSize, work: TrainerWork) -> TrainerMemory:
         trained = name in ("policy", "critic")
         role = RoleSpec(name, "scalar" if size.outputs == 1 else "lm", trained)
-        spec = ModelSpec(role, "", dtype="bf16", gradient_checkpointing=True, world_size=place.ranks)
+        spec = ModelSpec(role, "", dtype="bf16", gradient_checkpointing=True, world_size=place.ranks, storage=stored)
         config = trainer.Config(stage=3, **(options if trained else {}))
         return trainer.memory(config, spec, size, work, "cuda")
 
@@ -195,3 +195,21 @@ def test_70b_fits_on_48_devices_with_fp32_weights(published):
     plan = make_plan(seventy_on(48, published, our_storage(offload_optimizer="cpu")))
     assert plan.fits, [s.message for s in plan.shortages]
     assert [round(group.peak.total / GIB, 1) for group in plan.groups] == [55.9, 50.7, 73.2]
+
+
+def test_8b_on_8_devices_with_bf16_weights(published):
+    """Gathered weights are half as large, masters are offloaded with the optimizer's state."""
+    plan = make_plan(eight_on(8, published, our_storage("bf16")))
+    assert plan.fits, [s.message for s in plan.shortages]
+    [group] = plan.groups
+    peaks = {phase: round(moment.total / GIB, 1) for phase, moment in group.moments.items()}
+    assert peaks == {"load": 59.4, "generate": 56.4, "sync": 53.0, "forward": 45.7, "train": 59.3}
+    training = group.moments["train"].rows["policy"]
+    assert training["weights"] == pytest.approx(8_030_261_248 * 2 / 8, rel=1e-6)
+    assert training["optimizer"] == pytest.approx(8_030_261_248 * 12 / 8, rel=1e-6)
+
+
+def test_70b_on_48_devices_with_bf16_weights(published):
+    plan = make_plan(seventy_on(48, published, our_storage("bf16", offload_optimizer="cpu")))
+    assert plan.fits, [s.message for s in plan.shortages]
+    assert [round(group.peak.total / GIB, 1) for group in plan.groups] == [45.5, 42.6, 73.2]

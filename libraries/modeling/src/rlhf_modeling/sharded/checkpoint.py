@@ -79,6 +79,7 @@ def _facts(trainer: ShardedWeights, division: Mapping[str, Any]) -> dict[str, An
         "trained": trainer.spec.role.trained,
         "ranks": trainer.spec.world_size,
         **division,
+        "storage": trainer.spec.storage,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
         "updates": trainer.updates,
@@ -109,11 +110,12 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
         )
     here = {
         "trained": trainer.spec.role.trained,
+        "storage": trainer.spec.storage,
         "ema": trainer.average is not None,
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
     }
-    there = {key: facts.get(key) for key in here}
+    there = {key: facts.get(key) for key in here} | {"storage": facts.get("storage", "fp32")}  # older: not named
     if there["lora"] is not None:  # of a version that had fewer options
         there["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **there["lora"]}
     if there != here:

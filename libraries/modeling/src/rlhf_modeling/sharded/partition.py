@@ -36,7 +36,7 @@ class Flat:
 
     @property
     def data(self) -> Tensor:
-        """[n] fp32, a view of :attr:`owner`."""
+        """[n] fp32, a view of :attr:`owner`. Masters of weights in bf16; in bf16 of a frozen role that is stored so."""
         return self.owner.detach().view(-1)
 
 

@@ -77,7 +77,9 @@ def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
 def agree_on_role(spec: ModelSpec, who: str) -> None:
     """Raises ConfigError unless every rank of the group holds the same role of the same model."""
     facts: list[Any] = [None] * spec.world_size
-    dist.all_gather_object(facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype))
+    dist.all_gather_object(
+        facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype, spec.storage)
+    )
     if len(set(facts)) > 1:
         raise ConfigError(f"{who}: the ranks that met at {spec.rendezvous} differ: {facts}")
 

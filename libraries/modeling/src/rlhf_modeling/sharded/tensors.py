@@ -42,9 +42,14 @@ class NamedTensors(ABC):
     def whole(self, name: str) -> Tensor:
         """The whole tensor, detached. The ranks that hold parts of it all call this method."""
 
-    def published(self) -> dict[str, int]:
-        """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints."""
-        size = next(iter(self.parameters.values())).element_size()  # fp32; that of a buffer may differ
+    def renamed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors by the module's names, in its order, under the names of :meth:`published`."""
+        return self._published.stream(tensors)
+
+    def published(self, fp32: bool = False) -> dict[str, int]:
+        """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints;
+        ``fp32``: of masters."""
+        size = 4 if fp32 else next(iter(self.parameters.values())).element_size()  # that of a buffer may differ
         return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
 
     def stream(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.sharded import checkpoint
 from rlhf_modeling.sharded.coverage import Coverage
 from rlhf_modeling.sharded.partition import scale
-from rlhf_modeling.sharded.process_group import first_text, reduce_to_first, total
+from rlhf_modeling.sharded.process_group import first_text, total
 from rlhf_modeling.sharded.weights import ShardedWeights
 
 
@@ -121,7 +121,6 @@ class ShardedTrainer(ShardedWeights):
 
     def gradients(self) -> dict[str, Tensor]:
         """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters without a gradient."""
-        shapes = {name: self.tensors.shapes[name] for name in self.parameters}
         found = {}
         with self._guard("gradients"):
             if self.spec.role.trained and self._micros:
@@ -129,16 +128,8 @@ class ShardedTrainer(ShardedWeights):
             own = {
                 p.name: (p, g) for i in range(len(self.partition.flats)) for p, g in self.partition.piece_gradients(i)
             }
-            for name, shape in shapes.items():
-                whole = torch.zeros(shape, device=self.device)
-                replicated = self.partition.replicated and self.split.topology.replica
-                if name in own and self.split.counts(name) and not replicated:
-                    piece, gradient = own[name]
-                    held = self.split.own(name, whole)
-                    part = torch.zeros(held.numel(), device=self.device)
-                    part[piece.start : piece.start + piece.numel] = gradient
-                    held.copy_(part.view(held.shape))
-                reduce_to_first(whole)
+            for name in self.parameters:
+                whole = self._collected(name, own.get(name))
                 if self.spec.rank == 0:
                     found[name] = whole.cpu()
         return found

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from rlhf_modeling.adapters import without_adapters
 from rlhf_modeling.optimizer import give_back
-from rlhf_modeling.pretrained import load_tokenizer
+from rlhf_modeling.pretrained import load_tokenizer, set_exported_dtype
 from rlhf_modeling.sharded import export
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
-from rlhf_modeling.sharded.partition import Partition
-from rlhf_modeling.sharded.process_group import barrier, collective
+from rlhf_modeling.sharded.partition import Partition, Piece
+from rlhf_modeling.sharded.process_group import barrier, collective, reduce_to_first
 from rlhf_modeling.sharded.split import Split
 from rlhf_modeling.sharded.tensors import NamedTensors
 from rlhf_modeling.trainer import PackedTrainer
@@ -72,12 +72,54 @@ class ShardedWeights(PackedTrainer):
             path.mkdir(parents=True, exist_ok=True)
             export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             limit = self.config.export_shard_bytes
-            export.write_weights(path, self.weights(view), self.tensors.published(), limit)
+            export.write_weights(path, self._exported(view), self.tensors.published(self._exports_masters), limit)
+            if self._exports_masters:
+                set_exported_dtype(path, torch.float32)
         else:
-            for _ in self.weights(view):
+            for _ in self._exported(view):
                 pass
         with self._guard("export"):
             barrier()
+
+    @property
+    def _exports_masters(self) -> bool:
+        return self.config.export_masters and self.spec.role.trained
+
+    def _exported(self, view: str) -> Iterator[tuple[str, Tensor]]:
+        """:meth:`weights`, or the masters of weights in bf16 under the same names."""
+        if not self._exports_masters:
+            yield from self.weights(view)
+            return
+        with self._guard("export"), self._view(view):
+            yield from self.tensors.renamed(self._masters())
+
+    def _masters(self) -> Iterator[tuple[str, Tensor]]:
+        own = {
+            piece.name: (piece, flat.data[piece.offset : piece.offset + piece.numel])
+            for flat in self.partition.flats
+            for piece in flat.pieces
+        }
+        for name, tensor in self.tensors.objects.items():
+            whole = self._collected(name, own.get(name)) if name in self.parameters else tensor.detach()
+            if self.spec.rank == 0:
+                yield name, whole
+
+    def _collected(self, name: str, own: tuple[Piece, Tensor] | None) -> Tensor:
+        """The whole fp32 tensor of a parameter on rank 0, from the elements that the ranks own. Every rank calls it.
+
+        Args:
+            own: [numel] this rank's elements, if it has any, such as its part of a gradient.
+        """
+        whole = torch.zeros(self.tensors.shapes[name], device=self.device)
+        replicated = self.partition.replicated and self.split.topology.replica
+        if own is not None and self.split.counts(name) and not replicated:
+            piece, values = own
+            held = self.split.own(name, whole)
+            part = torch.zeros(held.numel(), device=self.device)
+            part[piece.start : piece.start + piece.numel] = values
+            held.copy_(part.view(held.shape))
+        reduce_to_first(whole)
+        return whole
 
     def use_view(self, view: str) -> None:
         with self._guard("use_view"):

@@ -29,19 +29,23 @@ class ZeroEngine:
         config: DeepSpeedTrainerConfig,
         topology: Topology,
         device: torch.device,
+        stored: str = "fp32",
     ) -> None:
+        """``stored``: ``fp32`` | ``bf16``, the number format of the weights."""
         deepspeed = import_deepspeed(device)
         self.model, self.stage, self.topology = model, config.stage, topology
         self.base_optimizer = optimizer
         self.gathered: Any = deepspeed.zero.GatheredParameters
         self.host_optimizer = config.offload_optimizer != "none"
+        self.masters = stored == "bf16"
+        """The optimizer steps DeepSpeed's fp32 copies, from which DeepSpeed rounds the weights."""
         elements = sum(_numel(p) for p in model.parameters())
         with quiet(), second_copies(config.hpz_partition_size, config.timeout), topology.used_by_deepspeed():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 model_parameters=[p for p in model.parameters() if p.requires_grad],
-                config=engine_config(config, elements),
+                config=engine_config(config, elements, stored),
                 mpu=topology.mpu,
                 dist_init_required=False,
             )
@@ -58,7 +62,7 @@ class ZeroEngine:
 
     def _share_weights(self) -> None:
         """Let the optimizer step the weights themselves, which are fp32, instead of the copy that DeepSpeed made."""
-        if self.stage == 0 or self.host_optimizer:
+        if self.stage == 0 or self.host_optimizer or self.masters:
             return
         optimizer = self.optimizer
         if self.stage == 3:
@@ -130,13 +134,14 @@ class ZeroEngine:
         """Move to host memory what only the step needs."""
         pin, state = torch.cuda.is_available(), self._states
         if self.stage in (1, 2):
-            include = [state.optim_states, state.lp_grads]
+            include = [state.optim_states, state.lp_grads, *([state.hp_params] if self.masters else [])]
             self.engine.offload_states(include=include, pin_memory=pin)
             return
         if self.stage == 3:
             grads = [] if self.host_optimizer else [state.lp_grads]  # gradients are on the host already
             # the engine's own method refuses this where weights are in host memory
             self.optimizer.offload_states(include=[*grads, state.contiguous_grad_buffer], pin_memory=pin)
+            self._move_masters(torch.device("cpu"))
         self._move_optimizer(torch.device("cpu"))
 
     def reload(self) -> None:
@@ -145,6 +150,14 @@ class ZeroEngine:
             self.engine.reload_states()
         if self.stage in (0, 3) and not self.host_optimizer:
             self._move_optimizer(self.engine.device)
+        if self.stage == 3:
+            self._move_masters(self.engine.device)
+
+    def _move_masters(self, device: torch.device) -> None:
+        """In stage 3 DeepSpeed moves the masters of its own fused Adam only."""
+        if self.masters and not self.host_optimizer:
+            for flat in self.optimizer.fp32_partitioned_groups_flat:
+                flat.data = flat.data.to(device)
 
     def _move_optimizer(self, device: torch.device) -> None:
         """In stage 3 DeepSpeed moves the state of its own fused Adam only."""
@@ -173,8 +186,9 @@ def _numel(parameter: nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def engine_config(config: DeepSpeedTrainerConfig, elements: int) -> dict[str, Any]:
-    """DeepSpeed's config for a model with ``elements`` parameters."""
+def engine_config(config: DeepSpeedTrainerConfig, elements: int, stored: str = "fp32") -> dict[str, Any]:
+    """DeepSpeed's config for a model with ``elements`` parameters, which are stored in ``stored``. Gradients of weights
+    in bf16 are summed over micro-batches and ranks in fp32."""
     bucket = max(1, min(config.bucket, elements))
     zero: dict[str, Any] = {
         "stage": config.stage,
@@ -195,7 +209,12 @@ def engine_config(config: DeepSpeedTrainerConfig, elements: int) -> dict[str, An
         zero["offload_optimizer"] = {"device": config.offload_optimizer, "pin_memory": torch.cuda.is_available()}
     if config.offload_params != "none":
         zero["offload_param"] = {"device": config.offload_params, "pin_memory": torch.cuda.is_available()}
-    return {
+    bf16: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    return (bf16 if stored == "bf16" else {}) | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # the trainer clips, with the norm that it reports

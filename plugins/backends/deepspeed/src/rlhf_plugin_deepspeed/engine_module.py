@@ -8,19 +8,19 @@ by them itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import shape_logits
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.adapters import NAME, adapted
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.packed_model import hidden_states, shares_prefixes
+from rlhf_modeling.stored import fp32_head
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -32,11 +32,14 @@ class Outputs(nn.Module):
         super().__init__()
         self._loaded, self._config = (loaded,), config  # a tuple, so that the head does not become a submodule
 
-    def logits(self, hidden_CH: Tensor) -> Tensor:
-        """[C, vocabulary] or [C, outputs of the head]."""
+    def logits(self) -> Callable[[Tensor], Tensor]:
+        """[C, H] -> [C, vocabulary] or [C, outputs of the head], while the head's weights are whole. For fp32 logits a
+        head that is stored in bf16 is converted once for all chunks."""
         (loaded,) = self._loaded
-        logits_CV = F.linear(hidden_CH, loaded.head.weight, loaded.head.bias)
-        return shape_logits(logits_CV, loaded.logit_scale, loaded.softcap)
+        if self._config.head_fp32 and loaded.head.weight.dtype != torch.float32:
+            multiply = fp32_head(loaded.head)
+            return lambda hidden_CH: loaded.shaped(multiply(hidden_CH))
+        return lambda hidden_CH: loaded.shaped(F.linear(hidden_CH, loaded.head.weight, loaded.head.bias))
 
     def forward(
         self, hidden_MH: Tensor, place_N: Tensor | None, batch: Batch, outputs: Sequence[Head]
@@ -47,7 +50,7 @@ class Outputs(nn.Module):
             hidden_MH,
             batch,
             outputs,
-            self.logits,
+            self.logits(),
             place_N,
             tempered=loaded.kind == "lm",
             chunk=max(1, self._config.logits_chunk // loaded.head.out_features),

@@ -74,6 +74,16 @@ def load_part(
     return loaded, split
 
 
+def _round(module: Any) -> None:
+    """Store this rank's part of every parameter in bf16. DeepSpeed could read the parameters so, but it would round
+    everything that is computed meanwhile too, such as the frequencies of rotary embeddings."""
+    for parameter in module.parameters():
+        parts = (parameter, parameter.ds_tensor, getattr(parameter, "ds_secondary_tensor", None))
+        for part in parts:
+            if part is not None:
+                part.data = part.data.bfloat16()
+
+
 def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainerConfig, deepspeed: Any) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` for stage 3. It is not probed yet."""
     copies = second_copies(config.hpz_partition_size, config.timeout)
@@ -84,6 +94,8 @@ def load_divided(spec: ModelSpec, device: torch.device, config: DeepSpeedTrainer
         with deepspeed.zero.GatheredParameters(list(loaded.head.parameters()), modifier_rank=0):
             if spec.rank == 0:
                 draw_head(loaded, spec)
+    if spec.storage == "bf16":
+        _round(loaded.module)
     if (lora := _adapters(spec, config)) is not None:
         with _transformers_divides(divided):  # so peft gathers a weight whose rows DoRA measures
             adapt(loaded, spec, lora, device)

@@ -24,6 +24,7 @@ from rlhf.errors import CapabilityError
 from rlhf_modeling.adapters import NAME, with_adapter
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
+from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
@@ -246,4 +247,5 @@ def _probe(loaded: LoadedModel) -> Tensor:
     """[7, hidden], of two sequences."""
     device = next(loaded.module.parameters()).device
     ids_N = torch.arange(7, device=device) % loaded.vocabulary
-    return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
+    with in_fp32(loaded.module):
+        return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()

@@ -44,14 +44,15 @@ from rlhf_plugin_deepspeed.zero_partition import ZeroPartition
 
 
 class DeepSpeedTrainer(ShardedTrainer):
-    """fp32 weights under ZeRO stages 0 to 3, with AdamW or Muon; bf16 is autocast. The numbers are those of the trainer
-    ``torch``, on any number of ranks. Frozen roles hold weights only; in stage 3 each rank holds a part of them."""
+    """ZeRO stages 0 to 3, with AdamW or Muon; bf16 is autocast. Weights in bf16 have fp32 masters, divided like the
+    optimizer's state. The numbers are those of the trainer ``torch``, on any number of ranks. Frozen roles hold weights
+    only; in stage 3 each rank holds a part of them."""
 
     name = "deepspeed"
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
     Config = DeepSpeedTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},
@@ -78,6 +79,12 @@ class DeepSpeedTrainer(ShardedTrainer):
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         check_training(config, spec, config.device, device)
         check_parts(spec, config.tensor_parallel)
+        if spec.storage == "bf16" and spec.role.trained and config.stage < 2:
+            raise CapabilityError(
+                f"storage = 'bf16' of the trained role {spec.role.name!r} needs stage 2 or 3, got stage = "
+                f"{config.stage}: DeepSpeed would add up the gradients of micro-batches in bf16. Stage 2 on one rank "
+                "divides nothing and takes the same memory."
+            )
         if spec.world_size % config.hpz_partition_size:
             raise CapabilityError(
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
@@ -118,7 +125,7 @@ class DeepSpeedTrainer(ShardedTrainer):
                 outside = {id(p) for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()}
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
             if trained or divided:
-                self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device)
+                self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
             if divided:
                 probe(loaded, spec)
                 self.require_packing()
