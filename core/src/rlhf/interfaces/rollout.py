@@ -114,7 +114,8 @@ class RolloutContext(ABC):
     def report(self, name: str, value: float) -> None:
         """A number about this sample, such as how often something happened in it; reporting a name again replaces its
         number. It is stored with the sample, and the mean over the samples that report it is the metric
-        ``rollout/NAME``. A count must therefore be reported where it is 0 too.
+        ``rollout/NAME``. A count must therefore be reported where it is 0 too. A name ``env/KEY`` stays as it is: a
+        number of an environment that the rollout itself plays or replays.
 
         Raises RolloutError: ``value`` is no finite number. A context that stores no samples ignores it.
         """

@@ -146,7 +146,7 @@ class SampleContext(RolloutContext):
         """What the rollout and the environments said about the sample in numbers."""
         episodes = [env for env in self._envs if isinstance(env, Episode)]
         of_envs = {f"env/{key}": value for env in episodes for key, value in env.numbers.items()}
-        of_rollout = {f"rollout/{name}": value for name, value in self._reported.items()}
+        of_rollout = {n if n.startswith("env/") else f"rollout/{n}": value for n, value in self._reported.items()}
         return dict(sorted({**of_envs, **of_rollout}.items()))
 
     async def open_env(self) -> Env:

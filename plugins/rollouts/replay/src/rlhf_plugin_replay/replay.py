@@ -15,6 +15,8 @@ from rlhf.types import Row, Turn
 
 Key = tuple[int, int]
 """(group number in the run, sample in the group)."""
+Recorded = tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]
+"""({source, index} of the row, turns, numbers about the sample)."""
 
 
 class Replay(Rollout):
@@ -41,7 +43,7 @@ class Replay(Rollout):
 
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
-        self._turns: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] | None = None
+        self._turns: dict[Key, Recorded] | None = None
 
     def check(self) -> None:
         """Reads the recording."""
@@ -58,36 +60,38 @@ class Replay(Rollout):
                 f"of groups {groups[0]} to {groups[-1]}. Replay with the recorded run's data, batch size, samples per "
                 'prompt and steps, or set stream.on_failed_sample to "drop_group".'
             )
-        where, turns = recorded
+        where, turns, numbers = recorded
         if (where["source"], where["index"]) != (row.source, row.index):
             raise RolloutError(
                 f"group {number} was recorded for row {where['index']} of {where['source']!r}, but this run has row "
                 f"{row.index} of {row.source!r} there. Use the recorded run's data, seed and batch size."
             )
+        for name, value in numbers.items():
+            ctx.report(name.removeprefix("rollout/"), value)
         return [_turn(t) for t in turns]
 
-    def _recording(self) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    def _recording(self) -> dict[Key, Recorded]:
         if self._turns is None:
             self._turns = read(Path(self.config.path))
         return self._turns
 
 
-def read(path: Path) -> dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """{(group, sample): ({source, index} of its row, its turns)} of every sample.
+def read(path: Path) -> dict[Key, Recorded]:
+    """Every sample of a recording.
 
     Raises ConfigError for a missing, empty or damaged recording, naming the file and the line or row.
     """
     files = sorted(path.glob("step-*.arrow")) if path.is_dir() else [path]
     if not files or not all(f.is_file() for f in files):
         raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.arrow")
-    found: dict[Key, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+    found: dict[Key, Recorded] = {}
     for file in files:
         where = str(file)
         try:
             for place, sample in _rows(file) if file.suffix == ".arrow" else _lines(file):
                 where = place
                 if sample["sample"] is not None:
-                    found[tuple(sample["index"])] = (sample["row"], sample["turns"])
+                    found[tuple(sample["index"])] = (sample["row"], sample["turns"], sample.get("info") or {})
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
             raise ConfigError(f"rollout.path: {where} is not a recorded sample: {cause}") from cause
     if not found:
@@ -109,11 +113,12 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for position in range(reader.num_record_batches):
             batch = reader.get_batch(position)
             batch.validate(full=True)
-            names = [n for n in ("sample", "index", "source", "row", "exact") if n in batch.schema.names]
+            names = [n for n in ("sample", "index", "source", "row", "info", "exact") if n in batch.schema.names]
             for number, row in enumerate(batch.select(names).to_pylist()):
                 count += 1
                 turns = _turns(batch.column("turns")[number])
-                own = {**row, "row": {"source": row["source"], "index": row["row"]}, "turns": turns}
+                info = json.loads(row.get("info") or "{}")
+                own = {**row, "row": {"source": row["source"], "index": row["row"]}, "turns": turns, "info": info}
                 yield f"{file}, row {count}", own if row["exact"] is None else json.loads(row["exact"])
 
 
