@@ -13,6 +13,7 @@ import torch
 from rlhf_modeling.sharded.partition import Flat, Partition, Piece
 from rlhf_modeling.sharded.tensors import NamedTensors
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -56,7 +57,9 @@ class LocalParts(Partition):
 
     def publish(self) -> None:
         """The next forward pass gathers the values again."""
-        self.root.reshard()
+        for part in self.root.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 class DividedTensors(NamedTensors):

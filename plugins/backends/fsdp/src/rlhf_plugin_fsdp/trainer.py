@@ -107,7 +107,7 @@ class FsdpTrainer(ShardedTrainer):
         try:
             return super().forward(micros, outputs, view)
         finally:
-            self.partition.publish()  # without a backward pass the root would stay whole
+            self.partition.publish()  # without a backward pass weights would stay whole
 
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         try:
