@@ -91,6 +91,7 @@ def test_no_process_outlives_a_killed_driver(forks, place):
     assert run.lives()
     assert len(run.workers(engines=False)) == 2
     run.process.kill(signal.SIGKILL)
+    assert run.process.wait() == -signal.SIGKILL
     leaves_nothing(run)
     logs = Path(run.output, "workers")
     assert {p.name for p in logs.iterdir()} == {"policy-0.log", "policy-1.log", "engine-0.log"}
