@@ -11,6 +11,7 @@ from tests.runs import Workshop, assert_same_run
 STORED = {"dtype": "auto", "storage": "bf16"}
 
 
+@pytest.mark.full
 def test_a_run_with_a_reference_and_its_resume(shop: Workshop) -> None:
     """The reference is stored like the policy that it starts as, so the first step's KL is exactly 0."""
     own = {"policy": STORED, "algorithm": {"kl": {"coef": 0.1}}, "checkpoint": {"every": 1}}

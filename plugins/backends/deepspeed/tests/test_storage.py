@@ -15,7 +15,7 @@ from zero_cases import apart, batch, spec, trainer
 
 STORED = {"dtype": "auto", "storage": "bf16"}
 STAGES = [
-    {"stage": 2},
+    pytest.param({"stage": 2}, marks=pytest.mark.full),
     pytest.param({"stage": 2, "offload_optimizer": "cpu"}, marks=pytest.mark.full),
     {"stage": 3},
     pytest.param({"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}, marks=pytest.mark.full),
@@ -60,6 +60,7 @@ def test_steps_are_those_of_the_trainer_torch(folder, options):
         assert torch.equal(weight.reshape(-1), masters(of)[name].bfloat16())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", STAGES, ids=str)
 def test_steps_that_bf16_would_lose_add_up_in_the_masters(folder, options):
     of = trainer(spec(folder, **STORED), **{"lr": 1e-6, **options})
@@ -126,7 +127,7 @@ def test_frozen_roles_in_bf16(folder, stage):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_an_export_is_bf16_or_the_masters(folder, tmp_path, stage):
     for number, wanted in enumerate((torch.bfloat16, torch.float32)):
         of = trainer(spec(folder, **STORED), stage=stage, export_masters=bool(number), export_shard_bytes=20_000)

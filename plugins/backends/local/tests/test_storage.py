@@ -44,7 +44,9 @@ def norm_apart(ours, theirs):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("options", [{}, {"kernels": "none"}, {"head_fp32": False}])
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in ({"kernels": "none"}, {"head_fp32": False}))]
+)
 def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     rounded, make_trainer, stored, make_batch, architecture, options
 ):
@@ -58,7 +60,9 @@ def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("options", [{}, {"kernels": "none", "logits_chunk": 500}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"kernels": "none", "logits_chunk": 500}, marks=pytest.mark.full)]
+)
 def test_gradients_are_those_in_fp32_storage_rounded_once(rounded, make_trainer, stored, make_batch, nll, options):
     """One micro-batch: bf16 rounds each element by at most 2^-9 of itself, and a tied weight twice."""
     path, batch = rounded(), make_batch([9, 4, 20, 12], loss=nll)
@@ -80,6 +84,7 @@ def test_micro_batches_add_their_gradients_in_fp32():
     assert weight.grad is None
 
 
+@pytest.mark.full
 def test_rows_of_the_embedding_add_their_gradients_in_fp32(rounded, make_trainer, stored, make_batch, nll):
     """Most tokens are the same, so one row gets hundreds of terms."""
     path = rounded(tied=False)
@@ -117,7 +122,13 @@ def test_steps_that_bf16_would_lose_add_up_in_the_masters(rounded, make_trainer,
     assert narrow.coverage()["unchanged"] == []
 
 
-@pytest.mark.parametrize("options", [{"ema_decay": 0.9}, {"optimizer": "muon", "lora": None}, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ema_decay": 0.9},
+        *(pytest.param(o, marks=pytest.mark.full) for o in ({"optimizer": "muon"}, {"lora": {"rank": 2}})),
+    ],
+)
 def test_a_restart_continues_bit_for_bit(tmp_path, stored, make_batch, nll, options):
     batches = [make_batch([5 + i, 20, 9, 3 * i + 3], seed=i, loss=nll) for i in range(6)]
 
