@@ -225,8 +225,9 @@ def test_backend_triple(write):
     run = load(path, [("backend", "ray"), ("trainer.stage", "3")])
     assert (run.trainer.use, run.trainer.options) == ("deepspeed", {"lr": 1e-5, "stage": "3"})
     assert run.critic.trainer == {"lr": 2e-5}, "the run file's options are those of the run, wherever it runs"
-    assert "--backend loca: no such backend; there are fsdp, local, ray, simulated. Did you mean 'local'?" in refused(
-        None, [("backend", "loca")]
+    assert (
+        "--backend loca: no such backend; there are fsdp, local, processes, ray, simulated. Did you mean 'local'?"
+        in refused(None, [("backend", "loca")])
     )
 
 
