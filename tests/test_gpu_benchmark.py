@@ -124,4 +124,5 @@ from importlib.metadata import entry_points
 print(*sorted(e.name for kind in ("trainer", "generator") for e in entry_points(group="rlhf." + kind)))
 """
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, env={})
-    assert done.stdout.split() == ["deepspeed", "simulated", "simulated", "torch", "transformers", "vllm"], done.stderr
+    found = done.stdout.split()
+    assert found == ["deepspeed", "fsdp", "simulated", "simulated", "torch", "transformers", "vllm"], done.stderr

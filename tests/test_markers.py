@@ -29,7 +29,7 @@ def test_files_that_start_a_cluster_have_the_marker():
 
 @pytest.mark.full
 def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
-    by_its_folder = "plugins/backends/ray/tests/test_placement.py"
+    by_its_folder = "plugins/backends/ray/tests/test_gpus.py"
     paths = [by_its_folder, "tests/test_divided_layers.py", "tests/test_precompute.py"]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not cluster"]
     done = subprocess.run([*command, *paths], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -38,16 +38,6 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
             f"role {spec.role.name!r} has storage = 'bf16' and trainer.kernels = 'liger', which takes norms' "
             "weights in fp32 only: leave one of them out."
         )
-    if (
-        spec.storage == "bf16"
-        and spec.role.trained
-        and config.lora is not None
-        and config.lora.quantization is not None
-    ):
-        raise ConfigError(
-            f"role {spec.role.name!r} has storage = 'bf16' and lora.quantization = {config.lora.quantization!r}, which "
-            "were not tested together: leave one of them out."
-        )
     if config.export_masters and spec.role.trained and spec.storage == "fp32":
         raise ConfigError(
             f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "

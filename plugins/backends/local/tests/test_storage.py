@@ -227,7 +227,6 @@ def test_a_frozen_role_holds_bf16_only(tmp_path, stored, make_trainer, make_batc
         ({"dtype": "fp32"}, "storage = 'bf16' and dtype = 'fp32'"),
         ({"storage": "fp8"}, "storage = 'fp8' is not known"),
         ({"kernels": "liger"}, "takes norms' weights in fp32 only"),
-        ({"lora": {"rank": 2, "quantization": "int8"}}, "storage = 'bf16' and lora.quantization = 'int8'"),
         ({"storage": "fp32", "export_masters": True}, "is stored in fp32, which is what is exported in any case"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_killed_gcs_ends_the_run_with_its_own_message(at, tmp_path):
                 time.sleep(0.1)
             family = psutil.Process(run.pid).children(recursive=True)
             [gcs] = [p for p in family if p.name() == "gcs_server"]
-            held = [p for p in family if p.name() == "raylet" or p.name().startswith("ray::Worker")]
+            held = [p for p in family if p.name() == "raylet" or p.name().startswith("ray::RayWorker")]
             assert len(held) >= 2
             gcs.kill()
             assert run.wait(300) == 1
