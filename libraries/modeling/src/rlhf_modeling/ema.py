@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class SecondValues(Protocol):
+    """Second values of a trainer's weights."""
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Inside, the parameters hold the second values."""
 
 
 class Copy:

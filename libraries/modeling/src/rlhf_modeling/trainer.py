@@ -6,9 +6,8 @@ A subclass holds the optimizer, takes its steps, and reads and writes weights, s
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -24,8 +23,9 @@ from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
-from rlhf_modeling.adapters import train_adapters_only
+from rlhf_modeling.adapters import train_adapters_only, without_adapters
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.ema import SecondValues
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
@@ -45,6 +45,10 @@ class PackedTrainer(LendsHead, Trainer):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
     config: TrainingConfig
+    average: SecondValues | None = None
+    """The moving average of the weights, where ``ema_decay`` is set."""
+    first: SecondValues | None = None
+    """The first weights, where the view ``base`` needs them."""
 
     @classmethod
     def precision_on_processor(cls) -> Precision:
@@ -122,9 +126,9 @@ class PackedTrainer(LendsHead, Trainer):
         return self.has_adapters and lora is not None and bool(lora.modules_to_save)
 
     @property
-    @abstractmethod
     def views(self) -> tuple[str, ...]:
         """:attr:`rlhf.interfaces.TrainerFacts.views`."""
+        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
 
     @property
     def precision_note(self) -> str:
@@ -292,14 +296,24 @@ class PackedTrainer(LendsHead, Trainer):
         """Whether the next step is examined: the first one, and each one as long as no parameter got a gradient."""
         return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
 
-    @abstractmethod
     def _view(self, view: str) -> AbstractContextManager[None]:
-        """Inside, the model computes with the weights of this view."""
+        """Inside, the module computes a view of the weights. Raises CapabilityError where there is no such view."""
+        if view == "live":
+            return nullcontext()
+        if view == "ema" and self.average is not None:
+            return self.average.swapped_in()
+        if view == "base" and self.has_adapters:
+            return self._base()
+        why = {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"}
+        reason = why.get(view, "it is not known")
+        raise CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
 
     def _require_trained(self, call: str) -> None:
         if not self.spec.role.trained:
             raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
 
-    def _no_view(self, view: str, why: Mapping[str, str]) -> CapabilityError:
-        reason = why.get(view, "it is not known")
-        return CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        """The model that training started from: without adapters, and with the first values of trained modules."""
+        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
+            yield

@@ -191,9 +191,9 @@ def test_the_average_is_of_the_masters(stored, make_batch, nll):
     start = trainer.stepped[name].detach().clone()
     trainer.update([make_batch([9, 14], loss=nll)], nll, {}, {})
     after = trainer.stepped[name].detach().clone()
-    assert torch.equal(trainer.ema.tensors[name], start.lerp(after, 0.5))
+    assert torch.equal(trainer.average.tensors[name], start.lerp(after, 0.5))
     live = {n: t.clone() for n, t in trainer.weights()}
-    trainer.ema.tensors[name].add_(1.0)
+    trainer.average.tensors[name].add_(1.0)
     average = dict(trainer.weights("ema"))[name]
     assert average.dtype == torch.bfloat16
     assert not torch.equal(average, live[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +12,6 @@ import torch
 from rlhf.errors import TrainingError
 from torch import Tensor
 
-from rlhf_modeling.adapters import without_adapters
 from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import load_tokenizer, set_exported_dtype
 from rlhf_modeling.sharded import export
@@ -37,11 +36,6 @@ class ShardedWeights(PackedTrainer):
     """torch's optimizer; None for a frozen role."""
     average: ShardedEma | None = None
     first: ShardedCopy | None = None
-    """The first weights, where the view ``base`` needs them."""
-
-    @property
-    def views(self) -> tuple[str, ...]:
-        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
 
     def _guard(self, call: str) -> AbstractContextManager[None]:
         return collective(self.spec, call, self.config.timeout)
@@ -155,18 +149,3 @@ class ShardedWeights(PackedTrainer):
     @property
     def _average_on_device(self) -> bool:
         return True
-
-    def _view(self, view: str) -> AbstractContextManager[None]:
-        if view == "live":
-            return nullcontext()
-        if view == "ema" and self.average is not None:
-            return self.average.swapped_in()
-        if view == "base" and self.has_adapters:
-            return self._base()
-        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
-
-    @contextmanager
-    def _base(self) -> Iterator[None]:
-        """The model that training started from: without adapters, and with the first values of trained modules."""
-        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
-            yield

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +36,7 @@ CHUNK_SECONDS = 0.02
 """Samples that finish within this time are sent to the driver together."""
 
 
-class Worker:
+class Worker(ABC):
     """One thread runs its methods, one at a time; a second thread runs :meth:`pulse` and :meth:`stacks`.
 
     Exceptions are returned as :class:`Failure`. So a call without an answer means a dead process.
@@ -62,9 +63,9 @@ class Worker:
 
     # -------------------------------------------------------------------------------------- start
 
+    @abstractmethod
     def address(self) -> str:
         """The address of this node, at which other ranks reach this one."""
-        raise NotImplementedError
 
     def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         """Resolve the run's plugins here. Returns the address, the versions, and ``problem``: Failure or None."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
-from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name, without_adapters
+from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.ema import Copy, Ema
 from rlhf_modeling.masters import Masters
@@ -69,7 +68,7 @@ class TorchTrainer(PackedTrainer):
         lora = self.config.lora if spec.role.trained else None
         self.prepare(load_model(spec, device, lora, kernels=self.config.kernels), spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
-        self.ema: Ema | None = None
+        self.average: Ema | None = None
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
         self.stepped = self.parameters if self.masters is None else self.masters.stepped
         """{name: what the optimizer steps}: the trained parameters, or their fp32 masters."""
@@ -80,11 +79,7 @@ class TorchTrainer(PackedTrainer):
             self.optimizer = build_optimizer(self.stepped, outside, self.config)
             self.schedule = Schedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
-                self.ema = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
-
-    @property
-    def views(self) -> tuple[str, ...]:
-        return ("live", *(("ema",) if self.ema is not None else ()), *(("base",) if self.has_adapters else ()))
+                self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -113,8 +108,8 @@ class TorchTrainer(PackedTrainer):
         if before is not None:
             unchanged = [n for n, p in self.stepped.items() if fingerprint(p.detach()) == before[n]]
             self._coverage = {"without_gradient": without, "unchanged": unchanged}
-        if self.ema is not None:
-            self.ema.update()
+        if self.average is not None:
+            self.average.update()
 
     def zero_grad(self) -> None:
         self._bad_loss, self._micros = "", 0
@@ -185,7 +180,7 @@ class TorchTrainer(PackedTrainer):
 
     def _aside(self) -> list[MutableMapping[str, Tensor]]:
         held = [] if self.optimizer is None else list(self.optimizer.state.values())
-        return held + ([self.ema.tensors] if self.ema is not None else [])
+        return held + ([self.average.tensors] if self.average is not None else [])
 
     # --------------------------------------------------------------------------------------- state
 
@@ -193,8 +188,8 @@ class TorchTrainer(PackedTrainer):
         files: dict[str, Mapping[str, Tensor]] = {"model": self._own_tensors()}
         if self.optimizer is not None:
             files["optimizer"] = optimizer_tensors(self.optimizer, self.stepped)
-        if self.ema is not None:
-            files["ema"] = self.ema.tensors
+        if self.average is not None:
+            files["ema"] = self.average.tensors
         lora = self.config.lora if self.has_adapters else None
         facts: dict[str, Any] = {
             "role": self.spec.role.name,
@@ -225,8 +220,8 @@ class TorchTrainer(PackedTrainer):
             tensors = state.read_tensors(path, "optimizer")
             file = path / "optimizer.safetensors"
             restore_optimizer(self.optimizer, self.stepped, tensors, file, stepped)
-        if self.ema is not None:
-            self._load_tensors(self.ema.tensors, path, "ema")
+        if self.average is not None:
+            self._load_tensors(self.average.tensors, path, "ema")
         self.updates, self.skipped, self._coverage = facts["updates"], facts["skipped"], facts["coverage"]
         if self.spec.dtype == "auto" and facts["precision"] != self.precision.name:
             name = facts["precision"]
@@ -241,7 +236,7 @@ class TorchTrainer(PackedTrainer):
         return {
             "trained": trained,
             "storage": self.spec.storage,
-            "ema": self.ema is not None,
+            "ema": self.average is not None,
             "optimizer": self.config.optimizer if trained else None,
         }
 
@@ -265,21 +260,6 @@ class TorchTrainer(PackedTrainer):
     def _publish(self) -> None:
         if self.masters is not None:
             self.masters.publish()
-
-    def _view(self, view: str) -> AbstractContextManager[None]:
-        if view == "live":
-            return nullcontext()
-        if view == "ema" and self.ema is not None:
-            return self.ema.swapped_in()
-        if view == "base" and self.has_adapters:
-            return self._base()
-        raise self._no_view(view, {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"})
-
-    @contextmanager
-    def _base(self) -> Iterator[None]:
-        """The model that training started from: without adapters, and with the first values of trained modules."""
-        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
-            yield
 
 
 def _words(facts: Mapping[str, Any]) -> str:
