@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 from rlhf.errors import CheckpointError
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint import sample_table
 from rlhf_runtime.checkpoint.saved_groups import group_lines, read_groups, write_groups
 
@@ -30,7 +30,7 @@ def group(number=3, samples=2, logprob=-0.1, info=None):
         Trajectory(
             row=row,
             turns=[
-                Turn([1, 2, 3], False, text="Q: 1+1?\u2028\n"),
+                Turn([1, 2, 3], False, text="Q: 1+1?\u2028\n", images=(Image(b"\x89\xff", 1, 2, [7]),)),
                 Turn([4, 5], True, [logprob, -1e-30], ((0, 7), (1, 8)), "stop", 0.7, 0.5, "zwei é"),
                 Turn([6], False, text="again", fresh=True),
                 Turn([9], True, [-2.5], ((0, 8),), "length", 1.0, None, "x"),
@@ -104,16 +104,6 @@ def test_every_field_is_written():
     assert set(line) - {"row"} <= set(sample_table.SCHEMA.names)
     assert set(line["turns"][0]) == {f.name for f in sample_table.TURN}
     assert set(line["rewards"]["math"]) == {f.name for f in sample_table.REWARD} - {"name"}
-
-
-def test_a_file_from_before_samples_had_numbers_is_read(tmp_path, monkeypatch):
-    made = group()
-    for trajectory in made.trajectories:
-        trajectory.info = {}
-    with monkeypatch.context() as before:
-        before.setattr(sample_table, "SCHEMA", sample_table._WITHOUT_INFO)
-        write_groups(tmp_path / "old.arrow", [made])
-    assert read_groups(tmp_path / "old.arrow", find) == [made]
 
 
 def test_a_line_reads_well():

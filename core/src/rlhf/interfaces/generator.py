@@ -72,7 +72,8 @@ class Generator(Component):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``accept:module`` (samples from a trainer's module in this process), ``accept:tensors``,
     ``accept:links`` (its processes receive tensors directly from the trainer's), ``logprobs``, ``seeds``, ``sleep``,
-    ``answers`` (single requests: :meth:`advance`), ``keep:keys`` (:attr:`GeneratorSpec.keys`), ``top_p``, ..."""
+    ``answers`` (single requests: :meth:`advance`), ``keep:keys`` (:attr:`GeneratorSpec.keys`), ``top_p``, ``images``
+    (:attr:`rlhf.types.GenerationRequest.images`), ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""

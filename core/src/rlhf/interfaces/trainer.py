@@ -122,7 +122,8 @@ class Trainer(Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``export:module`` (a generator in this process may sample from the module), ``export:tensors``, ``lend:head``
-    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`), ..."""
+    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`),
+    ``images`` (:attr:`rlhf.ops.batch.Batch.images_B`), ..."""
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
 

@@ -10,7 +10,7 @@ Shape suffixes: N tokens, B sequences, U units.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, cast
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rlhf.ops.spans import owners, spans
+from rlhf.types import Image
 
 ColumnLevel = Literal["tok", "seq", "unit"]
 _FLOATS = {"f": torch.float32, "d": torch.float64}
@@ -32,6 +33,7 @@ class SequenceData:
     ids: Sequence[int]
     tok: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     role: int = 0
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,6 +63,9 @@ class Batch:
     tok: dict[str, Tensor] = field(default_factory=dict)
     seq: dict[str, Tensor] = field(default_factory=dict)
     unit: dict[str, Tensor] = field(default_factory=dict)
+    images_B: tuple[tuple[Image, ...], ...] = ()
+    """The images of each sequence, in order; empty if no sequence has one. ``Image.at`` counts from the sequence's
+    first token."""
 
     # ------------------------------------------------------------------------------ sizes and maps
 
@@ -171,6 +176,7 @@ class Batch:
             {k: take(v) for k, v in self.tok.items()},
             {k: v[seq_index] for k, v in self.seq.items()},
             {k: v[unit_index] for k, v in self.unit.items()},
+            self._images(seq_index.tolist()),
         )
 
     def between(self, first: int, last: int) -> Batch:
@@ -186,6 +192,7 @@ class Batch:
             {k: v[tokens] for k, v in self.tok.items()},
             {k: v[begin:end] for k, v in self.seq.items()},
             {k: v[first:last] for k, v in self.unit.items()},
+            self._images(range(begin, end)),
         )
 
     def keep(self, keep_B: Tensor) -> Batch:
@@ -201,7 +208,12 @@ class Batch:
             {k: v[keep_N] for k, v in self.tok.items()},
             {k: v[keep_B] for k, v in self.seq.items()},
             {k: v[units] for k, v in self.unit.items()},
+            self._images(keep_B.nonzero().flatten().tolist()),
         )
+
+    def _images(self, sequences: Iterable[int]) -> tuple[tuple[Image, ...], ...]:
+        """The images of these sequences."""
+        return _images([self.images_B[b] for b in sequences]) if self.images_B else ()
 
     def tokens_per_unit(self) -> list[int]:
         return self._tokens_U().tolist()
@@ -221,6 +233,7 @@ class Batch:
             move(self.tok),
             move(self.seq),
             move(self.unit),
+            self.images_B,
         )
 
 
@@ -250,7 +263,7 @@ def pack(units: Sequence[UnitData]) -> Batch:
     if "loss_mask" in tok:
         tok["loss_mask"][batch.starts_B] = False
     unit = {name: _joined([[u.columns[name] for u in units]], "d") for name in sorted(units[0].columns)}
-    return replace(batch, tok=tok, unit=unit)
+    return replace(batch, tok=tok, unit=unit, images_B=_images([s.images for s in sequences]))
 
 
 def concat(batches: Sequence[Batch]) -> Batch:
@@ -271,7 +284,12 @@ def concat(batches: Sequence[Batch]) -> Batch:
         join("tok"),
         join("seq"),
         join("unit"),
+        _images([images for b in batches for images in b.images_B or ((),) * b.sequences]),
     )
+
+
+def _images(found: Sequence[tuple[Image, ...]]) -> tuple[tuple[Image, ...], ...]:
+    return tuple(found) if any(found) else ()
 
 
 def _joined(parts: Sequence[Sequence[Any]], floats: str = "f") -> Tensor:

@@ -105,7 +105,12 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
 
 
 def unit_prefixes(batch: Batch) -> UnitPrefixes:
-    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU."""
+    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU.
+
+    Nothing is shared in a batch with images, because equal tokens may stand for different images.
+    """
+    if batch.images_B:
+        return _unshared(batch)
     lens, starts = batch.lens_B.tolist(), batch.starts_B.tolist()
     units = batch.unit_B.tolist()
     tokens = batch.tokens_per_unit()
@@ -118,8 +123,12 @@ def unit_prefixes(batch: Batch) -> UnitPrefixes:
             tokens[units[b]] -= front
     order, fronts = _sorted(batch.ids_N, starts, lens, list(first.values()))
     if batch.tokens - sum(tokens) + sum(fronts) < GAIN * batch.tokens:
-        return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
+        return _unshared(batch)
     return UnitPrefixes(tokens, [units[b] for b in order], fronts)
+
+
+def _unshared(batch: Batch) -> UnitPrefixes:
+    return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ def pack_rows(examples: Sequence[Example], taught: Callable[[Iterable[bool]], bo
     """
     units = [
         UnitData(
-            [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences],
+            [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role, s.images) for s in example.sequences],
             {name: value for name, value in example.values.items() if isinstance(value, int | float)},
         )
         for example in examples

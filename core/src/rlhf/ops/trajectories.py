@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ from torch import Tensor
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
 from rlhf.ops.spans import masked, sums
-from rlhf.types import Group, Trajectory, Turn
+from rlhf.types import Group, Image, Trajectory, Turn
+from rlhf.types.images import joined_images
 
 ENV = "env"
 """Key of ``step_sources`` for the rewards that an environment gives to its turns."""
@@ -77,7 +79,7 @@ def assemble(
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
     tok["last_action"] = torch.zeros(batch.tokens, dtype=torch.bool)
     tok["last_action"][last_U[last_U >= 0]] = True
-    return replace(batch, tok=tok)
+    return replace(batch, tok=tok, images_B=layout.images())
 
 
 def compress(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +145,22 @@ class _Layout:
         ids_N = np.empty(self.tokens, np.int64)
         np.concatenate([np.asarray(t.turns[n].ids) for t, n in self.turns], out=ids_N)
         return torch.from_numpy(ids_N)
+
+    def images(self) -> tuple[tuple[Image, ...], ...]:
+        """Of each sequence; empty if no turn has an image."""
+        turns = [t.turns[n] for t, n in self.turns]
+        if not any(turn.images for turn in turns):
+            return ()
+        per_sequence: list[list[Turn]] = []
+        ends = iter(accumulate(self.lens))
+        at, end = 0, 0
+        for turn in turns:
+            if at == end:
+                per_sequence.append([])
+                end = next(ends)
+            per_sequence[-1].append(turn)
+            at += len(turn.ids)
+        return tuple(joined_images((len(turn.ids), turn.images) for turn in turns) for turns in per_sequence)
 
     def columns(self, with_logprobs: bool) -> dict[str, Tensor]:
         """The token columns, in the order of their names."""

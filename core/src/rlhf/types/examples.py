@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.types import Row
 from rlhf.types.arrays import IntArray, int_array
+from rlhf.types.images import Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,14 @@ class Sequence:
     loss_mask: list[bool]
     role: int = 0
     """0 = demonstration or chosen, 1 = rejected, ..."""
+    images: tuple[Image, ...] = ()
+    """The images that tokens of ``ids`` stand for, in order."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the field has
 
-        def __init__(self, ids: Ints[int], loss_mask: list[bool], role: int = 0) -> None: ...
+        def __init__(
+            self, ids: Ints[int], loss_mask: list[bool], role: int = 0, images: tuple[Image, ...] = ()
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", int_array(self.ids, "Sequence.ids"))

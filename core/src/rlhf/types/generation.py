@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf.types.arrays import IntArray, int_array
+from rlhf.types.images import Image
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sample to draw. Requests with equal ``ids`` in one call share their prefill; ``ids.tobytes()`` is a key that
-    finds them.
+    """One sample to draw. Requests with the same context (:attr:`context_key`) in one call share their prefill.
 
     The constructor takes any sequence of ints for ``ids``; it raises as :class:`~rlhf.types.Turn` does.
     """
@@ -38,13 +38,22 @@ class GenerationRequest:
     """``array("i")``, one int a token. Requests may share one array."""
     seed: int
     sampling: Sampling
+    images: tuple[Image, ...] = ()
+    """The images that tokens of ``ids`` stand for, in order (capability ``images``)."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the field has
 
-        def __init__(self, ids: Sequence[int], seed: int, sampling: Sampling) -> None: ...
+        def __init__(
+            self, ids: Sequence[int], seed: int, sampling: Sampling, images: tuple[Image, ...] = ()
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", int_array(self.ids, "GenerationRequest.ids"))
+
+    @property
+    def context_key(self) -> bytes:
+        """Equal for requests with equal tokens and images."""
+        return b"".join([self.ids.tobytes(), *(image.data for image in self.images)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +69,5 @@ class EnvStep:
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON values. Numbers and bools are stored with the sample, of each key the last value of the episode. Their means
     over samples are metrics, ``env/KEY``."""
+    images: tuple[bytes, ...] = ()
+    """Contents of image files, shown to the policy before the text of the observation."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.types.arrays import FloatArray, IntArray, float_array, int_array
+from rlhf.types.images import Image
 from rlhf.types.rows import Row
 
 Finish = Literal["stop", "length", "abort"]
@@ -47,6 +48,8 @@ class Turn:
     trajectory."""
     given: bool = False
     """An answer from the data in place of a sample of the policy. ``sampled`` is also True."""
+    images: tuple[Image, ...] = ()
+    """The images that tokens of this turn stand for, in order; turns that were not sampled only."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -62,6 +65,7 @@ class Turn:
             text: str = "",
             fresh: bool = False,
             given: bool = False,
+            images: tuple[Image, ...] = (),
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:

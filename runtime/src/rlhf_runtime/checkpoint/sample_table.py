@@ -20,6 +20,14 @@ from rlhf.saved import WAY_OUT
 from rlhf_runtime.checkpoint.atomic_files import replace_file
 from rlhf_runtime.checkpoint.json_values import dumps, encode, loads, to_text
 
+IMAGE = pa.struct(
+    {
+        "data": pa.string(),  # base64
+        "at": pa.int64(),
+        "tokens": pa.int64(),
+        "short": pa.list_(pa.int32()),
+    }
+)
 TURN = pa.struct(
     {
         "ids": pa.list_(pa.int32()),
@@ -32,6 +40,7 @@ TURN = pa.struct(
         "text": pa.string(),
         "fresh": pa.bool_(),
         "given": pa.bool_(),
+        "images": pa.list_(IMAGE),
     }
 )
 STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
@@ -63,8 +72,6 @@ SCHEMA = pa.schema(
         "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
     }
 )
-_WITHOUT_INFO = SCHEMA.remove(SCHEMA.get_field_index("info"))
-"""The columns of files that were written before samples had this one. They are read too."""
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file whose samples do not say what they were asked."""
 SUFFIX = ".arrow"
@@ -96,7 +103,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
-            if not (reader.schema.equals(SCHEMA) or reader.schema.equals(_WITHOUT_INFO)):
+            if not reader.schema.equals(SCHEMA):
                 raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
             number = 0
             for position in range(reader.num_record_batches):
@@ -109,8 +116,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     if exact is not None:
                         yield where, loads(exact, where)
                         continue
-                    info = values.get("info")
-                    values["info"] = loads(info, where) if info is not None else {}
+                    values["info"] = loads(values["info"] or "{}", where)
                     for reward in (values["rewards"] or {}).values():
                         reward["info"] = loads(reward["info"], where)
                     if reader.schema.metadata == NO_PROMPTS:

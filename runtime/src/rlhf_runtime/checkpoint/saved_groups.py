@@ -10,6 +10,7 @@ for exports.
 from __future__ import annotations
 
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
@@ -19,7 +20,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhf.errors import CheckpointError, DataError, shown
 from rlhf.saved import WAY_OUT
-from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
+from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
 from rlhf_runtime.checkpoint.json_values import encode, loads, to_text
@@ -118,9 +119,27 @@ def read_groups(path: Path, find: FindRow) -> list[Group]:
 
 def _trajectory_out(trajectory: Trajectory) -> dict[str, Any]:
     out = {name: getattr(trajectory, name) for name in _names(Trajectory) if name != "row"}
-    out["turns"] = [{name: getattr(turn, name) for name in _names(Turn)} for turn in trajectory.turns]
+    out["turns"] = [_turn_out(turn) for turn in trajectory.turns]
     out["rewards"] = {name: _reward_out(result, name, trajectory) for name, result in trajectory.rewards.items()}
     return out
+
+
+def _turn_out(turn: Turn) -> dict[str, Any]:
+    out = {name: getattr(turn, name) for name in _names(Turn)}
+    out["images"] = [
+        {"data": b64encode(i.data).decode(), "at": i.at, "tokens": i.tokens, "short": i.short.tolist()}
+        for i in turn.images
+    ]
+    return out
+
+
+def _images_in(images: Sequence[dict[str, Any]]) -> tuple[Image, ...]:
+    for image in images:
+        for name in ("at", "tokens"):
+            _require_type(image[name], int, f"images.{name}")
+    return tuple(
+        Image(b64decode(image["data"], validate=True), image["at"], image["tokens"], image["short"]) for image in images
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -136,9 +155,10 @@ def _reward_out(result: RewardResult, name: str, trajectory: Trajectory) -> dict
 def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
     values = {name: line[name] for name in _names(Trajectory) if name != "row"}
     turns = [
-        Turn(**{**{name: turn[name] for name in _names(Turn) if name in turn}, "versions": _tuples(turn["versions"])})
+        Turn(**{**{name: turn[name] for name in _names(Turn) if name in turn}, "versions": _tuples(turn["versions"]),
+                "images": _images_in(turn["images"])})
         for turn in line["turns"]
-    ]
+    ]  # fmt: skip
     rewards = {
         name: RewardResult(**{**{name: r[name] for name in _names(RewardResult)}, "steps": _tuples(r["steps"])})
         for name, r in line["rewards"].items()
@@ -156,7 +176,7 @@ def _check_fields(part: Any) -> None:
     kind: Any = type(part)
     hints = _hints(kind)
     for name in _names(kind):
-        if name not in ("row", "turns", "rewards", "ids", "logprobs"):  # built by the caller
+        if name not in ("row", "turns", "rewards", "ids", "logprobs", "images"):  # built by the caller
             _require_type(getattr(part, name), hints[name], name)
 
 

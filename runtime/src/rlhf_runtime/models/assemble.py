@@ -17,6 +17,7 @@ def assemble(
     """What ``algorithm.assemble(examples)`` returns. Raises PluginInvalid if that is not (batch or None, metrics)."""
     match algorithm.assemble(examples):
         case (Batch() | None as batch, Mapping() as metrics):
+            _require_images(algorithm, examples, batch)
             return batch, dict(metrics)
         case other:
             raise PluginInvalid(
@@ -24,3 +25,13 @@ def assemble(
                 "the batch, None if there is nothing to learn from, and a dictionary of metrics. Without metrics write "
                 "`return batch, {}`."
             )
+
+
+def _require_images(algorithm: Algorithm, examples: Sequence[Group] | Sequence[Example], batch: Batch | None) -> None:
+    """Without its images, a model would read the tokens that stand for them as words."""
+    rows = [e for e in examples if isinstance(e, Example)]
+    if batch is not None and not batch.images_B and rows and all(s.images for e in rows for s in e.sequences):
+        raise PluginInvalid(
+            f"assemble() of algorithm {algorithm.name!r} left out the images of its examples. Pass Sequence.images on: "
+            "SequenceData(s.ids, {...}, s.role, s.images)."
+        )

@@ -1,7 +1,8 @@
 """Compute a frozen role's outputs for every row once, before the first step: ``[reference] precompute = true``.
 
-The key of a value is its input: the tokens of a sequence and the columns that a head reads. So values depend neither on
-the order of rows nor on the composition of batches. The role's model is unloaded before any trained model is loaded.
+The key of a value is its input: the tokens and images of a sequence and the columns that a head reads. So values depend
+neither on the order of rows nor on the composition of batches. The role's model is unloaded before any trained model is
+loaded.
 """
 
 from __future__ import annotations
@@ -164,6 +165,9 @@ def keys(batch: Batch, head: Head, view: str) -> list[bytes]:
     for column in columns:
         for digest, part in zip(digests, column.split(lens), strict=True):
             digest.update(part.contiguous().numpy().tobytes())
+    for digest, images in zip(digests, batch.images_B or ((),) * len(lens), strict=True):
+        for image in images:
+            digest.update(image.data)
     return [digest.digest() for digest in digests]
 
 

@@ -15,6 +15,7 @@ from rlhf.interfaces import Env, RolloutContext
 from rlhf.requests import check_sampling
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Row, Sampling, Turn
+from rlhf.types.images import joined_images
 
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.samples.episodes import Episode
@@ -104,7 +105,8 @@ class SampleContext(RolloutContext):
         room = min(sampling.max_new_tokens, self.max_tokens - len(ids))
         sampling = _with_budget(sampling, room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
-        request = GenerationRequest(ids, seed, sampling)
+        images = joined_images((len(t.ids), t.images) for t in turns[start:])
+        request = GenerationRequest(ids, seed, sampling, images)
         turn = self._log.find(turn_number, request)
         if turn is None:
             turn = await self._generate(turn_number, request)

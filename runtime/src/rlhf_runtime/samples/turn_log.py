@@ -36,5 +36,5 @@ class TurnLog:
 
 
 def checksum(request: GenerationRequest) -> int:
-    """CRC-32 of the context and the sampling parameters."""
-    return zlib.crc32(repr(request.sampling).encode(), zlib.crc32(request.ids))
+    """CRC-32 of the context, its images included, and the sampling parameters."""
+    return zlib.crc32(repr(request.sampling).encode(), zlib.crc32(request.context_key))

@@ -20,7 +20,7 @@ def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list
     """
     by_prompt: dict[bytes, list[int]] = {}
     for position, request in enumerate(requests):
-        by_prompt.setdefault(request.ids.tobytes(), []).append(position)
+        by_prompt.setdefault(request.context_key, []).append(position)
     groups = [(len(requests[members[0]].ids), members) for members in by_prompt.values()]
     load = [length + sum(requests[p].sampling.max_new_tokens for p in members) for length, members in groups]
     pieces = []

@@ -132,10 +132,10 @@ def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) ->
 
     before, answer = [False] * len(row.prompt), list(row.mask)
     masks = {"loss_mask": before + answer, **({TWIN_MASK: before + [False] * len(answer)} if twinned else {})}
-    sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER)]
+    sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER, row.images)]
     if twin is not None:
         mask = before + list(twin.mask)
         mask[0] = False  # nothing predicts a sequence's first token
         masks = {"loss_mask": [False] * len(mask), TWIN_MASK: mask}
-        sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN))
+        sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN, row.images))
     return UnitData(sequences, {"label": row.desirable})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlhf.types import Image
 from rlhf.types.examples import Sequence as TokenSequence
 
 TWIN_MASK = "twin_mask"
@@ -24,13 +25,20 @@ class Labelled:
     desirable: bool
     place: tuple[int, str, int]
     """Position that depends on the row only, not on the order in a batch: side of a pair, source, index."""
+    images: tuple[Image, ...] = ()
+    """Of the prompt."""
 
     @classmethod
     def of(cls, sequence: TokenSequence, desirable: bool, place: tuple[int, str, int]) -> Labelled:
         """Of a sequence with at least one trained token."""
         start = sequence.loss_mask.index(True)
         ids, mask = tuple(sequence.ids), tuple(sequence.loss_mask)
-        return cls(ids[:start], ids[start:], mask[start:], desirable, place)
+        return cls(ids[:start], ids[start:], mask[start:], desirable, place, sequence.images)
+
+    @property
+    def asked(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """Prompt and images."""
+        return self.prompt, tuple(image.data for image in self.images)
 
 
 def twins(rows: Sequence[Labelled]) -> list[int | None]:
@@ -40,12 +48,12 @@ def twins(rows: Sequence[Labelled]) -> list[int | None]:
     The result depends on the set of rows, not on their order in ``rows``.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].place, rows[i].prompt, rows[i].answer))
-    several = len({row.prompt for row in rows}) > 1
+    several = len({row.asked for row in rows}) > 1
     found: list[int | None] = [None] * len(rows)
     for at, i in enumerate(order):
         for k in range(1, len(order)):
             other = rows[order[at - k]]
-            if other.prompt != rows[i].prompt if several else other.answer != rows[i].answer:
+            if other.asked != rows[i].asked if several else other.answer != rows[i].answer:
                 found[i] = order[at - k]
                 break
     return found

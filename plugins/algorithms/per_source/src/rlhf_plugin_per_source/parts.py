@@ -25,7 +25,7 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
     Args:
         names: of all members, also of those without a part.
     """
-    bare = [Batch(b.ids_N, b.lens_B, b.unit_B, b.role_B, _shared(b, parts.values())) for b in parts.values()]
+    bare = [replace(b, tok=_shared(b, parts.values()), seq={}, unit={}) for b in parts.values()]
     joined = concat(bare)
     tok, seq, unit = dict(joined.tok), dict(joined.seq), dict(joined.unit)
     token = sequence = first = 0

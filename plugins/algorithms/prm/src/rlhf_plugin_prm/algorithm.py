@@ -95,7 +95,7 @@ class ProcessRewardModel(Algorithm):
                 LABEL: [float(labels.get(i, 0.0)) for i in range(len(sequence.ids))],
             }
             if labels:
-                units.append(UnitData([SequenceData(sequence.ids, tok)]))
+                units.append(UnitData([SequenceData(sequence.ids, tok, images=sequence.images)]))
         return pack(units) if units else None, {}
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]

@@ -58,7 +58,7 @@ class RewardModel(Algorithm):
 
         units = [
             UnitData(
-                [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role) for s in example.sequences],
+                [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role, s.images) for s in example.sequences],
                 {"margin": float(example.values["margin"])} if "margin" in example.values else {},
             )
             for example in examples

@@ -50,7 +50,7 @@ class SamplingLoop:
     ) -> None:
         self.decoder, self.config, self.version, self.work = decoder, config, version, work
         self.waiting = deque(enumerate(requests))
-        self.keys = [request.ids.tobytes() for request in requests]
+        self.keys = [request.context_key for request in requests]
         """Of each request's prompt."""
         self.size = min(config.max_batch, len(requests))
         self.prompts: dict[bytes, _Prompt] = {}

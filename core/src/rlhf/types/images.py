@@ -1,0 +1,57 @@
+"""Images in a sequence of tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rlhf.types.arrays import IntArray, int_array
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image and the tokens that stand for it. A model replaces the embeddings of some of these tokens by its view of
+    the image. Trainers compute pixels from :attr:`data` themselves, so an image is as small as its file everywhere
+    else."""
+
+    data: bytes
+    """The content of an image file, such as PNG or JPEG."""
+    at: int
+    """Position of the first of its tokens."""
+    tokens: int
+    """Number of its tokens, with those that the model's processor writes around the image."""
+    short: IntArray
+    """What stands for the image before the model's processor expands it. Engines that expand images themselves get
+    these tokens in place of the ``tokens`` others (:func:`short_ids`)."""
+
+    if TYPE_CHECKING:  # the constructor takes more types than the field has
+
+        def __init__(self, data: bytes, at: int, tokens: int, short: Sequence[int]) -> None: ...
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "short", int_array(self.short, "Image.short"))
+
+    def moved(self, by: int) -> Image:
+        """The image in a sequence in which its tokens are ``by`` positions later."""
+        return replace(self, at=self.at + by) if by else self
+
+
+def joined_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image, ...]:
+    """The images of parts of a sequence, one after another; ``parts``: (number of tokens, images) of each."""
+    found: list[Image] = []
+    start = 0
+    for tokens, images in parts:
+        found += [image.moved(start) for image in images]
+        start += tokens
+    return tuple(found)
+
+
+def short_ids(ids: IntArray, images: Sequence[Image]) -> IntArray:
+    """``ids`` with :attr:`Image.short` in place of the tokens of each image; ``images`` in order."""
+    made, end = array("i"), 0
+    for image in images:
+        made += ids[end : image.at] + image.short
+        end = image.at + image.tokens
+    return made + ids[end:]

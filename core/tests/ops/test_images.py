@@ -1,0 +1,66 @@
+"""Images stay with the tokens that stand for them."""
+
+import torch
+from rlhf.ops.batch import SequenceData, UnitData, concat, pack
+from rlhf.ops.prefixes import unit_prefixes
+from rlhf.ops.trajectories import assemble
+from rlhf.types import GenerationRequest, Group, Image, Row, Sampling, Trajectory, Turn
+from rlhf.types.images import joined_images, short_ids
+
+RED, BLUE = b"red", b"blue"
+
+
+def unit(*images: Image) -> UnitData:
+    mask = {"loss_mask": [False] * 4 + [True]}
+    answer = SequenceData([4, 5], {"loss_mask": [True] * 2})
+    return UnitData([SequenceData([1, 9, 9, 2, 3], mask, images=images), answer])
+
+
+def test_an_engine_gets_the_short_form_of_each_image():
+    images = Image(RED, 1, 2, [8]), Image(BLUE, 4, 3, [7, 8])
+    request = GenerationRequest([1, 9, 9, 2, 9, 9, 9, 3], 0, Sampling(), images)
+    assert list(short_ids(request.ids, request.images)) == [1, 8, 2, 7, 8, 3]
+    assert list(short_ids(request.ids, ())) == list(request.ids)
+
+
+def test_equal_tokens_with_other_images_are_another_context():
+    one, two = (GenerationRequest([1, 9], 0, Sampling(), (Image(data, 1, 1, [9]),)) for data in (RED, BLUE))
+    assert one.context_key != two.context_key
+    assert one.context_key == GenerationRequest([1, 9], 5, Sampling(), one.images).context_key
+
+
+def test_operations_on_batches_keep_images_with_their_sequences():
+    red, blue = Image(RED, 1, 2, [9]), Image(BLUE, 1, 2, [9])
+    batch = pack([unit(red), unit(), unit(blue)])
+    assert batch.images_B == ((red,), (), (), (), (blue,), ())
+    assert batch.select([2, 1]).images_B == ((blue,), (), (), ())
+    assert batch.between(1, 3).images_B == ((), (), (blue,), ())
+    assert batch.between(1, 2).images_B == ()
+    assert batch.keep(torch.tensor([True, False, True, True, False, True])).images_B == ((red,), (), (), ())
+    assert concat([batch.between(1, 2), batch.between(0, 1)]).images_B == ((), (), (red,), ())
+    assert batch.to("cpu").only([]).images_B == batch.images_B
+    assert pack([unit()]).images_B == ()
+
+
+def test_prefixes_with_images_are_not_shared():
+    assert sum(unit_prefixes(pack([unit(), unit()])).shared) > 0
+    assert sum(unit_prefixes(pack([unit(Image(RED, 1, 2, [9])), unit(Image(BLUE, 1, 2, [9]))])).shared) == 0
+
+
+def test_turns_with_images_become_sequences_with_images():
+    red, blue = Image(RED, 1, 2, [9]), Image(BLUE, 0, 2, [9])
+    turns = [
+        Turn([1, 9, 9], False, images=(red,)),
+        Turn([5], True, [-1.0]),
+        Turn([9, 9, 2], False, images=(blue,)),
+        Turn([6], True, [-1.0]),
+        Turn([1, 2], False, fresh=True),
+        Turn([7], True, [-1.0]),
+    ]
+    row = Row({}, "s", 0)
+    plain = Trajectory(row, [Turn([1, 2], False), Turn([7], True, [-1.0])], (0, 0), reward=1.0)
+    both = Trajectory(row, turns, (0, 1), reward=1.0)
+    batch = assemble([Group(row, 0, [plain, both])])
+    assert batch.lens_B.tolist() == [3, 8, 3]
+    assert batch.images_B == ((), (red, blue.moved(4)), ())
+    assert joined_images((len(t.ids), t.images) for t in turns[:4]) == (red, blue.moved(4))
