@@ -127,7 +127,7 @@ def test_show_says_what_it_is(installed, capsys):
         {"name": "inner.weight", "type": "number", "required": False, "default": 0.5, "doc": "A weight."},
     ]
     assert shown["declares"]["calls"] == "async def: on the event loop"
-    assert shown["declares"]["roles"].startswith("depends on its options (")
+    assert shown["declares"]["roles"] == "depends on its options (path: Field required)"
 
 
 def test_show_for_people(installed, capsys):

@@ -62,12 +62,20 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
         try:
             subject = _instance(resolved, plugins)
         except (ValidationError, RlhfError, TypeError, ValueError) as error:
-            problem = f"depends on its options ({str(error).splitlines()[0]})"
+            problem = f"depends on its options ({_cause(error)})"
             return found | dict.fromkeys(DECLARATIONS[resolved.kind], problem)
     for name in DECLARATIONS.get(resolved.kind, ()):
         value = getattr(subject, name)
         found[name] = plain(value() if inspect.ismethod(value) else value)
     return found
+
+
+def _cause(error: Exception) -> str:
+    """The first line of the message."""
+    if not isinstance(error, ValidationError):
+        return str(error).splitlines()[0]
+    first = error.errors(include_url=False)[0]
+    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
 
 
 def _instance(resolved: Resolved, plugins: Plugins) -> Any:
