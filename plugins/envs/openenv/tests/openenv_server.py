@@ -34,7 +34,8 @@ def dice() -> Reply:
 
 
 class OpenEnvServer:
-    """``asked`` has the messages so far. A reply that is not an object is sent as it is; None ends the connection."""
+    """``asked`` has the messages so far. A reply that is not an object is sent as it is; None ends the
+    connection. The messages of a list are sent one after another before the connection ends."""
 
     def __init__(self, reply: Callable[[], Reply] = dice) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -59,6 +60,10 @@ class OpenEnvServer:
             answer = reply(asked)
             if answer is None:
                 connection.transport.abort()
+                return
+            if isinstance(answer, list):
+                for each in answer:
+                    await connection.send(json.dumps(each))
                 return
             if answer is ...:  # no answer at all
                 continue

@@ -134,6 +134,25 @@ def test_a_failure_of_the_server_is_an_error_never_a_reward(answer, message: str
         play(server.url, "1", deadline=0.3 if answer is ... else 20.0)
 
 
+def test_a_server_that_ends_the_session_before_it_is_asked_again_says_why() -> None:
+    error = {"type": "error", "data": {"code": "SESSION_ERROR", "message": "shutting down"}}
+
+    async def scenario(url: str) -> None:
+        env = OpenEnv(OpenEnv.Config(url=url, action_field="message", observation_field="text"))
+        try:
+            assert await env.reset(Row({}, "s", 0), 1) == "go"
+            await env._connection.wait_closed()
+            await env.step("3")
+        finally:
+            await env.close()
+
+    with (
+        OpenEnvServer(lambda: lambda asked: [observation(text="go"), error]) as server,
+        pytest.raises(EnvError, match=r"step\(\): the server answered the error SESSION_ERROR: shutting down"),
+    ):
+        asyncio.run(scenario(server.url))
+
+
 def test_a_server_that_is_absent_or_full_or_done_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

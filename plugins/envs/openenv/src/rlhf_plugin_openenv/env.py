@@ -13,7 +13,7 @@ from rlhf.errors import EnvError
 from rlhf.interfaces import ComponentConfig, Env
 from rlhf.types import EnvStep, Row
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from rlhf_plugin_openenv.messages import InvalidAction, Observed, UnknownField, action_of, message, observed
 
@@ -113,7 +113,8 @@ class OpenEnv(Env):
             raise EnvError(f"{what} was called before reset()")
         self._waits = True
         with self._attributed(what):
-            await self._connection.send(text)
+            with contextlib.suppress(ConnectionClosed):  # what the server sent before it ended the connection says why
+                await self._connection.send(text)
             answer = await self._connection.recv()
         self._waits = False
         try:
