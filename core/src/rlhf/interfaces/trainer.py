@@ -97,8 +97,8 @@ class TrainerFacts:
     """The trainer's micro-batches need the unit column ``weight/tokens``: tokens of the unit as a share of the tokens
     of the optimizer batch."""
     ranks_per_share: int = 1
-    """Number of neighbouring ranks that compute the same units together (each rank a part of every layer). Divides the
-    number of the role's ranks."""
+    """Number of neighbouring ranks that compute the same units together (each rank a part of every layer, or of the
+    tokens). Divides the number of the role's ranks."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""
 

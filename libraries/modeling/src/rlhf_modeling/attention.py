@@ -158,9 +158,7 @@ class PackedAttention:
                 f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
                 "does not read"
             )
-        on_cpu, dtype = q.device.type == "cpu", v.dtype
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
+        on_cpu, dtype = q.device.type == "cpu", self.computes(q, v)
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
@@ -178,6 +176,12 @@ class PackedAttention:
                 out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
         assert out_NHD is not None
         return out_NHD[None], None
+
+    @staticmethod
+    def computes(q: Tensor, v: Tensor) -> torch.dtype:
+        """The dtype of the result."""
+        kind = q.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
 
     def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
         if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):

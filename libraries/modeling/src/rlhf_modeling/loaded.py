@@ -21,13 +21,14 @@ from typing import Any, Literal
 import torch
 from rlhf.errors import ModelError
 from rlhf.ops.heads import OutputHead, shape_logits
-from rlhf.ops.prefixes import share_prefixes
+from rlhf.ops.prefixes import Shared, share_prefixes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_modeling.attention import packed
+from rlhf_modeling.attention import attend_with, packed
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.stored import fp32_head
+from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
 
 Layout = Literal["shared", "packed", "alone"]
 
@@ -65,6 +66,11 @@ class LoadedModel:
     ranks must make equally many calls, and called before the first of them."""
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
+    divided_over: TokenGroup | None = None
+    """The ranks that divide the tokens of every row among them; None: a rank computes whole rows. Set after all
+    comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
+    part: Part | None = None
+    """This rank's part of the latest row; None if rows are whole."""
 
     @property
     def vocabulary(self) -> int:
@@ -90,7 +96,8 @@ class LoadedModel:
     def compute(
         self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """([M, H], where each of the N tokens is among them; None: at its own place).
+        """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
+        ranks, only the hidden states of :attr:`part`.
 
         Args:
             share: compute common prefixes once, where the layout is ``shared``.
@@ -134,10 +141,29 @@ class LoadedModel:
                 out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
                 return out.last_hidden_state.flatten(0, 1), None
             shared = share_prefixes(ids_N, lens) if share and self.layout == "shared" else None
+            if self.divided_over is not None:
+                return self._call_on_part(self.divided_over, ids_N, position_N, lens, shared)
             ids_M, position_M = (ids_N, position_N) if shared is None else (shared.ids_M, shared.position_M)
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
             with packed(lens, shared, self.attention):
                 out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
+        return out.last_hidden_state[0], None if shared is None else shared.place_N
+
+    def _call_on_part(
+        self, among: TokenGroup, ids_M: Tensor, position_M: Tensor, lens: Sequence[int], shared: Shared | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A row of fewer tokens than ranks gets a further sequence, so that every rank computes a token."""
+        if shared is not None and shared.ids_M.numel() >= among.ranks:
+            ids_M, position_M = shared.ids_M, shared.position_M
+        else:
+            shared, lacking = None, max(0, among.ranks - len(ids_M))
+            if lacking:
+                ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
+                position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
+                lens = self.computing = [*lens, lacking]
+        self.part = part = Part(among, len(ids_M))
+        with attend_with(PartAttention(part, lens, shared, self.attention)):
+            out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
         return out.last_hidden_state[0], None if shared is None else shared.place_N
 
     # -------------------------------------------------------------------------------------------- logits

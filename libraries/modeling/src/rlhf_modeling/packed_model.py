@@ -44,6 +44,7 @@ class PackedModel(nn.Module):
             tempered=self.loaded.kind == "lm",
             chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
             head_fp32=self.config.head_fp32,
+            part=self.loaded.part,
         )
 
 

@@ -54,7 +54,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
     loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
     use_attention(loaded.module, "eager")
     with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
-        rows = _sequences(loaded)
+        rows = probe_rows(loaded)
         try:
             truth = [_alone(loaded, ids) for ids in rows]
             if spec.role.trained:
@@ -69,7 +69,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
                 "hold NaN or infinity. Use another checkpoint of it."
             )
-        if _off(_alone(loaded, rows[1][:8]), truth[1][:8]):
+        if wrong(_alone(loaded, rows[1][:8]), truth[1][:8]):
             raise ModelError(
                 f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
@@ -106,8 +106,8 @@ def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
     return f"{type(loaded.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
 
 
-def _sequences(loaded: LoadedModel) -> list[Tensor]:
-    """int64, on the model's device; without ids that the config uses as special tokens."""
+def probe_rows(loaded: LoadedModel) -> list[Tensor]:
+    """Sequences of the probe: int64, on the model's device, without ids that the config uses as special tokens."""
     config = loaded.module.config
     known = {**config.to_dict(), **config.get_text_config().to_dict()}
     special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
@@ -129,7 +129,8 @@ def _alone(loaded: LoadedModel, ids_T: Tensor) -> Tensor:
     return loaded.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
 
 
-def _off(got_NH: Tensor, want_NH: Tensor) -> bool:
+def wrong(got_NH: Tensor, want_NH: Tensor) -> bool:
+    """Whether more tokens than rounding explains have other hidden states."""
     return _share_off(got_NH, want_NH) > MOST_OFF
 
 
@@ -175,7 +176,7 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
     Raises ModelError where sequences of equal length in one call give other hidden states than each alone.
     """
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
-    if use_attention(loaded.module, "sdpa") and not _off(loaded.hidden(ids_N, ids_N, lens), want_NH):
+    if use_attention(loaded.module, "sdpa") and not wrong(loaded.hidden(ids_N, ids_N, lens), want_NH):
         return
     use_attention(loaded.module, "eager")
     share = _share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)

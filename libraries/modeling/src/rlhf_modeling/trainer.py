@@ -201,7 +201,7 @@ class PackedTrainer(LendsHead, Trainer):
                 values = self._outputs(batch, resolved)
             parts.append(evaluate(loss, batch, values, coef, live)[1])
             if self.balance is not None:
-                parts[-1]["aux_loss"] = (float(self.balance.loss(batch)), 0.0)
+                parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded.part)), 0.0)
         return add_sums(parts)
 
     def skip_updates(self, count: int) -> None:
@@ -231,7 +231,7 @@ class PackedTrainer(LendsHead, Trainer):
                 values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
             if self.balance is not None:
-                aux = self.balance.loss(batch)
+                aux = self.balance.loss(batch, self.loaded.part)
                 total, sums["aux_loss"] = total + self.balance.coef * aux, (float(aux.detach()), 0.0)
             if not math.isfinite(sums["loss"][0]):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhf_testing.token_parts import CASES, IN_EVERY_RUN
+
 STAGES = (0, 1, 2, 3)
 
 DORA: dict[str, Any] = {"rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ("lm_head",)}
@@ -35,5 +37,10 @@ _SLOW_VARIANTS = (
     "checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3", "dora-3", "stored-2", "stored-hpz-3",
     "stored-lora-3",
 )  # fmt: skip
-ONLY_FULL = ("hpz", *(f"variant-{name}" for name in _SLOW_VARIANTS))
+PARTS_STAGE = {"adapters": 2, "one key head": 2, "recomputed adapters": 1, "critic": 0, "experts": 2}
+"""The stage of a case of :mod:`rlhf_testing.token_parts`, if it is not 3."""
+ONLY_FULL = (
+    "hpz", "parts-resume", *(f"variant-{name}" for name in _SLOW_VARIANTS),
+    *(f"parts-2-{name}" for name in CASES if name not in IN_EVERY_RUN),
+)  # fmt: skip
 """Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""

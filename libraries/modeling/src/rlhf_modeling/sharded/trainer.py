@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.interfaces import ApplyResult, Loss, Sums
+from rlhf.interfaces import ApplyResult, Loss, Sums, TrainerFacts
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor
@@ -29,6 +30,10 @@ from rlhf_modeling.sharded.weights import ShardedWeights
 class ShardedTrainer(ShardedWeights):
     schedule: Schedule
     """Of a trained role."""
+
+    def facts(self) -> TrainerFacts:
+        facts, parts = super().facts(), self.config.sequence_parallel
+        return replace(facts, ranks_per_share=parts, token_budget=parts * facts.token_budget)
 
     # ------------------------------------------------------------------------------------- forward
 

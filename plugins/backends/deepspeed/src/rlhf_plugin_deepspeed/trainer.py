@@ -26,6 +26,7 @@ from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_modeling.sharded.process_group import collective, largest
+from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
 from transformers import AutoConfig
@@ -79,6 +80,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         check_training(config, spec, config.device, device)
         check_parts(spec, config.tensor_parallel)
+        check_sequence_parallel(spec, config.sequence_parallel)
         if spec.storage == "bf16" and spec.role.trained and config.stage < 2:
             raise CapabilityError(
                 f"storage = 'bf16' of the trained role {spec.role.name!r} needs stage 2 or 3, got stage = "
@@ -99,7 +101,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         cls, config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
         storage = memory.storage(config, spec, size, device)
-        computed = arithmetic(config, spec, size, work, device, config.tensor_parallel)
+        computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
         trained, saved = spec.role.trained, saved_parameters(config, spec)
@@ -133,6 +135,8 @@ class DeepSpeedTrainer(ShardedTrainer):
                     loaded.most_calls = self._most_calls
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
                 check_liger(loaded, use_liger(self.module))
+            require_divisible(loaded, spec, self.config.sequence_parallel)
+            divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
             names = {p: name for name, p in self.parameters.items()}
             self.partition = ZeroPartition(
                 self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained
@@ -148,7 +152,8 @@ class DeepSpeedTrainer(ShardedTrainer):
         return int(largest(torch.tensor([calls], device=self.device))[0])
 
     def facts(self) -> TrainerFacts:
-        return replace(super().facts(), ranks_per_share=self.topology.parts)
+        facts = super().facts()
+        return replace(facts, ranks_per_share=self.topology.parts * facts.ranks_per_share)
 
     # ------------------------------------------------------------------------------------- forward
 
