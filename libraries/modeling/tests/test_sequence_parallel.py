@@ -27,7 +27,7 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("qwen3_next", "Qwen3NextForCausalLM cannot be divided over ranks (it has recurrent or convolutional layers)"),
+        ("lfm2", "Lfm2ForCausalLM cannot be divided over ranks (it has recurrent or convolutional layers)"),
         ("phi3 with longrope", "the frequencies of its rotary embedding depend on the length of the whole sequence"),
         ("bloom", "BloomForCausalLM does not take an attention function"),
     ],
@@ -58,6 +58,6 @@ def test_the_probe_refuses_what_the_config_does_not_show(tmp_path, plain):
     require_divisible(loaded, spec(plain), 2)
     with pytest.raises(CapabilityError, match="does not divide the 2 attention heads"):
         require_divisible(loaded, spec(plain), 4)
-    loaded.module.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out + out.roll(1, 1))
+    loaded.module.model.norm.register_forward_hook(lambda module, given, out: out + out.roll(1, 1))
     with pytest.raises(CapabilityError, match="other parts of its layers than attention depend on other tokens"):
         require_divisible(loaded, spec(plain), 2)

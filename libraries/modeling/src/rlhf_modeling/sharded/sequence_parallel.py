@@ -28,7 +28,8 @@ from rlhf_modeling.token_parts import TokenGroup, heads_refused
 _groups: dict[int, Any] = {}
 """{ranks of a group: this rank's process group}; all roles of a process have the same ranks."""
 
-LATER = "Set sequence_parallel = 1 for this role, or use a model whose layers mix tokens in attention only."
+PART = 6
+"""Tokens of a part in the probe. So few that a wrong first token of each part is noticed."""
 
 
 def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
@@ -63,7 +64,9 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
 
 
 def _refused(who: str, ranks: int, why: str) -> CapabilityError:
-    return CapabilityError(f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). {LATER}")
+    return CapabilityError(
+        f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). {INSTEAD}"
+    )
 
 
 def divide_rows(loaded: LoadedModel, spec: ModelSpec, ranks: int, seconds: float) -> None:
@@ -107,14 +110,18 @@ def require_divisible(loaded: LoadedModel, spec: ModelSpec, ranks: int) -> None:
             want_NH = _body(loaded, ids_N, position_N)
         if uneven := next((heads for heads in whole.heads if heads % ranks), 0):
             raise CapabilityError(heads_refused(who, uneven, ranks))
-        part = slice(len(ids_N) // 3, 2 * len(ids_N) // 3)
+        parts = [slice(start, start + PART) for start in range(0, len(ids_N), PART)]
         try:
-            with attend_with(_PartOfRow(whole, part)):
-                got_PH = _body(loaded, ids_N[part], position_N[part])
+            got = [_on_part(loaded, ids_N, position_N, whole, part) for part in parts]
         except Exception as cause:  # any exception: the model's code is not ours
             raise _refused(who, ranks, f"{type(cause).__name__}: {cause}") from cause
-        if wrong(got_PH, want_NH[part]):
+        if wrong(torch.cat(got), want_NH):
             raise _refused(who, ranks, "other parts of its layers than attention depend on other tokens")
+
+
+def _on_part(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor, whole: _WholeRow, part: slice) -> Tensor:
+    with attend_with(_PartOfRow(whole, part)):
+        return _body(loaded, ids_N[part], position_N[part])
 
 
 def _body(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor) -> Tensor:
