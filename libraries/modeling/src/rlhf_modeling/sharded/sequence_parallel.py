@@ -65,7 +65,8 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
 
 def _refused(who: str, ranks: int, why: str) -> CapabilityError:
     return CapabilityError(
-        f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). {INSTEAD}"
+        f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). Set sequence_parallel = 1 "
+        "for this role, or use a model whose layers mix tokens in attention only."
     )
 
 
