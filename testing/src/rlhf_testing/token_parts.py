@@ -51,7 +51,7 @@ class Case:
         return "scalar" if self.path == "critic" else "lm"
 
     def spec(self, of: ModelSpec, folder: Path) -> ModelSpec:
-        return replace(of, path=str(folder / self.path), **self.of_role)
+        return replace(of, role=replace(of.role, head=self.head), path=str(folder / self.path), **self.of_role)
 
     def micros(self, number: int, groups: int) -> list[list[Batch]]:
         """[group of ranks][micro-batch]."""
