@@ -29,6 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
+from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
@@ -89,12 +90,12 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
     """
     AttentionInterface.register(NAME, _attention)
-    cause: Exception | None = None
+    part, cause = _attending(model), None
     try:
-        model.set_attn_implementation(NAME)
+        part.set_attn_implementation(NAME)
     except ValueError as refused:
         cause = refused
-    if cause is not None or model.config.get_text_config()._attn_implementation != NAME:
+    if cause is not None or part.config.get_text_config()._attn_implementation != NAME:
         raise ModelError(
             f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface"
         ) from cause
@@ -102,11 +103,18 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
     """Give ``model`` an attention function of transformers. Returns whether its class accepts one after loading."""
+    part = _attending(model)
     try:
-        model.set_attn_implementation(name)
+        part.set_attn_implementation(name)
     except ValueError:
         return False
-    return model.config.get_text_config()._attn_implementation == name
+    return part.config.get_text_config()._attn_implementation == name
+
+
+def _attending(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose attention is chosen: a vision tower keeps its own."""
+    part: PreTrainedModel = model.get_decoder() if has_vision(model) else model
+    return part
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -158,7 +166,9 @@ class PackedAttention:
                 f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
                 "does not read"
             )
-        on_cpu, dtype = q.device.type == "cpu", self.computes(q, v)
+        on_cpu, dtype = q.device.type == "cpu", v.dtype
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
@@ -176,12 +186,6 @@ class PackedAttention:
                 out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
         assert out_NHD is not None
         return out_NHD[None], None
-
-    @staticmethod
-    def computes(q: Tensor, v: Tensor) -> torch.dtype:
-        """The dtype of the result."""
-        kind = q.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
 
     def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
         if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):
