@@ -49,6 +49,18 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "sft", ON_RAY | {"trainer": {"use": "deepspeed", "tensor_parallel": 5}, "placement": {"policy": {"ranks": 5}}},
         "tensor_parallel = 5 does not divide Qwen3ForCausalLM's num_attention_heads",
     ),
+    "rows over ranks": (
+        "sft", {"trainer": {"use": "fsdp", "sequence_parallel": 2}},
+        "sequence_parallel = 2 does not divide the 1 ranks of role 'policy': set placement.policy.ranks = 2, or",
+    ),
+    "heads over ranks": (
+        "sft", ON_RAY | {"trainer": {"use": "fsdp", "sequence_parallel": 5}, "placement": {"policy": {"ranks": 5}}},
+        "sequence_parallel = 5 does not divide the 2 attention heads of Qwen3ForCausalLM",
+    ),
+    "rows and layers over ranks": (
+        "sft", {"trainer": {"use": "deepspeed", "sequence_parallel": 2, "tensor_parallel": 2}},
+        "tensor_parallel = 2 does not go with sequence_parallel = 2, which divides the same heads over ranks",
+    ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
     "cache": ("grpo", {"generator": {"max_cache_tokens": 6}}, "do not fit into generator.max_cache_tokens = 6"),
     "adapters of no layer": (

@@ -1,5 +1,5 @@
 """The same rollouts, or rows, give the same gradients and losses embedded, on Ray, in processes without Ray, and with
-ZeRO and FSDP on one and two ranks.
+ZeRO and FSDP on one and two ranks, which compute rows of their own or divide each row.
 
 The rollouts are recorded once with the embedded backend. Gradients of the first step agree to 1e-5 norm-wise in fp32,
 because only the order of sums differs. Losses of five steps agree to 1e-4, because AdamW amplifies differences of 1e-7
@@ -69,6 +69,8 @@ RUNTIMES = {
     "processes, ZeRO-3, 2 ranks": on_ray(use="deepspeed", stage=3, ranks=2, launcher="processes"),
     "ray, FSDP, 1 rank": on_ray(use="fsdp"),
     "ray, FSDP, 2 ranks": on_ray(use="fsdp", ranks=2),
+    "ray, ZeRO-3, 2 ranks that divide rows": on_ray(use="deepspeed", stage=3, ranks=2, sequence_parallel=2),
+    "ray, FSDP, 2 ranks that divide rows": on_ray(use="fsdp", ranks=2, sequence_parallel=2),
 }
 
 

@@ -60,8 +60,6 @@ class ModelSpec:
     """``fp32`` | ``bf16``: number format of the weights. A trained role that is stored in ``bf16`` has fp32 masters in
     its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets
     ``fp32`` only."""
-    images: bool = False
-    """The run's data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,8 @@ class TrainerFacts:
     """The trainer's micro-batches need the unit column ``weight/tokens``: tokens of the unit as a share of the tokens
     of the optimizer batch."""
     ranks_per_share: int = 1
-    """Number of neighbouring ranks that compute the same units together (each rank a part of every layer). Divides the
-    number of the role's ranks."""
+    """Number of neighbouring ranks that compute the same units together (each rank a part of every layer, or of the
+    tokens). Divides the number of the role's ranks."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""
 

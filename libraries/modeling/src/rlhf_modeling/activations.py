@@ -21,7 +21,7 @@ class Arithmetic:
     """How a trainer computes one micro-batch; the default is fp32, without adapters."""
 
     tokens: int = 2048
-    """Tokens that are computed. A prefix that sequences share counts once."""
+    """Tokens that a rank computes. A prefix that sequences share counts once."""
     longest: int = 2048
     """Tokens of the longest sequence."""
     repeats: float = 1.0
@@ -39,6 +39,8 @@ class Arithmetic:
     checkpointing: bool = False
     adapters: int = 0
     """Rank of the adapters; 0: the weights are trained."""
+    parts: int = 1
+    """Ranks that divide the tokens of a micro-batch among them. ``tokens`` are those of one rank."""
 
     @property
     def element(self) -> int:

@@ -29,7 +29,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
-from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
@@ -90,12 +89,12 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
     """
     AttentionInterface.register(NAME, _attention)
-    part, cause = _attending(model), None
+    cause: Exception | None = None
     try:
-        part.set_attn_implementation(NAME)
+        model.set_attn_implementation(NAME)
     except ValueError as refused:
         cause = refused
-    if cause is not None or part.config.get_text_config()._attn_implementation != NAME:
+    if cause is not None or model.config.get_text_config()._attn_implementation != NAME:
         raise ModelError(
             f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface"
         ) from cause
@@ -103,18 +102,11 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
     """Give ``model`` an attention function of transformers. Returns whether its class accepts one after loading."""
-    part = _attending(model)
     try:
-        part.set_attn_implementation(name)
+        model.set_attn_implementation(name)
     except ValueError:
         return False
-    return part.config.get_text_config()._attn_implementation == name
-
-
-def _attending(model: PreTrainedModel) -> PreTrainedModel:
-    """The part whose attention is chosen: a vision tower keeps its own."""
-    part: PreTrainedModel = model.get_decoder() if has_vision(model) else model
-    return part
+    return model.config.get_text_config()._attn_implementation == name
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:
@@ -166,9 +158,7 @@ class PackedAttention:
                 f"{type(module).__name__} gives its attention function {', '.join(unknown)}, which packed attention "
                 "does not read"
             )
-        on_cpu, dtype = q.device.type == "cpu", v.dtype
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
+        on_cpu, dtype = q.device.type == "cpu", self.computes(q, v)
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
@@ -186,6 +176,12 @@ class PackedAttention:
                 out_NHD = long_LHD if out_NHD is None else out_NHD.index_copy(0, runs.own_L, long_LHD)
         assert out_NHD is not None
         return out_NHD[None], None
+
+    @staticmethod
+    def computes(q: Tensor, v: Tensor) -> torch.dtype:
+        """The dtype of the result."""
+        kind = q.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else v.dtype
 
     def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
         if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):

@@ -37,11 +37,14 @@ class EmbeddingNoise:
             self._on = False
 
     def _add(self, module: torch.nn.Module, arguments: Any, embedded_RTH: Tensor) -> Tensor | None:
-        """R rows of T tokens: one row of packed sequences, or sequences of equal length."""
+        """R rows of T tokens: one row of packed sequences or this rank's part of it, or sequences of equal length."""
         if not self._on:
             return None
         lens_B = torch.tensor(list(self.loaded.computing), device=embedded_RTH.device)
-        length_RT1 = torch.repeat_interleave(lens_B, lens_B).view(*embedded_RTH.shape[:2], 1)
+        length_N = torch.repeat_interleave(lens_B, lens_B)
+        if self.loaded.part is not None:
+            length_N = self.loaded.part.of(length_N)
+        length_RT1 = length_N.view(*embedded_RTH.shape[:2], 1)
         scale_RT1 = self.alpha / (length_RT1 * embedded_RTH.shape[-1]).sqrt()
         noise_RTH = torch.empty_like(embedded_RTH).uniform_(-1, 1)
         return embedded_RTH + noise_RTH * scale_RT1.to(embedded_RTH.dtype)

@@ -5,7 +5,8 @@ it was chosen per token) x (its mean probability), as in Switch Transformers (Fe
 equations 4 to 6) and in transformers. With evenly spread tokens it equals the number of experts per token.
 
 Deviations: 1. a prefix that sequences share counts once; 2. over several micro-batches the losses are averaged by their
-tokens, so the result depends on how a batch is split. That holds for no other loss here.
+tokens, so the result depends on how a batch is split. That holds for no other loss here; 3. where a row has fewer
+tokens than the ranks that divide it, it counts the tokens that fill it up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.ops.batch import Batch
 from torch import Tensor, nn
+
+from rlhf_modeling.token_parts import Part
 
 TOKEN_SHARE = "weight/tokens"
 """Unit column: tokens of the unit, as a share of the optimizer batch's."""
@@ -55,22 +58,28 @@ class ExpertBalance:
         finally:
             self._last, self._seen = self._seen, None
 
-    def loss(self, batch: Batch) -> Tensor:
-        """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient."""
+    def loss(self, batch: Batch, part: Part | None = None) -> Tensor:
+        """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient.
+
+        Args:
+            part: the tokens that this rank computed, where a row is divided over ranks. Every rank returns the same.
+        """
         seen, self._last = self._last, []
         if TOKEN_SHARE not in batch.unit:
             raise TrainingError(
                 f"a trainer with aux_loss_coef needs the unit column {TOKEN_SHARE!r} of its micro-batches"
             )
-        return load_balance(seen) * batch.unit[TOKEN_SHARE].sum()
+        return load_balance(seen, part) * batch.unit[TOKEN_SHARE].sum()
 
 
-def load_balance(layers: list[tuple[Tensor, Tensor]]) -> Tensor:
+def load_balance(layers: list[tuple[Tensor, Tensor]], part: Part | None = None) -> Tensor:
     """fp32 []: the auxiliary loss of (logits [N, E], chosen experts [N, k]) of each layer."""
     experts = layers[0][0].shape[-1]
     chosen_E = torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for _, chosen in layers]).sum(0)
     probability_E = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in layers]).sum(0)
     rows = sum(logits.shape[0] for logits, _ in layers)
+    if part is not None:
+        chosen_E, probability_E, rows = part.total(chosen_E), part.total(probability_E), part.tokens * len(layers)
     return experts * (chosen_E / rows * (probability_E / rows)).sum()
 
 

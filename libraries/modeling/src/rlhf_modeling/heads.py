@@ -17,6 +17,8 @@ from rlhf.types import Head
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_modeling.token_parts import Part
+
 LAST_TOKEN = "last_token"
 
 
@@ -39,6 +41,7 @@ def compute(
     tempered: bool,
     chunk: int,
     head_fp32: bool,
+    part: Part | None = None,
 ) -> dict[str, Tensor]:
     """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
 
@@ -53,6 +56,8 @@ def compute(
         tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
         chunk: most tokens whose logits exist at once.
         head_fp32: compute the logits in fp32 under autocast too.
+        part: ``hidden_NH`` has only the rows of this part, where a row is divided over ranks. Each rank computes the
+            outputs of its rows and returns those of all.
     """
     names = [head.name for head in heads]
     if len(set(names)) != len(names):
@@ -69,6 +74,10 @@ def compute(
         source_A = index_A - 1 if at == "before" else index_A
         if place_N is not None:
             source_A = place_N[source_A]
+        own, count = None, len(index_A)
+        if part is not None:
+            own = part.among_own(source_A)
+            index_A, source_A = index_A[own], source_A[own] - part.start
         temperature_A = _temperature(batch, index_A) if tempered and at == "before" else None
         columns = {name: batch.tok[name][index_A] for h in group for name in h.columns}
         run = _Chunk(group, logits, head_fp32)
@@ -76,6 +85,8 @@ def compute(
         tokens = int(index_A.numel())
         whole = tokens <= chunk or not run.reads_logits
         results = run(*arguments, columns) if whole else _in_chunks(run, arguments, columns, tokens, chunk)
+        if part is not None and own is not None:
+            results = [part.assemble(value, own, count) for value in results]
         out.update(zip((h.name for h in group), results, strict=True))
     return {name: out[name] for name in names}
 

@@ -19,21 +19,18 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from rlhf.errors import ModelError, TrainingError
+from rlhf.errors import ModelError
 from rlhf.ops.heads import OutputHead, shape_logits
-from rlhf.ops.prefixes import share_prefixes
-from rlhf.types import Image
+from rlhf.ops.prefixes import Shared, share_prefixes
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf_modeling.attention import packed
-from rlhf_modeling.images.row import ImageInputs
+from rlhf_modeling.attention import attend_with, packed
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.stored import fp32_head
+from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
 
 Layout = Literal["shared", "packed", "alone"]
-Images = Sequence[tuple[Image, ...]]
-"""The images of each sequence, in order; empty if no sequence has one."""
 
 
 @dataclass(slots=True)
@@ -69,13 +66,11 @@ class LoadedModel:
     ranks must make equally many calls, and called before the first of them."""
     computing: Sequence[int] = ()
     """Lengths of the sequences in the current call of the body."""
-    images: ImageInputs | None = None
-    """Set where the model reads images."""
-    no_images: str = "reads text only"
-    """Why it does not."""
-    images_anywhere: Callable[[bool], bool] | None = None
-    """Given whether this rank's call has images, returns whether any rank's has. Set where all ranks must compute the
-    vision tower if one does."""
+    divided_over: TokenGroup | None = None
+    """The ranks that divide the tokens of every row among them; None: a rank computes whole rows. Set after all
+    comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
+    part: Part | None = None
+    """This rank's part of the latest row; None if rows are whole."""
 
     @property
     def vocabulary(self) -> int:
@@ -93,35 +88,30 @@ class LoadedModel:
 
     # ------------------------------------------------------------------------------------- hidden states
 
-    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], images_B: Images = ()) -> Tensor:
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int]) -> Tensor:
         """[N, H] of sequences that lie one after another."""
-        hidden_MH, place_N = self.compute(ids_N, position_N, lens, False, images_B)
+        hidden_MH, place_N = self.compute(ids_N, position_N, lens, share=False)
         return hidden_MH if place_N is None else hidden_MH[place_N]
 
     def compute(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """([M, H], where each of the N tokens is among them; None: at its own place).
+        """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
+        ranks, only the hidden states of :attr:`part`.
 
         Args:
             share: compute common prefixes once, where the layout is ``shared``.
-            images_B: the images of each sequence; empty: there are none.
-
-        Raises TrainingError where there are images and the model does not read them.
         """
-        if images_B and self.images is None:
-            raise TrainingError(f"a batch has images, but {type(self.module).__name__} {self.no_images}")
         calls = self._calls(lens)
         extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
         if len(calls) == 1 and not extra:
-            return self._call(ids_N, position_N, lens, share, images_B)
+            return self._call(ids_N, position_N, lens, share)
         starts = [0, *accumulate(lens)]
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
             where = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
-            images_C = [images_B[b] for b in call] if images_B else ()
-            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share, images_C)
+            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share)
             own_C = torch.arange(len(where), device=ids_N.device) if place_C is None else place_C
             place_N[where] = rows + own_C
             parts.append(hidden_CH)
@@ -143,51 +133,38 @@ class LoadedModel:
         return [found[kind] for kind in sorted(found)]
 
     def _call(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
     ) -> tuple[Tensor, Tensor | None]:
-        own = any(images_B)
-        anywhere = own if self.images_anywhere is None else self.images_anywhere(own)
-        if self.images is not None and anywhere:
-            return self._call_with_images(self.images, ids_N, position_N, lens, images_B, blank=not own), None
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
                 out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
                 return out.last_hidden_state.flatten(0, 1), None
             shared = share_prefixes(ids_N, lens) if share and self.layout == "shared" else None
+            if self.divided_over is not None:
+                return self._call_on_part(self.divided_over, ids_N, position_N, lens, shared)
             ids_M, position_M = (ids_N, position_N) if shared is None else (shared.ids_M, shared.position_M)
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
             with packed(lens, shared, self.attention):
                 out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
         return out.last_hidden_state[0], None if shared is None else shared.place_N
 
-    def _call_with_images(
-        self,
-        inputs: ImageInputs,
-        ids_N: Tensor,
-        position_N: Tensor,
-        lens: Sequence[int],
-        images_B: Images,
-        blank: bool,
-    ) -> Tensor:
-        """[N, H]. Prefixes are not shared, because equal tokens may stand for different images.
-
-        Args:
-            blank: another rank has images, and this one has none.
-        """
-        row = inputs.row(ids_N, position_N, lens, images_B, blank)
-        self.computing = row.lens
-        with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.placed(row):
-            if self.layout == "alone":
-                out = self.body(**row.as_rows(len(lens)), use_cache=False)
-                return out.last_hidden_state.flatten(0, 1)
-            bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
-            with packed(row.lens, None, self.attention):
-                out = self.body(**row.arguments, use_cache=False, **bounds)
-        hidden_NH: Tensor = out.last_hidden_state[0]
-        if blank:
-            hidden_NH = hidden_NH[: len(ids_N)] + 0.0 * hidden_NH[len(ids_N) :].sum(0)
-        return hidden_NH
+    def _call_on_part(
+        self, among: TokenGroup, ids_M: Tensor, position_M: Tensor, lens: Sequence[int], shared: Shared | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """A row of fewer tokens than ranks gets a further sequence, so that every rank computes a token."""
+        if shared is not None and shared.ids_M.numel() >= among.ranks:
+            ids_M, position_M = shared.ids_M, shared.position_M
+        else:
+            shared, lacking = None, max(0, among.ranks - len(ids_M))
+            if lacking:
+                ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
+                position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
+                lens = self.computing = [*lens, lacking]
+        self.part = part = Part(among, len(ids_M))
+        with attend_with(PartAttention(part, lens, shared, self.attention)):
+            out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
+        return out.last_hidden_state[0], None if shared is None else shared.place_N
 
     # -------------------------------------------------------------------------------------------- logits
 

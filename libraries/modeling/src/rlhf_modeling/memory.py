@@ -89,22 +89,29 @@ def largest_matrix(size: ModelSize) -> int:
 
 
 def arithmetic(
-    config: TrainingConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str, sharers: int = 1
+    config: TrainingConfig,
+    spec: ModelSpec,
+    size: ModelSize,
+    work: TrainerWork,
+    device: str,
+    sharers: int = 1,
+    parts: int = 1,
 ) -> Arithmetic:
     """How the trainer computes, from its options.
 
     Args:
-        sharers: ranks that compute the same micro-batches (tensor parallel).
+        sharers: ranks that compute the same micro-batches, each a part of every layer (tensor parallel).
+        parts: ranks that divide the tokens of a micro-batch among them (sequence parallel).
     """
     stored = spec.storage == "bf16"
     bf16 = stored or computes_bf16(spec.dtype, device)
-    budget = work.micro_tokens or default_micro_tokens(bf16)
-    shares = math.ceil(work.units / max(1, spec.world_size // sharers))
+    budget = work.micro_tokens or parts * default_micro_tokens(bf16)
+    shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
     tokens = min(max(budget, work.unit), work.unit * shares)
     shared = config.shared_prefixes and config.neftune_alpha is None
     lora = adapters_of(config, spec, size)
     return Arithmetic(
-        tokens=tokens,
+        tokens=math.ceil(tokens / parts),
         longest=work.longest,
         repeats=repeats(work, tokens) if shared else 1.0,
         device=device,
@@ -115,6 +122,7 @@ def arithmetic(
         logits=config.logits_chunk,
         checkpointing=spec.gradient_checkpointing and spec.role.trained,
         adapters=0 if lora is None else lora.rank,
+        parts=parts,
     )
 
 
@@ -150,7 +158,7 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
     if not names:
         return 0
     try:
-        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
+        module = skeleton(spec.path, spec.trust_remote_code)
     except Exception:  # any exception: the config may have any content
         return 0
     found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}
@@ -242,7 +250,7 @@ def trainer_memory(
         phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0))
     return TrainerMemory(
         phases,
-        a.tokens,
+        a.tokens * a.parts,
         count,
         a.bf16,
         ("live", "base") if trained and a.adapters else ("live",),

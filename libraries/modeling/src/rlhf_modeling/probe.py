@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import use_attention, use_packed_attention
-from rlhf_modeling.images.check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.logit_scale import find_logit_scale
 from rlhf_modeling.noise import noise_settings
@@ -53,10 +52,9 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
     finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
     """
     loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
-    attach_images(loaded, spec)
     use_attention(loaded.module, "eager")
     with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
-        rows = _sequences(loaded)
+        rows = probe_rows(loaded)
         try:
             truth = [_alone(loaded, ids) for ids in rows]
             if spec.role.trained:
@@ -71,7 +69,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} gives hidden states that are not finite numbers: its weights are damaged, or "
                 "hold NaN or infinity. Use another checkpoint of it."
             )
-        if _off(_alone(loaded, rows[1][:8]), truth[1][:8]):
+        if wrong(_alone(loaded, rows[1][:8]), truth[1][:8]):
             raise ModelError(
                 f"{_who(loaded, spec)} is not causal: what it computes for a token depends on later tokens, so its "
                 "log-probs would see the answer. Use a decoder-only model (of a BERT, set is_decoder in its config)."
@@ -83,14 +81,9 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
                 "cap; its log-probs would be wrong here, so it is refused."
             )
-        seen = _image_truth(loaded, rows)
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))
-        if seen is not None:
-            _check_images(loaded, rows, seen)
-    if spec.images and loaded.images is None:
-        raise ModelError(f"the data have images, but {_who(loaded, spec)} {loaded.no_images}.")
     if in_bf16(loaded.module):
         _require_storage(loaded, spec, rows[0])
     _write_notes(loaded, spec, why)
@@ -113,8 +106,8 @@ def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
     return f"{type(loaded.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
 
 
-def _sequences(loaded: LoadedModel) -> list[Tensor]:
-    """int64, on the model's device; without ids that the config uses as special tokens."""
+def probe_rows(loaded: LoadedModel) -> list[Tensor]:
+    """Sequences of the probe: int64, on the model's device, without ids that the config uses as special tokens."""
     config = loaded.module.config
     known = {**config.to_dict(), **config.get_text_config().to_dict()}
     special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
@@ -136,7 +129,8 @@ def _alone(loaded: LoadedModel, ids_T: Tensor) -> Tensor:
     return loaded.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
 
 
-def _off(got_NH: Tensor, want_NH: Tensor) -> bool:
+def wrong(got_NH: Tensor, want_NH: Tensor) -> bool:
+    """Whether more tokens than rounding explains have other hidden states."""
     return _share_off(got_NH, want_NH) > MOST_OFF
 
 
@@ -182,7 +176,7 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
     Raises ModelError where sequences of equal length in one call give other hidden states than each alone.
     """
     ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
-    if use_attention(loaded.module, "sdpa") and not _off(loaded.hidden(ids_N, ids_N, lens), want_NH):
+    if use_attention(loaded.module, "sdpa") and not wrong(loaded.hidden(ids_N, ids_N, lens), want_NH):
         return
     use_attention(loaded.module, "eager")
     share = _share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)
@@ -193,46 +187,15 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
         )
 
 
-def _image_truth(loaded: LoadedModel, rows: list[Tensor]) -> Tensor | None:
-    """fp32 [T, H] of a sequence with an image, by the model's own forward pass; None where it reads none."""
-    if loaded.images is None:
-        return None
-    try:
-        return own_statement(loaded, *image_sequence(loaded, rows))
-    except Exception as cause:  # any exception: the model's code is not ours
-        loaded.images, loaded.no_images = None, f"cannot be computed with images by transformers ({_said(cause)})"
-        return None
-
-
-def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
-    """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
-    try:
-        found = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
-        share = max(_share_off(got_TH, want_TH) for got_TH in found)
-        why = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
-    except Exception as cause:  # any exception: the model's code is not ours
-        why = _said(cause)
-    if why:
-        loaded.images = None
-        loaded.no_images = (
-            f"cannot be computed with images here, causally and packed ({why}). Models whose image tokens attend in "
-            "both directions, such as Gemma 3, are among these"
-        )
-
-
 def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
     """What is wrong with ``compute`` under packed attention; empty where it is correct."""
     try:
         use_packed_attention(loaded.module)
         share = _share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
-        return _said(cause)
+        said = str(cause).split("\n")[0]
+        return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
-
-
-def _said(cause: Exception) -> str:
-    said = str(cause).split("\n")[0]
-    return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from rlhf_modeling.ema import SecondValues
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
-from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import arithmetic, default_micro_tokens, saved_parameters, trainer_memory, whole_storage
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
@@ -98,9 +97,6 @@ class PackedTrainer(LendsHead, Trainer):
         if spec.role.trained and self.config.lora is not None:
             own_head = loaded.head if loaded.kind != "lm" else None
             train_adapters_only(self.module, own_head, self.config.lora.modules_to_save)
-        if spec.role.trained and self.config.freeze_vision:
-            for name in vision_parameters(self.module):
-                self.module.get_parameter(name).requires_grad_(False)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
         self.parameters: dict[str, nn.Parameter] = trained
         """{name: trained parameter}; of a frozen role, all parameters."""
@@ -171,7 +167,7 @@ class PackedTrainer(LendsHead, Trainer):
         resolved = [self._head(o) for o in outputs]
         results = []
         with self._view("live" if view == self.current_view else view):
-            for micro in self._with_pixels(micros):
+            for micro in micros:
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
                 results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
@@ -186,7 +182,7 @@ class PackedTrainer(LendsHead, Trainer):
         parts = []
         self.module.train()
         try:
-            for number, micro in enumerate(self._with_pixels(micros)):
+            for number, micro in enumerate(micros):
                 last = number == len(micros) - 1
                 parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
@@ -199,13 +195,13 @@ class PackedTrainer(LendsHead, Trainer):
         over = over_mask(loss)
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
-        for micro in self._with_pixels(micros):
+        for micro in micros:
             batch = micro.to(self.device)
             with self.balance.watched() if self.balance is not None else nullcontext():
                 values = self._outputs(batch, resolved)
             parts.append(evaluate(loss, batch, values, coef, live)[1])
             if self.balance is not None:
-                parts[-1]["aux_loss"] = (float(self.balance.loss(batch)), 0.0)
+                parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded.part)), 0.0)
         return add_sums(parts)
 
     def skip_updates(self, count: int) -> None:
@@ -235,20 +231,12 @@ class PackedTrainer(LendsHead, Trainer):
                 values = self._outputs(batch, resolved)
             total, sums = evaluate(loss, batch, values, coef, live)
             if self.balance is not None:
-                aux = self.balance.loss(batch)
+                aux = self.balance.loss(batch, self.loaded.part)
                 total, sums["aux_loss"] = total + self.balance.coef * aux, (float(aux.detach()), 0.0)
             if not math.isfinite(sums["loss"][0]):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
             self._backward(total, last)
         return sums
-
-    def _with_pixels(self, micros: Sequence[Batch]) -> Iterator[Batch]:
-        """``micros``. While one is computed, a thread computes the pixels of the next one's images."""
-        for number, micro in enumerate(micros):
-            if self.loaded.images is not None:
-                for near in micros[number : number + 2]:
-                    self.loaded.images.pixels.start(image for images in near.images_B for image in images)
-            yield micro
 
     def _backward(self, total: Tensor, last: bool) -> None:
         """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""

@@ -11,12 +11,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for zero_cases
 
 from rlhf_testing.rank_processes import Ranks  # noqa: E402
+from rlhf_testing.token_parts import make_models  # noqa: E402
 from zero_pair_names import ONLY_FULL  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    from rlhf_testing.image_models import tiny_image_model
     from rlhf_testing.tiny import tiny_model
     from rlhf_testing.tiny_architectures import tiny_architecture
 
@@ -24,16 +24,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tiny_model(folder / "model", std=0.2)
     tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
     tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
-    tiny_model(
-        folder / "experts",
-        architecture="qwen3_moe",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        tied=False,
-    )
+    make_models(folder)
     tiny_architecture(folder / "recurrent", "qwen3_next")
-    tiny_image_model(folder / "images", "qwen3_vl")
     one_rank_checkpoint(folder)
     full = any(item.get_closest_marker("full") for item in request.session.items if item.path.parent == HERE)
     left_out = () if full else [f"-{case}" for case in ONLY_FULL]

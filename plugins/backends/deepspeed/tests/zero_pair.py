@@ -6,16 +6,18 @@ import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from rank_case import FOLDER, PORT, RANK, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import RlhfError, WorkerError
-from rlhf_testing.image_batches import image_batch, image_shares
-from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, NllLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
+from rlhf_testing.token_parts import run_case
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
-from zero_pair_names import DORA, IMAGES, STAGES, VARIANTS
+from zero_pair_names import DORA, PARTS_STAGE, STAGES, VARIANTS
 
 CASES: Cases = {}
 case = adder(CASES)
@@ -88,25 +90,6 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
-
-
-for images, image_options in IMAGES.items():
-
-    @case(f"images-{images}")
-    def with_images(options: dict[str, Any] = image_options, images: str = images) -> Any:
-        """Gradients of the first step and three steps, where one rank has images and the other none."""
-        path = FOLDER / "images"
-        own = image_shares(image_batch(path, "qwen3_vl"), 2)[RANK]
-        one = trainer(replace(here(), path=str(path), images=True), **options)
-        one.accumulate(own, NllLoss(), {}, {})
-        keep(f"gradients-images-{images}", one.gradients())
-        one.zero_grad()
-        done = [one.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
-        keep(f"weights-images-{images}", held(one))
-        one.save(FOLDER / f"images-{images}")
-        other = trainer(replace(here(), path=str(path), images=True), **options)
-        other.load(FOLDER / f"images-{images}")
-        return {"norms": done, "resumed": same(held(one), held(other))}
 
 
 @case("base")
@@ -335,6 +318,24 @@ def refused() -> Any:
     except RlhfError as error:
         found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+for kind in CASES_ON_PARTS:
+
+    @case(f"parts-2-{kind}")
+    def on_parts(kind: str = kind) -> Any:
+        return run_case(kind, partial(trainer, stage=PARTS_STAGE.get(kind, 3)), here(), FOLDER, 2)
+
+
+@case("parts-resume")
+def resume_parts() -> Any:
+    """Continue the checkpoint of one rank with rows that are divided over two ranks, and save."""
+    one = trainer(here(), stage=1, ema_decay=0.9, sequence_parallel=2)
+    one.load(FOLDER / "from_one")
+    done = [one.update(shares(batch(n), 1)[0], TokenLoss(), {}, {})[1].grad_norm for n in range(2, 4)]
+    one.save(FOLDER / "saved_parts")
+    keep("resumed-parts", held(one))
+    return done
 
 
 @case("timeout")

@@ -11,6 +11,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for fsdp_cases
 
 from rlhf_testing.rank_processes import Ranks  # noqa: E402
+from rlhf_testing.token_parts import IN_EVERY_RUN, make_models  # noqa: E402
+
+QUICK = ("equal", "resume", *(f"parts-2-{name}" for name in IN_EVERY_RUN))
+"""Cases that ``make test`` reads: names, or their beginnings."""
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +24,11 @@ def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest
     folder = tmp_path_factory.mktemp("ranks")
     for made in models.iterdir():
         (folder / made.name).symlink_to(made)
-    return Ranks(HERE / "fsdp_pair.py", folder, 2, "rlhf_plugin_fsdp.trainer", *(() if full else ("equal", "resume")))
+    return Ranks(HERE / "fsdp_pair.py", folder, 2, "rlhf_plugin_fsdp.trainer", *(() if full else QUICK))
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rlhf_testing.image_models import tiny_image_model
     from rlhf_testing.tiny import tiny_model
     from rlhf_testing.tiny_architectures import tiny_architecture
 
@@ -33,10 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "model", std=0.2)
     tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)
     tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    tiny_model(folder / "experts", architecture="qwen3_moe", tied=False, **experts)
     tiny_architecture(folder / "recurrent", "qwen3_next")
-    tiny_image_model(folder / "images", "qwen3_vl")
+    make_models(folder)
     one_rank_checkpoint(folder)
     return folder
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_cases import DORA, IMAGES, OF_ROLE, VARIANTS, trainer
+from fsdp_cases import DORA, OF_ROLE, VARIANTS, trainer
 from rlhf.errors import WorkerError
-from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.rank_batches import STEPS, batch, shares, spec
-from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, NllLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
+from rlhf_testing.token_parts import kept_bytes, run_case
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -105,25 +106,6 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
-
-
-for images, image_options in IMAGES.items():
-
-    @case(f"images-{images}")
-    def with_images(options: dict[str, Any] = image_options, images: str = images) -> Any:
-        """Gradients of the first step and three steps, where one rank has images and the other none."""
-        path = FOLDER / "images"
-        own = image_shares(image_batch(path, "qwen3_vl"), RANKS)[RANK]
-        one = trainer(replace(here(), path=str(path), images=True), **options)
-        one.accumulate(own, NllLoss(), {}, {})
-        keep(f"gradients-images-{images}", one.gradients())
-        one.zero_grad()
-        done = [one.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
-        keep(f"weights-images-{images}", held(one))
-        one.save(FOLDER / f"images-{images}")
-        other = trainer(replace(here(), path=str(path), images=True), **options)
-        other.load(FOLDER / f"images-{images}")
-        return {"norms": done, "resumed": same(held(one), held(other))}
 
 
 @case("base")
@@ -237,6 +219,31 @@ def resume() -> Any:
     numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
     bits = bits and same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
     return {"bits": bits, "steps": numbers, "files": sorted(p.name for p in (FOLDER / "saved").iterdir())}
+
+
+for kind in CASES_ON_PARTS:
+
+    @case(f"parts-2-{kind}")
+    def on_parts(kind: str = kind) -> Any:
+        return run_case(kind, trainer, here(), FOLDER, 2)
+
+
+@case("parts-kept")
+def kept() -> Any:
+    """Bytes that are kept for the backward pass of a row that each rank computes whole, and of its half."""
+    row = batch(0, units=40)
+    return [kept_bytes(trainer(here(), sequence_parallel=parts), [row], TokenLoss()) for parts in (1, 2)]
+
+
+@case("parts-resume")
+def resume_parts() -> Any:
+    """Continue the checkpoint of one rank with rows that are divided over two ranks, and save."""
+    one = trainer(here(), ema_decay=0.9, sequence_parallel=2)
+    one.load(FOLDER / "from_one")
+    done = [one.update(shares(batch(n), 1)[0], TokenLoss(), {}, {})[1].grad_norm for n in range(2, 4)]
+    one.save(FOLDER / "saved_parts")
+    keep("resumed-parts", held(one))
+    return done
 
 
 @case("from_one")

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import IMAGES, VARIANTS, trainer
+from fsdp_cases import VARIANTS, trainer
 from rlhf.errors import CheckpointError
-from rlhf.interfaces import Loss
+from rlhf.interfaces import Loss, ModelSpec
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.rank_batches import STEPS, apart, batch, shares, spec
-from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
+from rlhf_testing.token_parts import IN_EVERY_RUN, check_case
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -66,22 +67,6 @@ def test_gradients_and_five_steps(ranks, reference):
     average = {n: t.clone() for n, t in reference.trainer.weights("ema")}
     assert apart(ranks.tensors("average"), average) < 1e-4
     assert apart(average, reference.weights) > 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("variant", IMAGES)
-def test_images_that_one_rank_has(ranks, models, variant):
-    found, path = ranks(f"images-{variant}"), models / "images"
-    options = {"lr": 1e-3, "device": "cpu", **IMAGES[variant]}
-    one = TorchTrainer(TorchTrainer.Config(**options), replace(spec(models), path=str(path), images=True))
-    micros = image_shares(image_batch(path, "qwen3_vl"), 1)[0]
-    one.accumulate(micros, NllLoss(), {}, {})
-    assert apart(ranks.tensors(f"gradients-images-{variant}"), one.gradients()) < GRADIENT
-    one.zero_grad()
-    norms = [one.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
-    assert [rank["norms"] for rank in found] == [pytest.approx(norms)] * 2
-    assert apart(ranks.tensors(f"weights-images-{variant}"), dict(one.weights())) < 1e-4
-    assert all(rank["resumed"] for rank in found)
 
 
 def test_scores_evaluation_and_coverage(ranks, reference):
@@ -280,3 +265,34 @@ def test_a_missing_rank_is_named(ranks, tmp_path):
     one = trainer(spec(ranks.folder), ema_decay=0.9)
     with pytest.raises(CheckpointError, match=r"rank-1-of-2\.safetensors"):
         one.load(tmp_path / "saved")
+
+
+# -------------------------------------------------------------------------------- rows that are divided over ranks
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.full) for name in CASES_ON_PARTS]
+)
+def test_rows_that_two_ranks_divide_give_the_numbers_of_one(ranks, name):
+    check_case(name, one_rank, ranks, 2, 0.03 if name == "bf16" else 1e-5)
+
+
+@pytest.mark.full
+def test_a_rank_keeps_half_of_the_activations(ranks):
+    for whole, half in ranks("parts-kept"):
+        assert half == pytest.approx(whole / 2, rel=0.1)
+
+
+def one_rank(of: ModelSpec, **options: Any) -> TorchTrainer:
+    return TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), of)
+
+
+@pytest.mark.full
+def test_a_checkpoint_continues_with_divided_rows_and_back(ranks):
+    one = trainer(spec(ranks.folder), ema_decay=0.9)
+    one.load(ranks.folder / "from_one")
+    norms = [one.update([batch(number)], TokenLoss(), {}, {})[1].grad_norm for number in (2, 3)]
+    assert ranks("parts-resume") == [pytest.approx(norms, rel=1e-5)] * 2
+    one.load(ranks.folder / "saved_parts")
+    saved = ranks.tensors("resumed-parts")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in one.weights())

@@ -9,6 +9,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.model import load_model
+from rlhf_modeling.token_parts import Part, TokenGroup
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -48,6 +49,21 @@ def test_the_noise_is_scaled_by_the_length_of_each_sequence(loaded, make_batch):
         own = added[start : start + n]
         assert 0.9 * bound < own.abs().max() <= bound * (1 + 1e-5)
         assert own.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.3)
+
+
+def test_a_rank_that_computes_a_part_of_a_row_scales_by_whole_sequences(loaded, make_batch):
+    batch, table = make_batch(LENS), loaded.module.get_input_embeddings()
+    noise, loaded.computing = EmbeddingNoise(loaded, 5.0), LENS
+    plain, parts = table(batch.ids_N[None])[0], []
+    for rank in range(3):
+        loaded.part = Part(TokenGroup(None, rank, 3), batch.tokens)
+        with noise.added():
+            parts.append(table(loaded.part.of(batch.ids_N)[None])[0])
+    assert [len(part) for part in parts] == [21, 21, 22]
+    added = torch.cat(parts) - plain
+    for start, n in zip(batch.starts_B.tolist(), LENS, strict=True):
+        bound = 5.0 / (n * plain.shape[1]) ** 0.5
+        assert 0.9 * bound < added[start : start + n].abs().max() <= bound * (1 + 1e-5)
 
 
 def test_noise_is_added_only_in_training_and_a_rerun_is_equal(make_trainer, make_batch, nll):

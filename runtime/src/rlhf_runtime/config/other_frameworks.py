@@ -176,6 +176,7 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
     "ema_beta": ("trainer.ema_decay",),
     "enable_ema": ("trainer.ema_decay",),
     "ds_tensor_parallel_size": ("trainer.tensor_parallel",),
+    "ring_attn_size": ("trainer.sequence_parallel",),
     "init_kl_coef": _KL,
     "kl_target": ("algorithm.kl.target",),
     "kl_horizon": ("algorithm.kl.horizon",),
@@ -280,6 +281,7 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
     "nll_loss_coef": ("algorithm.loss.nll_coef",),
     "ds.use_liger_kernel": ("trainer.kernels",),
     "ds.tensor_parallel_size": ("trainer.tensor_parallel",),
+    "ds.ring_attn_size": ("trainer.sequence_parallel",),
     "ref.offload": ("reference.trainer.offload_params",),
 }
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType({**_TRL, **_OPENRLHF})

@@ -27,7 +27,9 @@ from rlhf_modeling.trainer import PackedTrainer
 class ShardedWeights(PackedTrainer):
     """One role's model over its ranks. The subclass loads it and divides it."""
 
-    layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {"timeout", "export_shard_bytes"}
+    layout: ClassVar[frozenset[str]] = PackedTrainer.layout | {
+        "timeout", "export_shard_bytes", "sequence_parallel"
+    }  # fmt: skip
     config: ShardedConfig
     split: Split
     tensors: NamedTensors

@@ -45,6 +45,11 @@ class DeepSpeedTrainerConfig(ShardedConfig):
             )
         if self.tensor_parallel > 1:
             for name, wrong, why in (
+                (
+                    f"sequence_parallel = {self.sequence_parallel}",
+                    self.sequence_parallel > 1,
+                    "divides the same heads over ranks; set one of them to 1",
+                ),
                 ("stage = 3", self.stage == 3, "divides every weight by its elements already; use stage 0, 1 or 2"),
                 (
                     "lora.dropout",

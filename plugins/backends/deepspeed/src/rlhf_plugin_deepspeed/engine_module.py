@@ -55,6 +55,7 @@ class Outputs(nn.Module):
             tempered=loaded.kind == "lm",
             chunk=max(1, self._config.logits_chunk // loaded.head.out_features),
             head_fp32=self._config.head_fp32,
+            part=loaded.part,
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import Component, ModelSpec, TrainerFacts
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
@@ -24,7 +25,8 @@ from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
-from rlhf_modeling.sharded.process_group import collective
+from rlhf_modeling.sharded.process_group import collective, largest
+from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
 from transformers import AutoConfig
@@ -51,7 +53,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
     Config = DeepSpeedTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},
@@ -78,6 +80,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         check_training(config, spec, config.device, device)
         check_parts(spec, config.tensor_parallel)
+        check_sequence_parallel(spec, config.sequence_parallel)
         if spec.storage == "bf16" and spec.role.trained and config.stage < 2:
             raise CapabilityError(
                 f"storage = 'bf16' of the trained role {spec.role.name!r} needs stage 2 or 3, got stage = "
@@ -89,11 +92,6 @@ class DeepSpeedTrainer(ShardedTrainer):
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
                 f"{spec.role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
             )
-        if config.tensor_parallel > 1 and spec.images:
-            raise CapabilityError(
-                f"tensor_parallel = {config.tensor_parallel} divides layers of text; role {spec.role.name!r} reads "
-                "images. Set tensor_parallel = 1, with stage = 3 to divide the model."
-            )
         if config.tensor_parallel > 1:
             settings = read(spec, "model", AutoConfig.from_pretrained)
             check_sizes(settings, " or ".join(settings.architectures or [spec.path]), config.tensor_parallel)
@@ -103,7 +101,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         cls, config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
         storage = memory.storage(config, spec, size, device)
-        computed = arithmetic(config, spec, size, work, device, config.tensor_parallel)
+        computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
         trained, saved = spec.role.trained, saved_parameters(config, spec)
@@ -133,10 +131,12 @@ class DeepSpeedTrainer(ShardedTrainer):
             if divided:
                 probe(loaded, spec)
                 self.require_packing()
-            if trained or divided:
-                self._compute_together(divided)
+                if loaded.layout == "alone" or loaded.rope is not None:  # ranks must call layers equally often
+                    loaded.most_calls = self._most_calls
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
                 check_liger(loaded, use_liger(self.module))
+            require_divisible(loaded, spec, self.config.sequence_parallel)
+            divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
             names = {p: name for name, p in self.parameters.items()}
             self.partition = ZeroPartition(
                 self.config.stage, self.zero and self.zero.optimizer, names, spec.rank, trained
@@ -148,8 +148,12 @@ class DeepSpeedTrainer(ShardedTrainer):
         if trained and self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
 
+    def _most_calls(self, calls: int) -> int:
+        return int(largest(torch.tensor([calls], device=self.device))[0])
+
     def facts(self) -> TrainerFacts:
-        return replace(super().facts(), ranks_per_share=self.topology.parts)
+        facts = super().facts()
+        return replace(facts, ranks_per_share=self.topology.parts * facts.ranks_per_share)
 
     # ------------------------------------------------------------------------------------- forward
 

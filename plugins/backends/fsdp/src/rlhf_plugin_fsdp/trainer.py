@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from rlhf.interfaces import Component, Loss, ModelSpec, Sums
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
@@ -20,7 +21,8 @@ from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
-from rlhf_modeling.sharded.process_group import collective, join
+from rlhf_modeling.sharded.process_group import collective, join, largest
+from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.split import Replicas, Split
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
@@ -40,7 +42,7 @@ class FsdpTrainer(ShardedTrainer):
     source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
     Config = FsdpTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact", "images"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}
@@ -53,13 +55,14 @@ class FsdpTrainer(ShardedTrainer):
     @classmethod
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         check_training(config, spec, config.device, device)
+        check_sequence_parallel(spec, config.sequence_parallel)
 
     @classmethod
     def memory(  # type: ignore[override]  # a component gets its own Config
         cls, config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
         stored = memory.storage(config, spec, size, device)
-        computed = replace(arithmetic(config, spec, size, work, device), casts=False)
+        computed = replace(arithmetic(config, spec, size, work, device, parts=config.sequence_parallel), casts=False)
         trained, saved = spec.role.trained, saved_parameters(config, spec)
         return trainer_memory(stored, computed, size, work, trained=trained, lora=config.lora, saved=saved)
 
@@ -72,11 +75,14 @@ class FsdpTrainer(ShardedTrainer):
         with collective(spec, "__init__", self.config.timeout):
             lora = self.config.lora if trained else None
             loaded = load_on_host(spec, device, lora, self.config.kernels)
+            require_divisible(loaded, spec, self.config.sequence_parallel)
             self.prepare(loaded, spec, device)
             outside = [p for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()]
             outer = {name for name, p in self.parameters.items() if any(p is o for o in outside)}
             divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
-        self._compute_together(divided=True)
+            divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
+        if spec.world_size > 1 and (loaded.layout == "alone" or loaded.rope is not None):
+            loaded.most_calls = self._most_calls  # ranks must call layers equally often
         divided = dict(self.module.named_parameters())
         self.parameters = {name: divided[name] for name in self.parameters}
         self.split = Split(Replicas(spec.rank, spec.world_size))
@@ -93,6 +99,9 @@ class FsdpTrainer(ShardedTrainer):
             self.first = ShardedCopy(self.partition)
         if self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
+
+    def _most_calls(self, calls: int) -> int:
+        return int(largest(torch.tensor([calls], device=self.device))[0])
 
     # ------------------------------------------------------------------------------------- forward
 

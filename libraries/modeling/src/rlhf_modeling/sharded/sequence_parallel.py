@@ -1,0 +1,157 @@
+"""Which ranks divide the tokens of a row among them (``sequence_parallel``), and which models can be computed so.
+
+Neighbouring ranks are a group: ranks 0 to N - 1, N to 2 N - 1 and so on. Weights, gradients and optimizer state are
+divided over all ranks as without groups.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlhf.errors import CapabilityError, ModelError
+from rlhf.interfaces import ModelSpec
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from rlhf_modeling.attention import PackedAttention, attend_with, use_packed_attention
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.pretrained import quiet, read
+from rlhf_modeling.probe import probe_rows, short_lengths, wrong
+from rlhf_modeling.rope import length_rope
+from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.stored import in_fp32
+from rlhf_modeling.token_parts import TokenGroup, heads_refused
+
+_groups: dict[int, Any] = {}
+"""{ranks of a group: this rank's process group}; all roles of a process have the same ranks."""
+
+PART = 6
+"""Tokens of a part in the probe. So few that a wrong first token of each part is noticed."""
+
+
+def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
+    """Raises CapabilityError where ``ranks`` does not divide the role's ranks or the model's attention heads, or the
+    model's code shows that its rows cannot be divided. A model that transformers cannot build from its config alone is
+    checked when it is loaded (:func:`divide_rows`)."""
+    if ranks == 1:
+        return
+    if spec.world_size % ranks:
+        raise CapabilityError(
+            f"sequence_parallel = {ranks} does not divide the {spec.world_size} ranks of role {spec.role.name!r}: set "
+            f"placement.{spec.role.name}.ranks = {-(-spec.world_size // ranks) * ranks}, or another sequence_parallel "
+            "(a role's own trainer section may set 1)"
+        )
+    settings = read(spec, "model", AutoConfig.from_pretrained)
+    who = " or ".join(settings.architectures or [spec.path])
+    heads = getattr(settings.get_text_config(), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % ranks:
+        raise CapabilityError(heads_refused(who, heads, ranks))
+    try:
+        module = skeleton(spec.path, spec.trust_remote_code)
+    except Exception:  # any exception: the config may have any content
+        return
+    if any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        raise _refused(who, ranks, "it has recurrent or convolutional layers")
+    if length_rope(module) is not None:
+        raise _refused(who, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence")
+    try:
+        use_packed_attention(module)
+    except ModelError as cause:
+        raise _refused(who, ranks, str(cause)) from cause
+
+
+def _refused(who: str, ranks: int, why: str) -> CapabilityError:
+    return CapabilityError(
+        f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). Set sequence_parallel = 1 "
+        "for this role, or use a model whose layers mix tokens in attention only."
+    )
+
+
+def divide_rows(loaded: LoadedModel, spec: ModelSpec, ranks: int, seconds: float) -> None:
+    """Let groups of ``ranks`` ranks divide every row from here on; 1: change nothing. Every rank of the role calls it,
+    after its process group was made.
+
+    Args:
+        seconds: timeout of the group's collectives.
+    """
+    if ranks > 1:
+        first = spec.rank // ranks * ranks
+        if ranks not in _groups:  # every rank creates every group, in the same order, as torch requires
+            for start in range(0, spec.world_size, ranks):
+                group = dist.new_group(list(range(start, start + ranks)), timeout=timedelta(seconds=seconds))
+                if start == first:
+                    _groups[ranks] = group
+        loaded.divided_over = TokenGroup(_groups[ranks], spec.rank - first, ranks)
+
+
+# --------------------------------------------------------------------------------------------------- probe
+
+
+def require_divisible(loaded: LoadedModel, spec: ModelSpec, ranks: int) -> None:
+    """Raises CapabilityError where a row cannot be divided over ``ranks`` ranks: a part of its tokens, with the
+    attention of the whole row, does not get the hidden states that it has in the whole row. Call it after
+    :func:`rlhf_modeling.probe.probe`, with weights that are whole, or gathered by hooks. It communicates with no other
+    rank."""
+    if ranks == 1:
+        return
+    who = type(loaded.module).__name__
+    if loaded.rope is not None:
+        raise _refused(who, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence")
+    if loaded.layout == "alone" or loaded.boundaries:
+        raise _refused(who, ranks, "; ".join(loaded.notes) or "its recurrent layers carry a state from token to token")
+    with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
+        rows = probe_rows(loaded)
+        ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
+        position_N = torch.cat([torch.arange(n, device=ids_N.device) for n in lens])
+        whole = _WholeRow(lens)
+        with attend_with(whole):
+            want_NH = _body(loaded, ids_N, position_N)
+        if uneven := next((heads for heads in whole.heads if heads % ranks), 0):
+            raise CapabilityError(heads_refused(who, uneven, ranks))
+        parts = [slice(start, start + PART) for start in range(0, len(ids_N), PART)]
+        try:
+            got = [_on_part(loaded, ids_N, position_N, whole, part) for part in parts]
+        except Exception as cause:  # any exception: the model's code is not ours
+            raise _refused(who, ranks, f"{type(cause).__name__}: {cause}") from cause
+        if wrong(torch.cat(got), want_NH):
+            raise _refused(who, ranks, "other parts of its layers than attention depend on other tokens")
+
+
+def _on_part(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor, whole: _WholeRow, part: slice) -> Tensor:
+    with attend_with(_PartOfRow(whole, part)):
+        return _body(loaded, ids_N[part], position_N[part])
+
+
+def _body(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor) -> Tensor:
+    out: Any = loaded.body(input_ids=ids_N[None], position_ids=position_N[None], use_cache=False)
+    hidden_NH: Tensor = out.last_hidden_state[0].float()
+    return hidden_NH
+
+
+class _WholeRow(PackedAttention):
+    """Keeps what each layer's attention returns."""
+
+    def __init__(self, lens: list[int]) -> None:
+        super().__init__(lens)
+        self.kept: list[Tensor] = []
+        self.heads: list[int] = []
+
+    def __call__(self, module: Any, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        out, _ = super().__call__(module, q, *args, **options)
+        self.kept.append(out)
+        self.heads.append(q.shape[1])
+        return out, None
+
+
+class _PartOfRow(PackedAttention):
+    """Returns a part of what the whole row's attention returned, layer by layer."""
+
+    def __init__(self, whole: _WholeRow, part: slice) -> None:
+        super().__init__(whole.lens)
+        self.part, self._next = part, iter(whole.kept)
+
+    def __call__(self, module: Any, q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        return next(self._next)[:, self.part], None

@@ -1,0 +1,203 @@
+"""A packed row whose tokens are divided over ranks (sequence parallel).
+
+Every rank of the group gets the same micro-batch and computes its own part of the row's tokens: embeddings, norms,
+feed-forward layers and heads. Only attention reads other tokens. Around it, one exchange gives each rank all tokens of
+some heads, and a second one gives all heads of its own tokens back (DeepSpeed-Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509). So the attention function sees a whole row, with the lengths of its sequences, and fewer heads.
+
+Each rank computes the same loss from the outputs of all tokens (:meth:`Part.assemble`), whose backward pass takes the
+gradients of its own tokens. So a rank's gradients of weights are parts of a sum over the ranks of the group.
+
+Shape suffixes: M computed tokens of the row, P <= M tokens of this rank's part, R ranks, H query heads, K key heads, D
+head size, F width of what one rank gets of a token's queries, keys and values, A outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlhf.errors import CapabilityError, ModelError
+from rlhf.ops.prefixes import Shared
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlhf_modeling.attention import PackedAttention
+
+
+@dataclass(frozen=True)
+class TokenGroup:
+    """The ranks that divide rows among them."""
+
+    group: Any
+    """Their process group."""
+    rank: int
+    """The place of this rank among them."""
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one row: neighbouring tokens, on every rank at least one."""
+
+    among: TokenGroup
+    tokens: int
+    """M, at least one for each rank."""
+
+    def __post_init__(self) -> None:
+        assert self.tokens >= self.among.ranks
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """[R]: tokens of each rank; they differ by one at most."""
+        ends = [self.tokens * r // self.among.ranks for r in range(self.among.ranks + 1)]
+        return [end - start for start, end in pairwise(ends)]
+
+    @cached_property
+    def start(self) -> int:
+        return sum(self.sizes[: self.among.rank])
+
+    @property
+    def own(self) -> int:
+        """P."""
+        return self.sizes[self.among.rank]
+
+    def of(self, x_M: Tensor) -> Tensor:
+        """The rows of this rank, a view."""
+        return x_M[self.start : self.start + self.own]
+
+    def among_own(self, source_A: Tensor) -> Tensor:
+        """int64: those of A rows of the row that are in this part, as indices of ``source_A``."""
+        return ((source_A >= self.start) & (source_A < self.start + self.own)).nonzero()[:, 0]
+
+    def assemble(self, own: Tensor, where: Tensor, count: int) -> Tensor:
+        """[count, ...]: the outputs of all ranks. ``own`` are this rank's, at the indices ``where``; each index is on
+        one rank. The gradient of ``own`` is that of the same places."""
+        assembled: Tensor = _Assemble.apply(own, where, count, self.among.group)
+        return assembled
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over the ranks. The gradient passes unchanged to each rank's own term."""
+        summed: Tensor = _Total.apply(x, self.among.group)
+        return summed
+
+    # --------------------------------------------------------------------------------------- attention
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[1, H, P, D] -> [1, H / R, M, D]; keys and values in the same way. Where R does not divide the key heads,
+        each is repeated for the ranks whose query heads read it. All three are of one dtype."""
+        ranks, heads = self.among.ranks, q.shape[1]
+        repeats = math.lcm(k.shape[1], ranks) // k.shape[1]
+        k, v = (x if repeats == 1 else x.repeat_interleave(repeats, 1) for x in (k, v))
+        rows = [x[0].unflatten(0, (ranks, -1)).transpose(1, 2).flatten(2) for x in (q, k, v)]
+        every_MF = self._exchange(torch.cat(rows, -1).flatten(0, 1), [self.own] * ranks, self.sizes)
+        widths = [x.shape[-1] for x in rows]
+        parts = zip(every_MF.split(widths, -1), (heads, k.shape[1], v.shape[1]), strict=True)
+        mine = [x.unflatten(-1, (count // ranks, -1)).transpose(0, 1)[None] for x, count in parts]
+        return mine[0], mine[1], mine[2]
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """[1, M, H / R, D] -> [1, P, H, D]."""
+        ranks, (heads, size) = self.among.ranks, out.shape[2:]
+        own = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
+        return own.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
+
+    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(x, sent, received, self.among.group)
+        return exchanged
+
+
+class PartAttention(PackedAttention):
+    """The attention of a row that is divided over ranks: :class:`rlhf_modeling.attention.PackedAttention` of all
+    tokens, for this rank's heads."""
+
+    def __init__(self, part: Part, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
+        super().__init__(lens, shared, kernel)
+        self.part = part
+
+    def __call__(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        ranks, own = self.part.among.ranks, self.part.own
+        if q.shape[1] % ranks:
+            raise CapabilityError(heads_refused(type(module).__name__, q.shape[1], ranks))
+        if q.shape[0] != 1 or q.shape[2] != own or k.shape[2] != own:
+            raise ModelError(
+                f"this rank computes {own} tokens of the row but {type(module).__name__} attends with queries "
+                f"{tuple(q.shape)} and keys {tuple(k.shape)} [batch, heads, tokens, head size]"
+            )
+        # on a GPU every kernel computes in this dtype; on a CPU some read fp32 queries and keys under autocast
+        on_cpu, before = q.device.type == "cpu", [x.dtype for x in (q, k, v)]
+        dtype = torch.promote_types(torch.promote_types(*before[:2]), before[2]) if on_cpu else self.computes(q, v)
+        q, k, v = self.part.to_heads(q.to(dtype), k.to(dtype), v.to(dtype))
+        if on_cpu:
+            q, k, v = (x.to(kind) for x, kind in zip((q, k, v), before, strict=True))
+        out, _ = super().__call__(module, q, k, v, mask, *args, **options)
+        return self.part.to_tokens(out), None
+
+
+def heads_refused(who: str, heads: int, ranks: int) -> str:
+    allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+    return (
+        f"sequence_parallel = {ranks} does not divide the {heads} attention heads of {who}, each of which is computed "
+        f"on one rank. Use a divisor: {allowed}."
+    )
+
+
+# --------------------------------------------------------------------------------------------- collectives
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows: ``sent[r]`` of them to rank r, ``received[r]`` from it. The backward pass sends the gradients
+    back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(x, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+    return out
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, where: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(where)
+        out = own.new_zeros((count, *own.shape[1:]))
+        out[where] = own.detach()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (where,) = ctx.saved_tensors
+        return grad[where], None, None, None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        out = x.detach().clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None

@@ -1,0 +1,185 @@
+"""Cases for trainers whose ranks divide the tokens of a row (``sequence_parallel``).
+
+Ranks and a trainer on one rank run the same case. Their gradients, steps and outputs must agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rlhf.interfaces import Loss, ModelSpec
+from rlhf.ops.batch import Batch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlhf_testing.rank_batches import apart, batch, shares, spec
+from rlhf_testing.rank_processes import Ranks
+from rlhf_testing.suite_losses import SequenceLoss, TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
+
+MODELS: dict[str, dict[str, Any]] = {
+    "one key head": {"heads": 4, "kv_heads": 1},
+    "three key heads": {"heads": 6, "kv_heads": 3, "head_dim": 8},
+    "window and softcap": {"architecture": "gemma2", "sliding_window": 8},
+    "experts": {
+        "architecture": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "tied": False,
+    },
+    "three heads": {"heads": 3, "kv_heads": 3, "head_dim": 8},
+}  # fmt: skip
+"""Models besides ``model`` and ``critic``; the last one is refused on two ranks."""
+
+
+@dataclass(frozen=True)
+class Case:
+    path: str = "model"
+    loss: Loss = field(default_factory=TokenLoss)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer on any number of ranks."""
+    of_role: dict[str, Any] = field(default_factory=dict)
+    """Of the :class:`ModelSpec`."""
+    budget: int = 40
+
+    @property
+    def head(self) -> str:
+        return "scalar" if self.path == "critic" else "lm"
+
+    def spec(self, of: ModelSpec, folder: Path) -> ModelSpec:
+        return replace(of, role=replace(of.role, head=self.head), path=str(folder / self.path), **self.of_role)
+
+    def micros(self, number: int, groups: int) -> list[list[Batch]]:
+        """[group of ranks][micro-batch]."""
+        whole = batch(number, self.loss)
+        tokens = torch.tensor(whole.tokens_per_unit(), dtype=torch.float32)
+        return shares(whole.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups, self.budget)
+
+
+CASES = {
+    "tokens": Case(),
+    "checkpointing": Case(of_role={"gradient_checkpointing": True}, options={"logits_chunk": 500}),
+    "adapters": Case(options={"lora": {"rank": 4}}, loss=SequenceLoss()),
+    "one key head": Case("one key head", loss=SequenceLoss()),
+    "critic": Case("critic", loss=ValueLoss()),
+    "three key heads": Case("three key heads"),
+    "window and softcap": Case("window and softcap"),
+    "experts": Case("experts", options={"aux_loss_coef": 0.1}),
+    "recomputed adapters": Case(options={"lora": {"rank": 4}}, of_role={"gradient_checkpointing": True}),
+    "prefixes computed again": Case(options={"shared_prefixes": False}),
+    "short rows": Case(budget=1),
+    "bf16": Case(of_role={"dtype": "bf16"}),
+}
+IN_EVERY_RUN = ("tokens", "checkpointing", "adapters", "one key head")
+"""The cases of ``make test``; the others are for ``make test-all``."""
+
+
+def make_models(folder: Path, names: Sequence[str] = tuple(MODELS)) -> None:
+    for name in names:
+        tiny_model(folder / name, std=0.2, **MODELS[name])
+
+
+Make = Callable[..., Any]
+"""``make(spec, **options)``: a trainer."""
+
+
+def run_case(name: str, make: Make, of: ModelSpec, folder: Path, parts: int) -> dict[str, Any]:
+    """The numbers of a rank whose rows are divided over ``parts`` ranks. Rank 0 writes the gradients of the first step
+    to ``FOLDER/parts-PARTS-NAME.safetensors``."""
+    case = CASES[name]
+    one = make(case.spec(of, folder), sequence_parallel=parts, **case.options)
+    groups = of.world_size // parts
+    gradients, numbers = measured(one, lambda number: case.micros(number, groups)[of.rank // parts], case.loss)
+    if of.rank == 0:
+        save_file({name: g.contiguous() for name, g in gradients.items()}, folder / f"parts-{parts}-{name}.safetensors")
+    return numbers | {"share": one.facts().ranks_per_share}
+
+
+def run_cases(make: Make, names: Sequence[str] = ("tokens", "adapters", "short rows")) -> None:
+    """The program of one of four ranks (:class:`rlhf_testing.rank_processes.Ranks`): rows are divided over two of them,
+    and over all four. Ends this process."""
+    rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    found = {
+        f"parts-{parts}-{name}": run_case(name, make, spec(folder, rank, ranks, port), folder, parts)
+        for parts in (2, ranks)
+        for name in names
+    }
+    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def check_case(name: str, make: Make, ranks: Ranks, parts: int, within: float = 1e-5) -> None:
+    """Compare :func:`run_case` on ``ranks`` with ``make``'s trainer on one rank, which gets the same micro-batches."""
+    case, groups = CASES[name], ranks.ranks // parts
+    one = make(case.spec(spec(ranks.folder, head=case.head), ranks.folder), **case.options)
+    gradients, want = measured(one, lambda number: [m for g in case.micros(number, groups) for m in g], case.loss)
+    assert apart(ranks.tensors(f"parts-{parts}-{name}"), gradients) < within
+    found = ranks(f"parts-{parts}-{name}")
+    assert {rank.pop("share") for rank in found} == {parts}
+    check(found, want, parts, within)
+
+
+def measured(
+    one: Any, micros: Callable[[int], list[Batch]], loss: Loss, steps: int = 2
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(gradients of the first step, numbers of this rank and of all) of a trainer.
+
+    Args:
+        micros: the micro-batches of this rank for a step.
+    """
+    first = one.accumulate(micros(0), loss, {}, {})
+    gradients = one.gradients()
+    one.zero_grad()
+    outputs = [output for output in loss.outputs() if isinstance(output, str)]
+    scores = [{name: value.tolist() for name, value in found.items()} for found in one.forward(micros(0), outputs)]
+    evaluated = one.evaluate(micros(0), loss, {}, {})
+    results = [one.update(micros(number), loss, {}, {})[1] for number in range(steps)]
+    numbers = {
+        "first": {name: list(value) for name, value in first.items()},
+        "evaluated": {name: list(value) for name, value in evaluated.items()},
+        "scores": scores,
+        "norms": [result.grad_norm for result in results],
+    }
+    return gradients, numbers
+
+
+def kept_bytes(one: Any, micros: Sequence[Batch], loss: Loss) -> int:
+    """Bytes that ``accumulate`` keeps for the backward pass, each storage once, without those of weights (tensors with
+    the shape of a weight)."""
+    weights = {tuple(sorted(p.shape)) for p in one.module.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tuple(sorted(tensor.shape)) not in weights:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        one.accumulate(micros, loss, {}, {})
+    return sum(storages.values())
+
+
+def check(found: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, within: float = 1e-5) -> None:
+    """Raises AssertionError unless the numbers of all ranks are those of one rank.
+
+    Args:
+        found: of each rank.
+        want: of the trainer on one rank.
+        ranks: ranks that divide rows. The losses of their groups add up; each group scores a part of the micro-batches.
+    """
+    firsts = found[::ranks]
+    for number, rank in enumerate(found):
+        assert rank == firsts[number // ranks], "the ranks of a group return the same"
+        assert torch.allclose(torch.tensor(rank["norms"]), torch.tensor(want["norms"]), rtol=10 * within)
+    for kind in ("first", "evaluated"):
+        for name, sums in want[kind].items():
+            added = torch.tensor([[r[kind][name] for r in firsts]]).sum(1)
+            assert torch.allclose(added, torch.tensor(sums), rtol=10 * within, atol=10 * within), (kind, name)
+    if len(firsts) == 1:
+        for got, other in zip(firsts[0]["scores"], want["scores"], strict=True):
+            for name, values in other.items():
+                assert torch.allclose(torch.tensor(got[name]), torch.tensor(values), rtol=within, atol=10 * within)
