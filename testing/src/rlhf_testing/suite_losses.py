@@ -63,6 +63,21 @@ class SequenceLoss(Loss):
         return LossOutput({"ratio": -ratio_S, "margin": -margin_S})
 
 
+class NllLoss(Loss):
+    """Mean negative log-prob."""
+
+    name = "suite_nll"
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        return ("logprobs",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {"nll": Reduce("token_mean")}
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        return LossOutput({"nll": -x["logprobs"]})
+
+
 class ValueLoss(Loss):
     """Squared distance of a scalar head's values."""
 

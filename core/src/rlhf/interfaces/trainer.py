@@ -60,6 +60,8 @@ class ModelSpec:
     """``fp32`` | ``bf16``: number format of the weights. A trained role that is stored in ``bf16`` has fp32 masters in
     its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets
     ``fp32`` only."""
+    images: bool = False
+    """The run's data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from rlhf.errors import ConfigError, did_you_mean
 from rlhf.interfaces.component import ComponentConfig
 from torch import Tensor, nn
 
+from rlhf_modeling.images.architecture import vision_prefixes
+
 NAME = "default"
 WHOLE = "model"
 
@@ -35,6 +37,8 @@ class LoraOptions(ComponentConfig):
     targets: tuple[str, ...] | None = None
     """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
     that are slices of one tensor are not linear layers."""
+    vision: bool = False
+    """Image-text models: layers of the vision tower and its projector get adapters too."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the input of an adapter, in training."""
     use_rslora: bool = False
@@ -59,7 +63,9 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         import peft
     except ImportError:
         raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'") from None
-    wanted = matching([name for name, _ in adaptable(module, head)], options.targets, type(module).__name__)
+    wanted = matching(
+        [name for name, _ in adaptable(module, head, options.vision)], options.targets, type(module).__name__
+    )
     whole = nn.Module()  # without a config: with one, peft renames these targets for some mixtures of experts
     whole.add_module(WHOLE, module)
     config = peft.LoraConfig(
@@ -76,10 +82,13 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         peft.inject_adapter_in_model(config, whole, adapter_name=NAME)
 
 
-def adaptable(module: nn.Module, head: nn.Module | None) -> list[tuple[str, nn.Linear]]:
-    """(name, layer) of every linear layer except the head. Experts that are slices of one tensor do not count, nor do
-    routers that subclass a linear layer and return choices."""
+def adaptable(module: nn.Module, head: nn.Module | None, vision: bool = False) -> list[tuple[str, nn.Linear]]:
+    """(name, layer) of every linear layer except the head; without ``vision``, except those of a vision tower and its
+    projector too. Experts that are slices of one tensor do not count, nor do routers that subclass a linear layer and
+    return choices."""
+    outside = () if vision else vision_prefixes(module)
     linear = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    linear = [(name, m) for name, m in linear if not outside or not name.startswith(outside)]
     return [(name, m) for name, m in linear if "Router" not in type(m).__name__]
 
 

@@ -29,6 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
+from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 
@@ -89,12 +90,12 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
     """
     AttentionInterface.register(NAME, _attention)
-    cause: Exception | None = None
+    part, cause = _attending(model), None
     try:
-        model.set_attn_implementation(NAME)
+        part.set_attn_implementation(NAME)
     except ValueError as refused:
         cause = refused
-    if cause is not None or model.config.get_text_config()._attn_implementation != NAME:
+    if cause is not None or part.config.get_text_config()._attn_implementation != NAME:
         raise ModelError(
             f"{type(model).__name__} does not take an attention function through transformers' AttentionInterface"
         ) from cause
@@ -102,11 +103,18 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 def use_attention(model: PreTrainedModel, name: str) -> bool:
     """Give ``model`` an attention function of transformers. Returns whether its class accepts one after loading."""
+    part = _attending(model)
     try:
-        model.set_attn_implementation(name)
+        part.set_attn_implementation(name)
     except ValueError:
         return False
-    return model.config.get_text_config()._attn_implementation == name
+    return part.config.get_text_config()._attn_implementation == name
+
+
+def _attending(model: PreTrainedModel) -> PreTrainedModel:
+    """The part whose attention is chosen: a vision tower keeps its own."""
+    part: PreTrainedModel = model.get_decoder() if has_vision(model) else model
+    return part
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Any:

@@ -20,7 +20,7 @@ LEARNING = frozenset(
     {
         "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef", "optimizer", "muon_lr",
-        "muon_momentum", "export_masters",
+        "muon_momentum", "export_masters", "freeze_vision",
     }
 )  # fmt: skip
 """Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""
@@ -42,6 +42,11 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
         raise ConfigError(
             f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
             "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
+        )
+    if config.kernels == "liger" and spec.images:
+        raise ConfigError(
+            "trainer.kernels = 'liger' was not compared with image-text models, whose positions have several axes: "
+            "leave it out."
         )
     if spec.role.trained and spec.total_updates:
         Schedule(config, spec.total_updates)

@@ -50,6 +50,9 @@ class TrainingConfig(ComponentConfig):
     average. Default: no average."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Default: train all weights."""
+    freeze_vision: bool = False
+    """Image-text models: do not train the vision tower and the projector behind it. Adapters never do, unless
+    ``lora.vision`` is set."""
     neftune_alpha: float | None = Field(None, gt=0)
     """NEFTune's alpha (Jain et al. 2023, arXiv:2310.05914, who use 5 to 15): in training, uniform noise of size alpha /
     sqrt(number of elements of a sequence's embeddings) is added to the embeddings. Default: no noise."""
@@ -88,6 +91,11 @@ class TrainingConfig(ComponentConfig):
             raise ValueError(
                 "export_masters does not go with lora: only the adapters have masters, the model that they are merged "
                 "into has none. Leave one of them out."
+            )
+        if self.freeze_vision and self.lora is not None:
+            raise ValueError(
+                "freeze_vision has no effect with lora, which trains adapters only, of the text part unless "
+                "lora.vision is set: leave it out"
             )
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError(

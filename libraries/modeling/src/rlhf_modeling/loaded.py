@@ -19,18 +19,22 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from rlhf.errors import ModelError
+from rlhf.errors import ModelError, TrainingError
 from rlhf.ops.heads import OutputHead, shape_logits
 from rlhf.ops.prefixes import Shared, share_prefixes
+from rlhf.types import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import attend_with, packed
+from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.stored import fp32_head
 from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
 
 Layout = Literal["shared", "packed", "alone"]
+Images = Sequence[tuple[Image, ...]]
+"""The images of each sequence, in order; empty if no sequence has one."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,13 @@ class LoadedModel:
     comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
     part: Part | None = None
     """This rank's part of the latest row; None if rows are whole."""
+    images: ImageInputs | None = None
+    """Set where the model reads images."""
+    no_images: str = "reads text only"
+    """Why it does not."""
+    images_anywhere: Callable[[bool], bool] | None = None
+    """Given whether this rank's call has images, returns whether any rank's has. Set where all ranks must compute the
+    vision tower if one does."""
 
     @property
     def vocabulary(self) -> int:
@@ -88,30 +99,36 @@ class LoadedModel:
 
     # ------------------------------------------------------------------------------------- hidden states
 
-    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int]) -> Tensor:
+    def hidden(self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], images_B: Images = ()) -> Tensor:
         """[N, H] of sequences that lie one after another."""
-        hidden_MH, place_N = self.compute(ids_N, position_N, lens, share=False)
+        hidden_MH, place_N = self.compute(ids_N, position_N, lens, False, images_B)
         return hidden_MH if place_N is None else hidden_MH[place_N]
 
     def compute(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
     ) -> tuple[Tensor, Tensor | None]:
         """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
         ranks, only the hidden states of :attr:`part`.
 
         Args:
             share: compute common prefixes once, where the layout is ``shared``.
+            images_B: the images of each sequence; empty: there are none.
+
+        Raises TrainingError where there are images and the model does not read them.
         """
+        if images_B and self.images is None:
+            raise TrainingError(f"a batch has images, but {type(self.module).__name__} {self.no_images}")
         calls = self._calls(lens)
         extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
         if len(calls) == 1 and not extra:
-            return self._call(ids_N, position_N, lens, share)
+            return self._call(ids_N, position_N, lens, share, images_B)
         starts = [0, *accumulate(lens)]
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
             where = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
-            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share)
+            images_C = [images_B[b] for b in call] if images_B else ()
+            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share, images_C)
             own_C = torch.arange(len(where), device=ids_N.device) if place_C is None else place_C
             place_N[where] = rows + own_C
             parts.append(hidden_CH)
@@ -133,8 +150,14 @@ class LoadedModel:
         return [found[kind] for kind in sorted(found)]
 
     def _call(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool
+        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
     ) -> tuple[Tensor, Tensor | None]:
+        own = any(images_B)
+        anywhere = own if self.images_anywhere is None else self.images_anywhere(own)
+        if self.images is not None and anywhere:
+            if self.divided_over is not None:
+                raise TrainingError("a batch has images, but rows are divided over ranks: set sequence_parallel = 1")
+            return self._call_with_images(self.images, ids_N, position_N, lens, images_B, blank=not own), None
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
@@ -165,6 +188,34 @@ class LoadedModel:
         with attend_with(PartAttention(part, lens, shared, self.attention)):
             out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
         return out.last_hidden_state[0], None if shared is None else shared.place_N
+
+    def _call_with_images(
+        self,
+        inputs: ImageInputs,
+        ids_N: Tensor,
+        position_N: Tensor,
+        lens: Sequence[int],
+        images_B: Images,
+        blank: bool,
+    ) -> Tensor:
+        """[N, H]. Prefixes are not shared, because equal tokens may stand for different images.
+
+        Args:
+            blank: another rank has images, and this one has none.
+        """
+        row = inputs.row(ids_N, position_N, lens, images_B, blank)
+        self.computing = row.lens
+        with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.placed(row):
+            if self.layout == "alone":
+                out = self.body(**row.as_rows(len(lens)), use_cache=False)
+                return out.last_hidden_state.flatten(0, 1)
+            bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
+            with packed(row.lens, None, self.attention):
+                out = self.body(**row.arguments, use_cache=False, **bounds)
+        hidden_NH: Tensor = out.last_hidden_state[0]
+        if blank:
+            hidden_NH = hidden_NH[: len(ids_N)] + 0.0 * hidden_NH[len(ids_N) :].sum(0)
+        return hidden_NH
 
     # -------------------------------------------------------------------------------------------- logits
 

@@ -158,7 +158,7 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
     if not names:
         return 0
     try:
-        module = skeleton(spec.path, spec.trust_remote_code)
+        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
     except Exception:  # any exception: the config may have any content
         return 0
     found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}

@@ -12,13 +12,13 @@ from rlhf.seeds import derive_seed
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
 )
 
 from rlhf_modeling.adapters import LoraOptions, add_adapters, saved_modules
+from rlhf_modeling.images.architecture import classifier, has_vision, language_model, require_images
 from rlhf_modeling.kernels import Kernels, use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import EXPECTED, quiet, read
@@ -95,9 +95,10 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     Args:
         config: the model's.
 
-    Raises ModelError where the model is of another kind than the role, and where a role that is not trained would get a
-    fresh head: nothing would ever train it.
+    Raises ModelError where the model is of another kind than the role, reads no images though the run has some, and
+    where a role that is not trained would get a fresh head: nothing would ever train it.
     """
+    require_images(spec, config)
     kind, outputs, architectures = spec.role.head, _outputs(spec.role.head), config.architectures or ()
     classifies = [a for a in architectures if "Classification" in a]
     if outputs is None:
@@ -106,7 +107,7 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
                 f"the model {spec.path!r} of role {spec.role.name!r} is a {classifies[0]}, which writes no text, but "
                 "the role needs a language model. Name the language model that it was made from."
             )
-        return AutoModelForCausalLM, False
+        return language_model(config, spec.images), False
     if classifies and config.num_labels != outputs:
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} has {config.num_labels} labels, but the role's head "
@@ -118,7 +119,7 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
             f"which has no trained {kind!r} head, and this run does not train the role: its output would be random. "
             f"Name a sequence-classification model with {outputs} label{'s' * (outputs != 1)}."
         )
-    return _classification(architectures), not classifies
+    return classifier(config, spec.images) or _classification(architectures), not classifies
 
 
 def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool) -> None:
@@ -143,7 +144,8 @@ def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_
 def _learned_positions(module: PreTrainedModel) -> int | None:
     """Number of learned positions: rows of the second embedding table (OPT's has two extra rows)."""
     positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    tables = (m for m in module.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
+    text = module.get_decoder() if has_vision(module) else module
+    tables = (m for m in text.modules() if isinstance(m, nn.Embedding) and m is not module.get_input_embeddings())
     sizes = {int(table.num_embeddings) for table in tables}
     return positions if positions and sizes & {positions, positions + 2} else None
 

@@ -64,10 +64,11 @@ def set_exported_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def exporting(module: PreTrainedModel) -> Iterator[None]:
-    """Write the config without the name of our attention, which other programs do not know, and without a progress
-    bar."""
-    name = module.config._attn_implementation
-    module.config._attn_implementation = None
+    """Write the config without the names of attention functions, of which other programs do not know ours, and without
+    a progress bar."""
+    parts = [module.config, *(getattr(module.config, name, None) for name in module.config.sub_configs)]
+    chosen = [(config, config._attn_implementation) for config in parts if config is not None]
+    module.config._attn_implementation = None  # and of all parts
     # transformers imports DeepSpeed where it is installed, which warns if the variable is not set
     told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
     if not told:
@@ -76,7 +77,8 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
         with quiet():
             yield
     finally:
-        module.config._attn_implementation = name
+        for config, name in chosen:  # a vision tower has another one
+            config._attn_implementation_internal = name
         if not told:
             os.environ.pop("DS_ACCELERATOR", None)
 

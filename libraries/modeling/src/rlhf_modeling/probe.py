@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import use_attention, use_packed_attention
+from rlhf_modeling.images.check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.logit_scale import find_logit_scale
 from rlhf_modeling.noise import noise_settings
@@ -52,6 +53,7 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
     finite or depends on later tokens, or the logits are not those of the head, scaled and capped.
     """
     loaded.layout, loaded.boundaries, loaded.notes = "alone", False, ()
+    attach_images(loaded, spec)
     use_attention(loaded.module, "eager")
     with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
         rows = probe_rows(loaded)
@@ -81,9 +83,14 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
                 "cap; its log-probs would be wrong here, so it is refused."
             )
+        seen = _image_truth(loaded, rows)
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))
+        if seen is not None:
+            _check_images(loaded, rows, seen)
+    if spec.images and loaded.images is None:
+        raise ModelError(f"the data have images, but {_who(loaded, spec)} {loaded.no_images}.")
     if in_bf16(loaded.module):
         _require_storage(loaded, spec, rows[0])
     _write_notes(loaded, spec, why)
@@ -187,15 +194,46 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
         )
 
 
+def _image_truth(loaded: LoadedModel, rows: list[Tensor]) -> Tensor | None:
+    """fp32 [T, H] of a sequence with an image, by the model's own forward pass; None where it reads none."""
+    if loaded.images is None:
+        return None
+    try:
+        return own_statement(loaded, *image_sequence(loaded, rows))
+    except Exception as cause:  # any exception: the model's code is not ours
+        loaded.images, loaded.no_images = None, f"cannot be computed with images by transformers ({_said(cause)})"
+        return None
+
+
+def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
+    """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
+    try:
+        found = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
+        share = max(_share_off(got_TH, want_TH) for got_TH in found)
+        why = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+    except Exception as cause:  # any exception: the model's code is not ours
+        why = _said(cause)
+    if why:
+        loaded.images = None
+        loaded.no_images = (
+            f"cannot be computed with images here, causally and packed ({why}). Models whose image tokens attend in "
+            "both directions, such as Gemma 3, are among these"
+        )
+
+
 def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:
     """What is wrong with ``compute`` under packed attention; empty where it is correct."""
     try:
         use_packed_attention(loaded.module)
         share = _share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
-        said = str(cause).split("\n")[0]
-        return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
+        return _said(cause)
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
+
+
+def _said(cause: Exception) -> str:
+    said = str(cause).split("\n")[0]
+    return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
 
 
 @contextmanager

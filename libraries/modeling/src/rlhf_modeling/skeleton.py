@@ -10,40 +10,48 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.errors import CapabilityError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ModelSpec
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import INDEX, model_folder
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
+from rlhf_modeling.images.architecture import has_vision, language_model
 from rlhf_modeling.model import model_class, require_weights
 from rlhf_modeling.pretrained import quiet, read
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
-    """Refuse adapters for a model without linear layers, names of modules that the model lacks, and the experts'
-    auxiliary loss for one without experts.
+    """Refuse adapters for a model without linear layers, names of modules that the model lacks, options of a vision
+    tower for a model without one, and the experts' auxiliary loss for one without experts.
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
     """
-    if not spec.role.trained or not (config.lora or config.aux_loss_coef):
+    lora = config.lora
+    if not spec.role.trained or not (lora or config.aux_loss_coef or config.freeze_vision):
         return
     try:
-        module = skeleton(spec.path, spec.trust_remote_code)
+        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
     except Exception:  # any exception: the config may have any content
         return
-    if config.lora is not None:
+    for name, used in (("freeze_vision", config.freeze_vision), ("lora.vision", lora is not None and lora.vision)):
+        if used and not has_vision(module):
+            raise ConfigError(
+                f"trainer.{name}: {type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) has no vision "
+                "tower. Leave it out."
+            )
+    if lora is not None:
         head = module.get_output_embeddings()
-        linear = [name for name, _ in adaptable(module, head if isinstance(head, nn.Module) else None)]
-        wanted = matching(linear, config.lora.targets, type(module).__name__)
+        linear = [name for name, _ in adaptable(module, head if isinstance(head, nn.Module) else None, lora.vision)]
+        wanted = matching(linear, lora.targets, type(module).__name__)
         own_head = None if spec.role.head == "lm" else head
-        saved_modules(module, config.lora.modules_to_save or (), own_head, wanted)
+        saved_modules(module, lora.modules_to_save or (), own_head, wanted)
     if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
         raise CapabilityError(
             f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
@@ -52,12 +60,17 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
 
 
 @cache
-def skeleton(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model that ``config.json`` describes, on the meta device. Raises what transformers does."""
+def skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -> PreTrainedModel:
+    """The language model that ``config.json`` describes, on the meta device. Raises what transformers does.
+
+    Args:
+        images: the run has images.
+    """
     place = model_folder(path, code=trust_remote_code)
     config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     with torch.device("meta"), quiet():
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        auto = language_model(config, images)
+        module: PreTrainedModel = auto.from_config(config, trust_remote_code=trust_remote_code)
     return module
 
 

@@ -29,6 +29,7 @@ from rlhf_modeling.ema import SecondValues
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
+from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import arithmetic, default_micro_tokens, saved_parameters, trainer_memory, whole_storage
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
@@ -97,6 +98,9 @@ class PackedTrainer(LendsHead, Trainer):
         if spec.role.trained and self.config.lora is not None:
             own_head = loaded.head if loaded.kind != "lm" else None
             train_adapters_only(self.module, own_head, self.config.lora.modules_to_save)
+        if spec.role.trained and self.config.freeze_vision:
+            for name in vision_parameters(self.module):
+                self.module.get_parameter(name).requires_grad_(False)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
         self.parameters: dict[str, nn.Parameter] = trained
         """{name: trained parameter}; of a frozen role, all parameters."""
@@ -167,7 +171,7 @@ class PackedTrainer(LendsHead, Trainer):
         resolved = [self._head(o) for o in outputs]
         results = []
         with self._view("live" if view == self.current_view else view):
-            for micro in micros:
+            for micro in self._with_pixels(micros):
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
                 results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
@@ -182,7 +186,7 @@ class PackedTrainer(LendsHead, Trainer):
         parts = []
         self.module.train()
         try:
-            for number, micro in enumerate(micros):
+            for number, micro in enumerate(self._with_pixels(micros)):
                 last = number == len(micros) - 1
                 parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
@@ -195,7 +199,7 @@ class PackedTrainer(LendsHead, Trainer):
         over = over_mask(loss)
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
-        for micro in micros:
+        for micro in self._with_pixels(micros):
             batch = micro.to(self.device)
             with self.balance.watched() if self.balance is not None else nullcontext():
                 values = self._outputs(batch, resolved)
@@ -237,6 +241,14 @@ class PackedTrainer(LendsHead, Trainer):
                 self._bad_loss = self._bad_loss or f"non-finite loss ({sums['loss'][0]}) of {loss.name!r}"
             self._backward(total, last)
         return sums
+
+    def _with_pixels(self, micros: Sequence[Batch]) -> Iterator[Batch]:
+        """``micros``. While one is computed, a thread computes the pixels of the next one's images."""
+        for number, micro in enumerate(micros):
+            if self.loaded.images is not None:
+                for near in micros[number : number + 2]:
+                    self.loaded.images.pixels.start(image for images in near.images_B for image in images)
+            yield micro
 
     def _backward(self, total: Tensor, last: bool) -> None:
         """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""

@@ -17,6 +17,7 @@ from zero_pair_names import ONLY_FULL  # noqa: E402
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    from rlhf_testing.image_models import tiny_image_model
     from rlhf_testing.tiny import tiny_model
     from rlhf_testing.tiny_architectures import tiny_architecture
 
@@ -26,6 +27,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
     make_models(folder)
     tiny_architecture(folder / "recurrent", "qwen3_next")
+    tiny_image_model(folder / "images", "qwen3_vl")
     one_rank_checkpoint(folder)
     full = any(item.get_closest_marker("full") for item in request.session.items if item.path.parent == HERE)
     left_out = () if full else [f"-{case}" for case in ONLY_FULL]

@@ -18,13 +18,14 @@ from rlhf.ops.batch import Batch
 from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.image_batches import image_batch, image_shares
+from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
 from rlhf_testing.token_parts import IN_EVERY_RUN, check_case
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero_cases import STEPS, apart, batch, shares, spec, trainer
-from zero_pair_names import ONLY_FULL, STAGES, VARIANTS
+from zero_pair_names import IMAGES, ONLY_FULL, STAGES, VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +98,22 @@ def test_gradients_and_five_steps(ranks, reference, stage):
     average = {n: t.clone() for n, t in reference.trainer.weights("ema")}
     assert apart(load_file(ranks.folder / f"average-{stage}.safetensors"), average) < 1e-4
     assert apart(average, reference.weights) > 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", IMAGES)
+def test_images_that_one_rank_has(ranks, variant):
+    found, path = ranks(f"images-{variant}"), ranks.folder / "images"
+    options = {"lr": 1e-3, "device": "cpu", **{k: v for k, v in IMAGES[variant].items() if k != "stage"}}
+    one = TorchTrainer(TorchTrainer.Config(**options), replace(spec(ranks.folder), path=str(path), images=True))
+    micros = image_shares(image_batch(path, "qwen3_vl"), 1)[0]
+    one.accumulate(micros, NllLoss(), {}, {})
+    assert apart(ranks.tensors(f"gradients-images-{variant}"), one.gradients()) < GRADIENT
+    one.zero_grad()
+    norms = [one.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+    assert [rank["norms"] for rank in found] == [pytest.approx(norms)] * 2
+    assert apart(ranks.tensors(f"weights-images-{variant}"), dict(one.weights())) < 1e-4
+    assert all(rank["resumed"] for rank in found)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from rank_case import FOLDER, PORT, RANK, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import RlhfError, WorkerError
-from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.image_batches import image_batch, image_shares
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
 from rlhf_testing.token_parts import run_case
 from safetensors.torch import save_file
 from zero_cases import STEPS, batch, shares, spec, trainer
-from zero_pair_names import DORA, PARTS_STAGE, STAGES, VARIANTS
+from zero_pair_names import DORA, IMAGES, PARTS_STAGE, STAGES, VARIANTS
 
 CASES: Cases = {}
 case = adder(CASES)
@@ -90,6 +91,25 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
+
+
+for images, image_options in IMAGES.items():
+
+    @case(f"images-{images}")
+    def with_images(options: dict[str, Any] = image_options, images: str = images) -> Any:
+        """Gradients of the first step and three steps, where one rank has images and the other none."""
+        path = FOLDER / "images"
+        own = image_shares(image_batch(path, "qwen3_vl"), 2)[RANK]
+        one = trainer(replace(here(), path=str(path), images=True), **options)
+        one.accumulate(own, NllLoss(), {}, {})
+        keep(f"gradients-images-{images}", one.gradients())
+        one.zero_grad()
+        done = [one.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+        keep(f"weights-images-{images}", held(one))
+        one.save(FOLDER / f"images-{images}")
+        other = trainer(replace(here(), path=str(path), images=True), **options)
+        other.load(FOLDER / f"images-{images}")
+        return {"norms": done, "resumed": same(held(one), held(other))}
 
 
 @case("base")

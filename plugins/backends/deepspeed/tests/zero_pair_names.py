@@ -33,6 +33,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Options added to those of the cases ``equal-STAGE``; ``dtype``, ``storage`` and ``gradient_checkpointing`` are the
 role's."""
 
+IMAGES: dict[str, dict[str, Any]] = {
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "frozen-3": {"stage": 3, "freeze_vision": True, "ema_decay": 0.9},
+}
+"""Options of the cases with an image-text model."""
+
 _SLOW_VARIANTS = (
     "checkpointing-3", "whole-3", "bucket-3", "hpz-3", "host-3", "muon-3", "dora-3", "stored-2", "stored-hpz-3",
     "stored-lora-3",
@@ -40,7 +47,7 @@ _SLOW_VARIANTS = (
 PARTS_STAGE = {"adapters": 2, "one key head": 2, "recomputed adapters": 1, "critic": 0, "experts": 2}
 """The stage of a case of :mod:`rlhf_testing.token_parts`, if it is not 3."""
 ONLY_FULL = (
-    "hpz", "parts-resume", *(f"variant-{name}" for name in _SLOW_VARIANTS),
+    "hpz", "parts-resume", *(f"images-{name}" for name in IMAGES), *(f"variant-{name}" for name in _SLOW_VARIANTS),
     *(f"parts-2-{name}" for name in CASES if name not in IN_EVERY_RUN),
 )  # fmt: skip
 """Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""

@@ -29,6 +29,7 @@ def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rlhf_testing.image_models import tiny_image_model
     from rlhf_testing.tiny import tiny_model
     from rlhf_testing.tiny_architectures import tiny_architecture
 
@@ -38,6 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(folder / "lender", std=0.2, seed=7, hidden=48, heads=4)
     tiny_architecture(folder / "recurrent", "qwen3_next")
     make_models(folder)
+    tiny_image_model(folder / "images", "qwen3_vl")
     one_rank_checkpoint(folder)
     return folder
 

@@ -20,6 +20,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16-checkpointing": {"dtype": "bf16", "gradient_checkpointing": True, "head_fp32": False},
 }
 """Options added to those of the case ``equal``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+IMAGES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "frozen": {"freeze_vision": True, "ema_decay": 0.9},
+    "lora": {"lora": {"rank": 4}},
+}
+"""Options of the cases with an image-text model."""
 OF_ROLE = ("gradient_checkpointing", "dtype")
 
 

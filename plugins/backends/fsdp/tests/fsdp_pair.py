@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_cases import DORA, OF_ROLE, VARIANTS, trainer
+from fsdp_cases import DORA, IMAGES, OF_ROLE, VARIANTS, trainer
 from rlhf.errors import WorkerError
+from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.rank_batches import STEPS, batch, shares, spec
-from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
 from rlhf_testing.token_parts import kept_bytes, run_case
 from safetensors.torch import save_file
@@ -106,6 +107,25 @@ for variant, options in VARIANTS.items():
         done = steps(one, range(3))
         keep(f"weights-{variant}", held(one))
         return {"steps": done}
+
+
+for images, image_options in IMAGES.items():
+
+    @case(f"images-{images}")
+    def with_images(options: dict[str, Any] = image_options, images: str = images) -> Any:
+        """Gradients of the first step and three steps, where one rank has images and the other none."""
+        path = FOLDER / "images"
+        own = image_shares(image_batch(path, "qwen3_vl"), RANKS)[RANK]
+        one = trainer(replace(here(), path=str(path), images=True), **options)
+        one.accumulate(own, NllLoss(), {}, {})
+        keep(f"gradients-images-{images}", one.gradients())
+        one.zero_grad()
+        done = [one.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+        keep(f"weights-images-{images}", held(one))
+        one.save(FOLDER / f"images-{images}")
+        other = trainer(replace(here(), path=str(path), images=True), **options)
+        other.load(FOLDER / f"images-{images}")
+        return {"norms": done, "resumed": same(held(one), held(other))}
 
 
 @case("base")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import VARIANTS, trainer
+from fsdp_cases import IMAGES, VARIANTS, trainer
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.rank_batches import STEPS, apart, batch, shares, spec
-from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
 from rlhf_testing.token_parts import IN_EVERY_RUN, check_case
 from safetensors.torch import load_file
@@ -67,6 +68,22 @@ def test_gradients_and_five_steps(ranks, reference):
     average = {n: t.clone() for n, t in reference.trainer.weights("ema")}
     assert apart(ranks.tensors("average"), average) < 1e-4
     assert apart(average, reference.weights) > 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", IMAGES)
+def test_images_that_one_rank_has(ranks, models, variant):
+    found, path = ranks(f"images-{variant}"), models / "images"
+    options = {"lr": 1e-3, "device": "cpu", **IMAGES[variant]}
+    one = TorchTrainer(TorchTrainer.Config(**options), replace(spec(models), path=str(path), images=True))
+    micros = image_shares(image_batch(path, "qwen3_vl"), 1)[0]
+    one.accumulate(micros, NllLoss(), {}, {})
+    assert apart(ranks.tensors(f"gradients-images-{variant}"), one.gradients()) < GRADIENT
+    one.zero_grad()
+    norms = [one.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+    assert [rank["norms"] for rank in found] == [pytest.approx(norms)] * 2
+    assert apart(ranks.tensors(f"weights-images-{variant}"), dict(one.weights())) < 1e-4
+    assert all(rank["resumed"] for rank in found)
 
 
 def test_scores_evaluation_and_coverage(ranks, reference):

@@ -44,6 +44,11 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
             f"placement.{spec.role.name}.ranks = {-(-spec.world_size // ranks) * ranks}, or another sequence_parallel "
             "(a role's own trainer section may set 1)"
         )
+    if spec.images:
+        raise CapabilityError(
+            f"sequence_parallel = {ranks} divides rows of text, but the data have images, which role "
+            f"{spec.role.name!r} reads in whole rows. Set sequence_parallel = 1."
+        )
     settings = read(spec, "model", AutoConfig.from_pretrained)
     who = " or ".join(settings.architectures or [spec.path])
     heads = getattr(settings.get_text_config(), "num_attention_heads", None)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.errors import CapabilityError
 from rlhf.interfaces import ApplyResult, Loss, Sums, TrainerFacts
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
@@ -23,7 +24,7 @@ from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.sharded import checkpoint
 from rlhf_modeling.sharded.coverage import Coverage
 from rlhf_modeling.sharded.partition import scale
-from rlhf_modeling.sharded.process_group import first_text, total
+from rlhf_modeling.sharded.process_group import first_text, largest, total
 from rlhf_modeling.sharded.weights import ShardedWeights
 
 
@@ -52,6 +53,30 @@ class ShardedTrainer(ShardedWeights):
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         with self._guard("evaluate"):
             return super().evaluate(micros, loss, coef, live)
+
+    def _compute_together(self, divided: bool) -> None:
+        """Let the ranks compute the vision tower together, and call divided layers equally often. Raises
+        CapabilityError where that is not possible for a model with images."""
+        loaded = self.loaded
+        if self.spec.world_size == 1:
+            return
+        if loaded.layout == "alone" or loaded.rope is not None:
+            if self.spec.images:
+                raise CapabilityError(
+                    f"{type(loaded.module).__name__} is computed in a call for each length of sequence, which images "
+                    f"on {self.spec.world_size} ranks do not go with. Use one rank (trainer 'torch'), or another model."
+                )
+            loaded.most_calls = self._most_calls if divided else None
+        elif loaded.images is not None:
+            loaded.images_anywhere = self._images_anywhere
+
+    def _most_calls(self, calls: int) -> int:
+        return int(largest(torch.tensor([calls], device=self.device))[0])
+
+    def _images_anywhere(self, own: bool) -> bool:
+        """Ranks without an image compute a blank one where another rank has some, because a vision tower that is
+        divided, or whose gradients are reduced, needs every rank."""
+        return bool(largest(torch.tensor([int(own)], device=self.device))[0])
 
     def _to_backward(self, total: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """What a rank calls its backward pass with. Every rank must call every backward pass; one whose loss is not

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import Component, ModelSpec, TrainerFacts
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
@@ -25,7 +24,7 @@ from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
-from rlhf_modeling.sharded.process_group import collective, largest
+from rlhf_modeling.sharded.process_group import collective
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
@@ -53,7 +52,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
     Config = DeepSpeedTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},
@@ -91,6 +90,11 @@ class DeepSpeedTrainer(ShardedTrainer):
             raise CapabilityError(
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
                 f"{spec.role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
+            )
+        if config.tensor_parallel > 1 and spec.images:
+            raise CapabilityError(
+                f"tensor_parallel = {config.tensor_parallel} divides layers of text; role {spec.role.name!r} reads "
+                "images. Set tensor_parallel = 1, with stage = 3 to divide the model."
             )
         if config.tensor_parallel > 1:
             settings = read(spec, "model", AutoConfig.from_pretrained)
@@ -131,8 +135,8 @@ class DeepSpeedTrainer(ShardedTrainer):
             if divided:
                 probe(loaded, spec)
                 self.require_packing()
-                if loaded.layout == "alone" or loaded.rope is not None:  # ranks must call layers equally often
-                    loaded.most_calls = self._most_calls
+            if trained or divided:
+                self._compute_together(divided)
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
                 check_liger(loaded, use_liger(self.module))
             require_divisible(loaded, spec, self.config.sequence_parallel)
@@ -147,9 +151,6 @@ class DeepSpeedTrainer(ShardedTrainer):
             self.first = ShardedCopy(self.partition)
         if trained and self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
-
-    def _most_calls(self, calls: int) -> int:
-        return int(largest(torch.tensor([calls], device=self.device))[0])
 
     def facts(self) -> TrainerFacts:
         facts = super().facts()

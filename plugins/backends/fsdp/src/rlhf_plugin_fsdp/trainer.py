@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from rlhf.interfaces import Component, Loss, ModelSpec, Sums
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
@@ -21,7 +20,7 @@ from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
-from rlhf_modeling.sharded.process_group import collective, join, largest
+from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.split import Replicas, Split
 from rlhf_modeling.sharded.trainer import ShardedTrainer
@@ -42,7 +41,7 @@ class FsdpTrainer(ShardedTrainer):
     source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
     Config = FsdpTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact", "images"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}
@@ -81,8 +80,7 @@ class FsdpTrainer(ShardedTrainer):
             outer = {name for name, p in self.parameters.items() if any(p is o for o in outside)}
             divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
             divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
-        if spec.world_size > 1 and (loaded.layout == "alone" or loaded.rope is not None):
-            loaded.most_calls = self._most_calls  # ranks must call layers equally often
+        self._compute_together(divided=True)
         divided = dict(self.module.named_parameters())
         self.parameters = {name: divided[name] for name in self.parameters}
         self.split = Split(Replicas(spec.rank, spec.world_size))
@@ -99,9 +97,6 @@ class FsdpTrainer(ShardedTrainer):
             self.first = ShardedCopy(self.partition)
         if self.config.ema_decay is not None:
             self.average = ShardedEma(self.partition, self.config.ema_decay)
-
-    def _most_calls(self, calls: int) -> int:
-        return int(largest(torch.tensor([calls], device=self.device))[0])
 
     # ------------------------------------------------------------------------------------- forward
 

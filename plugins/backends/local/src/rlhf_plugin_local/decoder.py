@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
+from rlhf.types import Image
 from rlhf.types.arrays import IntArray
 from rlhf_modeling.attention import PackedAttention, attend_with
+from rlhf_modeling.images.architecture import has_vision
+from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.probe import short_lengths
 from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
@@ -31,7 +34,10 @@ class Decoder:
         models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
         _check(models)
         self.config = models[0].config.get_text_config()
+        if has_vision(models[0]):  # a vision tower keeps its attention
+            models = [models[0], *(m for m in models[0].get_decoder().modules() if isinstance(m, PreTrainedModel))]
         self._configs = list({id(m.config): m.config for m in models}.values())
+        self._images: ImageInputs | None = None
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
@@ -39,6 +45,18 @@ class Decoder:
         self.vocabulary = self.config.vocab_size
         self.positions = _positions(self.config)
         """Longest sequence, and the config field with this limit."""
+
+    def read_images(self, inputs: ImageInputs | None) -> None:
+        """Prompts may have images, whose ``inputs`` the trainer's model has."""
+        self._images = inputs
+
+    def require_images(self, i: int) -> None:
+        """Raises ModelError where request ``i`` has images and the model reads none."""
+        if self._images is None:
+            raise ModelError(
+                f"request {i} has images, but {type(self.module).__name__} reads text only here. Use an image-text "
+                "model, through a trainer with the capability 'images'."
+            )
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -62,30 +80,51 @@ class Decoder:
             for c, name in zip(self._configs, attention, strict=True):
                 c._attn_implementation_internal = name
 
-    def prefill(self, prompts: Sequence[IntArray]) -> tuple[Tensor, list[list[LayerKV]]]:
-        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V], and per
-        prompt its keys and values by layer."""
+    def prefill(
+        self, prompts: Sequence[IntArray], images: Sequence[tuple[Image, ...]] = ()
+    ) -> tuple[Tensor, list[list[LayerKV]], list[int]]:
+        """Compute the prompts as one packed row without padding. Returns the logits after each prompt [P, V], per
+        prompt its keys and values by layer, and per prompt the difference between the position of the token that
+        follows and the prompt's length.
+
+        Args:
+            images: the images of each prompt; empty: there are none.
+        """
         lens = [len(p) for p in prompts]
         ids_N = torch.frombuffer(bytearray().join(prompts), dtype=torch.int32).to(self.device, torch.int64)
         position_N = torch.cat([torch.arange(n, device=self.device) for n in lens])
         last_P = torch.tensor(lens, device=self.device).cumsum(0) - 1
         route = PromptAttention(lens, self._windows)
-        logits_PV = self._forward(route, ids_N, position_N, last_P)
+        deltas = [0] * len(lens)
+        if any(images) and self._images is not None:
+            row = self._images.row(ids_N, position_N, lens, images)
+            deltas = row.deltas
+            with self._images.placed(row):
+                logits_PV = self._forward(route, row.arguments, last_P)
+        else:
+            logits_PV = self._forward(route, _row(ids_N, position_N), last_P)
         layers = [[x.split(lens) for x in route.kv[i]] for i in range(self.layers)]
-        return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))]
+        return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))], deltas
 
-    def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, length: int) -> Tensor:
+    def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, delta_S: Tensor, length: int) -> Tensor:
         """Compute one token per row at its position (the largest of a live row is ``length - 1``). Returns logits
-        [S, V]."""
-        return self._forward(StepAttention(cache, position_S, length, self._windows), token_S, position_S, None)
+        [S, V].
 
-    def _forward(self, route: PackedAttention, ids_N: Tensor, position_N: Tensor, keep_P: Tensor | None) -> Tensor:
+        Args:
+            delta_S: what the model adds to positions, because images have fewer positions than tokens.
+        """
+        route = StepAttention(cache, position_S, length, self._windows)
+        return self._forward(route, _row(token_S, position_S + delta_S), None)
+
+    def _forward(self, route: PackedAttention, arguments: dict[str, Tensor], keep_P: Tensor | None) -> Tensor:
         extra = {"logits_to_keep": keep_P} if keep_P is not None and self._keep else {}
         with attend_with(route):
-            out = self.module(
-                input_ids=ids_N[None], position_ids=position_N[None], use_cache=False, return_dict=True, **extra
-            )
+            out = self.module(**arguments, use_cache=False, return_dict=True, **extra)
         return out.logits[0] if keep_P is None or self._keep else out.logits[0, keep_P]
+
+
+def _row(ids_N: Tensor, position_N: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids_N[None], "position_ids": position_N[None]}
 
 
 def check_model(module: PreTrainedModel) -> tuple[int | None, str]:

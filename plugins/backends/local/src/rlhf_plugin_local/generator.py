@@ -45,7 +45,7 @@ class TransformersGenerator(Generator):
     name = "transformers"
     source = "own; Philox uniforms: Salmon et al., SC 2011"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:module", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop"}
+        {"accept:module", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop", "images"}
     )
 
     class Config(ComponentConfig):
@@ -112,6 +112,7 @@ class TransformersGenerator(Generator):
             self._decoder = Decoder(module)
             if getattr(getattr(source, "loaded", None), "layout", "") == "alone":
                 require_agreement(source.module)
+        self._decoder.read_images(getattr(getattr(source, "loaded", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
         self.version = version
         return Proof(version, detail="samples from the trainer's own module: nothing was copied")
@@ -154,6 +155,8 @@ class TransformersGenerator(Generator):
     def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)
         check_request(i, request, decoder.vocabulary)
+        if request.images:
+            decoder.require_images(i)
         need = len(request.ids) + request.sampling.max_new_tokens
         positions, field = decoder.positions
         for limit, what, cure in (

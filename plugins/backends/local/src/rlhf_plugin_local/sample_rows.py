@@ -34,7 +34,7 @@ class Rows:
     """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
     ignored, until compaction or admission reuses it."""
 
-    _MOVED = ("position", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms")
+    _MOVED = ("position", "delta", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms")
 
     def __init__(
         self, size: int, stop_ids: int, vocabulary: int, eos: Sequence[int], decode: Callable, device: torch.device
@@ -49,6 +49,8 @@ class Rows:
         self.clock = 0
         """Decoding steps so far."""
         self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
+        self.delta = zeros(size)
+        """What the model adds to positions (:meth:`~rlhf_plugin_local.decoder.Decoder.step`)."""
         self.stop_ids = zeros(size, stop_ids) - 1
         self.tokens = zeros(size, COLUMNS)
         self.logprobs = zeros(size, COLUMNS, dtype=torch.float32)
@@ -78,7 +80,7 @@ class Rows:
         """Tokens in the cache of the longest live row after the next step."""
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
-    def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]]) -> None:
+    def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]], deltas: Sequence[int]) -> None:
         """Give ``slots`` (free ones first, then new ones) to requests that start."""
         columns, uniforms = self.uniforms.shape[1], []
         for slot, (index, request) in zip(slots, requests, strict=True):
@@ -93,6 +95,7 @@ class Rows:
         where = torch.tensor(slots, device=self.device)
         new = [request for _, request in requests]
         self.position[where] = torch.tensor([len(r.ids) for r in new], device=self.device)
+        self.delta[where] = torch.tensor(deltas, device=self.device)
         self.limit[where] = torch.tensor([r.sampling.max_new_tokens for r in new], device=self.device)
         self.step[where] = 0
         self.alive[where] = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf.types import Finish, GenerationRequest, Turn
+from rlhf.types import Finish, GenerationRequest, Image, Turn
 from rlhf.types.arrays import IntArray
 from torch import Tensor
 
@@ -25,9 +25,12 @@ class _Prompt:
     """A distinct prompt. Its keys, values and logits are kept while requests for it wait."""
 
     ids: IntArray
+    images: tuple[Image, ...] = ()
     waiting: int = 0
     kv: list[LayerKV] | None = None
     logits_V: Tensor | None = None
+    delta: int = 0
+    """Position of the token that follows, minus the number of tokens."""
 
 
 def _need(request: GenerationRequest) -> int:
@@ -55,7 +58,7 @@ class SamplingLoop:
         self.size = min(config.max_batch, len(requests))
         self.prompts: dict[bytes, _Prompt] = {}
         for key, request in zip(self.keys, requests, strict=True):
-            self.prompts.setdefault(key, _Prompt(request.ids)).waiting += 1
+            self.prompts.setdefault(key, _Prompt(request.ids, request.images)).waiting += 1
         stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
         self.rows = Rows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
         self.cache = SlotCache()
@@ -86,7 +89,8 @@ class SamplingLoop:
         if length > self.cache.capacity:
             self._compact()
             self._grow(length, rows.used)
-        logits_SV = self.decoder.step(self.cache, rows.last[: rows.used], rows.position[: rows.used], length)
+        used = rows.used
+        logits_SV = self.decoder.step(self.cache, rows.last[:used], rows.position[:used], rows.delta[:used], length)
         self.work["steps"] += 1
         self.work["row_steps"] += rows.used
         self._take(rows.record(None, logits_SV))
@@ -128,7 +132,7 @@ class SamplingLoop:
         used, holes = self.rows.used, self.rows.holes
         slots = [*holes[:count], *range(used, used + count - len(holes[:count]))]
         self._prefill([self.keys[index] for index, _ in taken])
-        self.rows.admit(slots, taken)
+        self.rows.admit(slots, taken, [self.prompts[self.keys[index]].delta for index, _ in taken])
         length = self.rows.length()
         if self.rows.used > self.cache.slots or length > self.cache.capacity:
             self._grow(length, used)
@@ -165,9 +169,9 @@ class SamplingLoop:
                 packs[-1].append(prompt)
                 room -= len(prompt.ids)
         for pack in packs:
-            logits_PV, kv = self.decoder.prefill([prompt.ids for prompt in pack])
-            for prompt, logits_V, layers in zip(pack, logits_PV, kv, strict=True):
-                prompt.logits_V, prompt.kv = logits_V, layers
+            ids, images = [prompt.ids for prompt in pack], [prompt.images for prompt in pack]
+            for prompt, logits_V, layers, delta in zip(pack, *self.decoder.prefill(ids, images), strict=True):
+                prompt.logits_V, prompt.kv, prompt.delta = logits_V, layers, delta
             self.work["prefill_tokens"] += sum(len(prompt.ids) for prompt in pack)
 
     def _grow(self, length: int, used: int) -> None:

@@ -46,7 +46,17 @@ class TorchTrainer(PackedTrainer):
     source = "AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101)"
     Config = TorchTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"export:module", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact"}
+        {
+            "export:module",
+            "export:tensors",
+            "lend:head",
+            "ema",
+            "bf16",
+            "fp32",
+            "storage:bf16",
+            "resume:exact",
+            "images",
+        }
     )
     learning: ClassVar[frozenset[str]] = LEARNING
     changeable: ClassVar[frozenset[str]] = frozenset({"lr"})

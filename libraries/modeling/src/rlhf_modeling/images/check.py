@@ -1,0 +1,67 @@
+"""Compares, when a model is loaded, packed rows with images with transformers' forward pass of one sequence.
+
+The reference is the model's own statement, with a mask of its own: models whose image tokens attend in both directions
+(Gemma 3) differ from packed attention, which is causal.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.types import Image
+from rlhf_hub.processors import load_processor
+from torch import Tensor
+
+from rlhf_modeling.images.architecture import has_vision
+from rlhf_modeling.images.pixels import joined
+from rlhf_modeling.images.row import ImageInputs
+from rlhf_modeling.loaded import LoadedModel
+
+
+def attach_images(loaded: LoadedModel, spec: ModelSpec) -> None:
+    """Set :attr:`LoadedModel.images` where the model reads images and its folder has an image processor."""
+    loaded.images, loaded.no_images = None, "reads text only"
+    if not has_vision(loaded.module):
+        return
+    try:
+        processor = load_processor(spec.path, spec.trust_remote_code).image_processor
+    except ModelError as cause:
+        loaded.no_images = f"has no processor of images ({cause})"
+        return
+    loaded.images = ImageInputs(loaded.module, loaded.body, processor)
+
+
+def image_sequence(loaded: LoadedModel, rows: list[Tensor]) -> tuple[Tensor, tuple[Image, ...]]:
+    """int64 [T]: text, an image, text."""
+    assert loaded.images is not None
+    blank_T, image = loaded.images.blank
+    front_T, back_T = rows[0], rows[2]
+    ids_T = torch.cat([front_T, blank_T.to(front_T.device), back_T])
+    return ids_T, (image.moved(len(front_T)),)
+
+
+def own_statement(loaded: LoadedModel, ids_T: Tensor, images: tuple[Image, ...]) -> Tensor:
+    """fp32 [T, H]: what the model's own forward pass gives for a sequence with images."""
+    inputs = loaded.images
+    assert inputs is not None
+    kind_1T = (ids_T == inputs.token).int()[None]
+    taken = set(inspect.signature(loaded.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
+    pixels = joined(inputs.pixels.of(images), ids_T.device)
+    out = loaded.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(taken, kind_1T))
+    hidden_TH: Tensor = out.last_hidden_state[0]
+    return hidden_TH.float()
+
+
+def packed_with_text(
+    loaded: LoadedModel, rows: list[Tensor], ids_T: Tensor, images: tuple[Image, ...]
+) -> tuple[Tensor, Tensor]:
+    """fp32 [T, H] of a sequence with images that stands twice among sequences of text, each time."""
+    sequences = [rows[1], ids_T, rows[3], ids_T]
+    lens = [len(s) for s in sequences]
+    position_N = torch.cat([torch.arange(n, device=ids_T.device) for n in lens])
+    hidden_NH = loaded.hidden(torch.cat(sequences), position_N, lens, ((), images, (), images)).float()
+    parts = hidden_NH.split(lens)
+    return parts[1], parts[3]

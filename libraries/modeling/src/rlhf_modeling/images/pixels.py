@@ -1,0 +1,88 @@
+"""Pixels of images, as the image processor in the model's folder computes them."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.types import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+KEPT = 2**30
+"""Bytes of pixels that are kept. Old log-probs, a reference and the update read the same images one after another."""
+
+Pixels = dict[str, Tensor]
+"""What an image processor returns for one image, by the names of the model's arguments. The first dimension of each
+tensor counts images, or parts of them."""
+
+
+class PixelReader:
+    """Pixels by the content of the image file. A thread computes those of the next micro-batch.
+
+    Args:
+        processor: an image processor of transformers.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self._found: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "rlhf-pixels")
+
+    def start(self, images: Iterable[Image]) -> None:
+        """Compute the pixels of ``images`` in the background."""
+        for image in images:
+            if image.data not in self._found:
+                self._found[image.data] = self._thread.submit(self._read, image.data)
+
+    def of(self, images: Sequence[Image]) -> list[Pixels]:
+        """The pixels of each image, on the CPU. Raises TrainingError where a file is no image."""
+        self.start(images)
+        found = []
+        for image in images:
+            self._found.move_to_end(image.data)
+            found.append(self._found[image.data].result())
+        self._forget()
+        return found
+
+    def _read(self, data: bytes) -> Pixels:
+        from PIL import Image as Picture
+
+        try:
+            picture = Picture.open(io.BytesIO(data)).convert("RGB")
+        except OSError as cause:
+            raise TrainingError(f"an image of {len(data)} bytes cannot be read: {cause}") from cause
+        return dict(self.processor(images=[picture], return_tensors="pt"))
+
+    def _forget(self) -> None:
+        """Drop the images that were used longest ago, beyond :data:`KEPT`."""
+        done = {data: future for data, future in self._found.items() if future.done() and not future.exception()}
+        total = sum(_bytes(future.result()) for future in done.values())
+        for data, future in done.items():
+            if total <= KEPT:
+                return
+            total -= _bytes(future.result())
+            del self._found[data]
+
+
+def joined(pixels: Sequence[Pixels], device: torch.device) -> Pixels:
+    """The arguments for several images. Where images have other sizes, tensors are padded with zeros."""
+    return {name: _concatenated([each[name] for each in pixels]).to(device) for name in pixels[0]}
+
+
+def _concatenated(parts: Sequence[Tensor]) -> Tensor:
+    sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
+    padded = []
+    for part in parts:
+        lacking = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+        padded.append(F.pad(part, [n for more in reversed(lacking) for n in (0, more)]) if any(lacking) else part)
+    return torch.cat(padded)
+
+
+def _bytes(pixels: Pixels) -> int:
+    return sum(tensor.nbytes for tensor in pixels.values())

@@ -1,0 +1,212 @@
+"""What a row of packed sequences with images passes to an image-text model.
+
+Shape suffixes: N tokens of the row, T tokens of one sequence, B sequences.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from rlhf.errors import TrainingError
+from rlhf.types import Image
+from torch import Tensor, nn
+
+from rlhf_modeling.images.pixels import PixelReader, Pixels, joined
+
+BLANK = 32
+"""Height and width in pixels of the image that stands for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Of one image."""
+
+    sequence: int
+    """Number of its sequence in the row."""
+    placeholders: int
+    """Tokens whose embeddings its features replace."""
+    parts: int
+    """Parts that the image processor divided it into."""
+
+
+@dataclass(slots=True)
+class Row:
+    arguments: dict[str, Tensor]
+    """``input_ids`` [1, N], ``position_ids`` ([1, N], or [4, 1, N] where positions have three axes: text, time, height,
+    width) and the pixels."""
+    lens: list[int]
+    """Of its sequences."""
+    deltas: list[int]
+    """Of each sequence: position of the token that would follow, minus the number of its tokens."""
+    counts: list[Count]
+    """Of each image, in order."""
+    plain_N: Tensor | None = None
+    """The ids with sampled placeholders, where there are some (:meth:`ImageInputs.placed`)."""
+
+    def as_rows(self, count: int) -> dict[str, Tensor]:
+        """The arguments for ``count`` sequences of equal length as rows without packing."""
+        arguments = {**self.arguments, "input_ids": self.arguments["input_ids"].view(count, -1)}
+        position = arguments.pop("position_ids")
+        return arguments if position.ndim == 2 else {**arguments, "position_ids": position.view(4, count, -1)}
+
+
+class ImageInputs:
+    """Makes rows for one model.
+
+    Args:
+        module: the image-text model.
+        body: its part that gives hidden states.
+        processor: the image processor in its folder.
+    """
+
+    def __init__(self, module: Any, body: Any, processor: Any) -> None:
+        self.pixels = PixelReader(processor)
+        self.token = int(module.config.image_token_id)
+        """Id of the placeholder: a token whose embedding is replaced by a feature of the image."""
+        self._embedding: nn.Module = module.get_input_embeddings()
+        self._body = body
+        self._counts: list[Count] = []
+        rope = getattr(body, "get_rope_index", None)
+        self._rope: Any = rope
+        """Where positions have three axes: gives those of a sequence."""
+        self._rope_reads = set() if rope is None else set(inspect.signature(rope).parameters)
+        self._features = body.get_image_features
+        body.get_image_features = self._checked
+
+    @cached_property
+    def blank(self) -> tuple[Tensor, Image]:
+        """A sequence of the placeholders of a small blank image, and the image."""
+        from PIL import Image as Picture
+
+        file = io.BytesIO()
+        Picture.new("RGB", (BLANK, BLANK), (127, 127, 127)).save(file, "PNG")
+        image = Image(file.getvalue(), 0, 0, [self.token])
+        device = next(self._body.parameters()).device
+        with torch.no_grad():
+            features = self._features(**joined(self.pixels.of([image]), device), return_dict=True).pooler_output
+        count = sum(_rows(part) for part in features)
+        return torch.full((count,), self.token), Image(image.data, 0, count, [self.token])
+
+    def row(
+        self,
+        ids_N: Tensor,
+        position_N: Tensor,
+        lens: Sequence[int],
+        images_B: Sequence[tuple[Image, ...]],
+        blank: bool = False,
+    ) -> Row:
+        """The row of sequences with these lengths.
+
+        Args:
+            images_B: the images of each sequence; empty: there are none.
+            blank: a further sequence has a blank image. Its hidden states mean nothing.
+        """
+        lens, images_B = list(lens), list(images_B or [()] * len(lens))
+        if blank:
+            more_T, image = self.blank
+            ids_N = torch.cat([ids_N, more_T.to(ids_N.device)])
+            position_N = torch.cat([position_N, torch.arange(len(more_T), device=ids_N.device)])
+            lens.append(len(more_T))
+            images_B.append((image,))
+        images = [image for of_one in images_B for image in of_one]
+        if not images:
+            return Row({"input_ids": ids_N[None], "position_ids": position_N[None]}, lens, [0] * len(lens), [])
+        pixels = self.pixels.of(images)
+        positions: list[Tensor] = []
+        kinds: list[Tensor] = []
+        deltas: list[int] = []
+        counts: list[Count] = []
+        used = 0
+        for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
+            own, used = pixels[used : used + len(images_B[b])], used + len(images_B[b])
+            kind_T = self._placeholders(b, ids_T, images_B[b], own, counts)
+            position, delta = self._positions(ids_T, position_T, kind_T, own)
+            kinds.append(kind_T)
+            positions.append(position)
+            deltas.append(delta)
+        kind_N = torch.cat(kinds).to(ids_N.device)
+        sampled_N = (ids_N == self.token) & ~kind_N
+        plain_N = ids_N if bool(sampled_N.any()) else None
+        other = 1 if self.token == 0 else 0
+        arguments = {
+            "input_ids": torch.where(sampled_N, other, ids_N)[None],
+            "position_ids": torch.cat(positions, -1).to(ids_N.device)[..., None, :],
+            **joined(pixels, ids_N.device),
+        }
+        return Row(arguments, lens, deltas, counts, plain_N)
+
+    @contextmanager
+    def placed(self, row: Row) -> Iterator[None]:
+        """Inside, the model computes ``row``. A placeholder outside of the images, which a policy may sample, keeps its
+        own embedding; the model would look for an image."""
+        hook = None
+        if (plain_N := row.plain_N) is not None:
+            hook = self._embedding.register_forward_pre_hook(lambda _, given: (plain_N.view(given[0].shape),))
+        self._counts = row.counts
+        try:
+            yield
+        finally:
+            self._counts = []
+            if hook is not None:
+                hook.remove()
+
+    # ------------------------------------------------------------------------------------ internals
+
+    def _placeholders(
+        self, b: int, ids_T: Tensor, images: Sequence[Image], pixels: Sequence[Pixels], counts: list[Count]
+    ) -> Tensor:
+        """bool [T]: placeholders of the images of sequence ``b``, which are added to ``counts``."""
+        kind_T = torch.zeros(len(ids_T), dtype=torch.bool)
+        for image, own in zip(images, pixels, strict=True):
+            span = slice(image.at, image.at + image.tokens)
+            kind_T[span] = ids_T[span] == self.token
+            values = own["pixel_values"]
+            counts.append(Count(b, int(kind_T[span].sum()), values.shape[1] if values.ndim == 5 else 1))
+        return kind_T
+
+    def _positions(self, ids_T: Tensor, position_T: Tensor, kind_T: Tensor, pixels: list[Pixels]) -> tuple[Tensor, int]:
+        """([T] or [4, T], :attr:`Row.deltas`)."""
+        if self._rope is None:
+            return position_T, 0
+        if not pixels:
+            return position_T.expand(4, -1), 0
+        grids = {name: x for name, x in joined(pixels, torch.device("cpu")).items() if name in self._rope_reads}
+        place_31T, delta_11 = self._rope(ids_T[None], mm_token_type_ids=kind_T[None].int(), **grids)
+        return torch.cat([position_T[None], place_31T[:, 0].to(position_T)]), int(delta_11)
+
+    def _checked(self, *args: Any, **options: Any) -> Any:
+        """The features of the images. Raises TrainingError where an image has another number of placeholders than of
+        features."""
+        out = self._features(*args, **options)
+        each = [_rows(part) for part in out.pooler_output]
+        parts = [1] * len(self._counts) if len(each) == len(self._counts) else [c.parts for c in self._counts]
+        ends = list(accumulate(parts, initial=0))
+        known = ends[-1] == len(each)
+        for i, count in enumerate(self._counts):
+            features = sum(each[ends[i] : ends[i + 1]])
+            if known and features != count.placeholders:
+                raise TrainingError(
+                    f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
+                    f"tokens, but the model has {features} features of it. Its tokens were made with another image "
+                    "processor than that in the model's folder, or were cut."
+                )
+        placeholders = sum(count.placeholders for count in self._counts)
+        if self._counts and sum(each) != placeholders:
+            raise TrainingError(
+                f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(each)} "
+                "features of them. Their tokens were made with another image processor than that in the model's "
+                "folder, or were cut."
+            )
+        return out
+
+
+def _rows(feature: Tensor) -> int:
+    return feature.numel() // feature.shape[-1]

@@ -1,0 +1,125 @@
+"""The trainer computes image-text models as transformers does for one sequence at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_modeling.images.architecture import vision_parameters
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch, sequence
+from rlhf_testing.image_models import tiny_image_model
+from rlhf_testing.suite_losses import NllLoss
+
+TOLERANCE = 1e-5
+"""Only the order of sums differs in fp32."""
+FAMILIES = [
+    "qwen3_vl",
+    pytest.param("qwen2_5_vl", marks=pytest.mark.full),
+    pytest.param("idefics3", marks=pytest.mark.full),
+    pytest.param("llava", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Makes and keeps a model of each family."""
+    made = {}
+
+    def of(family="qwen3_vl"):
+        if family not in made:
+            made[family] = tiny_image_model(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return of
+
+
+def trainer_of(path, head="lm", images=True, **options):
+    spec = ModelSpec(RoleSpec("policy", head, True), str(path), dtype="fp32", seed=3, total_updates=5, images=images)
+    return TorchTrainer(TorchTrainerConfig(device="cpu", lr=1e-3, **options), spec)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family):
+    path = folder(family)
+    plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family)
+    want = [plain.logprobs(parts) for parts in SEQUENCES]
+    mask_N = batch.tok["loss_mask"]
+    assert [len(x) for x in want] == batch.lens_B.tolist()  # our tokens are the processor's
+    apart = [[5, 0, 2], [1], [4, 6, 3]]  # micro-batches of another split, in another order
+    for units in ([list(range(7))], apart):
+        micros = [batch.select(u) for u in units]
+        for of, found in zip(units, one.forward(micros, ("logprobs",)), strict=True):
+            own_N = torch.cat([want[u] for u in of]) * torch.cat([mask_N.split(batch.lens_B.tolist())[u] for u in of])
+            torch.testing.assert_close(found["logprobs"], own_N.detach(), atol=TOLERANCE, rtol=0)
+        one.accumulate(micros, NllLoss(), {}, {})
+        gradients = one.gradients()
+        one.zero_grad()
+        loss = -(torch.cat(want) * mask_N).sum() / mask_N.sum()
+        plain.model.zero_grad()
+        loss.backward(retain_graph=True)
+        for name, parameter in plain.model.named_parameters():
+            if name in gradients:
+                expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                torch.testing.assert_close(gradients[name], expected, atol=TOLERANCE, rtol=0)
+    assert set(gradients) <= {name for name, _ in plain.model.named_parameters()}
+    assert any(gradients[name].abs().max() > 1e-3 for name in vision_parameters(one.module))
+
+
+def test_equal_tokens_with_other_images_share_nothing(folder):
+    """The first sequences have the same tokens and other images, so a shared prefix would be wrong."""
+    path = folder()
+    batch = image_batch(path, "qwen3_vl").select([0, 6, 0])
+    first, second, _ = batch.ids_N.split(batch.lens_B.tolist())
+    assert torch.equal(first, second)
+    one = trainer_of(path)
+    found = one.forward([batch], ("logprobs",))[0]["logprobs"].split(batch.lens_B.tolist())
+    assert (found[0] - found[1]).abs().max() > 1e-3
+    torch.testing.assert_close(found[0], found[2], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_generator_samples_from_images_with_the_trainers_logprobs(folder, family):
+    """Also after a sampled placeholder of an image, which is text."""
+    path = folder(family)
+    one = trainer_of(path)
+    generator = TransformersGenerator(None, GeneratorSpec(tuple(one.eos_token_ids), one.tokenizer.decode))
+    generator.load(one, 0)
+    contexts = [sequence(path, family, SEQUENCES[n]) for n in (0, 6, 2, 1, 0)]
+    sampling = Sampling(12, 1.0, ignore_eos=True)
+    requests = [GenerationRequest(ids, n % 4, sampling, images) for n, (ids, images) in enumerate(contexts)]
+    turns = dict(generator.generate(requests))
+    assert turns[0].ids == turns[4].ids
+    assert turns[0].logprobs != turns[1].logprobs
+    assert generator.work["prefill_tokens"] == sum(len(ids) for ids, _ in contexts[:4])
+    placeholder = one.module.config.image_token_id
+    turns[0].ids[3] = turns[2].ids[3] = placeholder  # the log-probs before it stay
+    units = []
+    for n, (ids, images) in enumerate(contexts[:4]):
+        taught = [False] * len(ids) + [True] * 12
+        units.append(UnitData([SequenceData([*ids, *turns[n].ids], {"loss_mask": taught}, images=images)]))
+    batch = weigh(pack(units), NllLoss().reduce())
+    found = one.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(4, 12)
+    for n, got_T in enumerate(found):
+        until = 3 if n in (0, 2) else 12
+        want_T = torch.tensor(turns[n].logprobs)
+        torch.testing.assert_close(got_T[:until], want_T[:until], atol=TOLERANCE, rtol=0)
+    again = [
+        GenerationRequest([*ids, *turns[n].ids[:4]], 9, sampling, images)
+        for n, (ids, images) in enumerate(contexts[:3])
+    ]
+    followed = dict(generator.generate(again))
+    units = []
+    for n, (ids, images) in enumerate(contexts[:3]):
+        taught = [False] * (len(ids) + 4) + [True] * 12
+        whole = [*ids, *turns[n].ids[:4], *followed[n].ids]
+        units.append(UnitData([SequenceData(whole, {"loss_mask": taught}, images=images)]))
+    batch = weigh(pack(units), NllLoss().reduce())
+    found = one.forward([batch], ("logprobs",))[0]["logprobs"][batch.tok["loss_mask"]].view(3, 12)
+    want = torch.tensor([list(followed[n].logprobs) for n in range(3)])
+    torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=0)
