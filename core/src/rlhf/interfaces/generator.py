@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
-from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf.types import GenerationRequest, Image, Sampling, Turn
 
 if TYPE_CHECKING:
     from rlhf.weights.bucket import Bucket
@@ -43,6 +43,8 @@ class GeneratorSpec:
     """``in_flight = "continue"``: whether keys and values of the tokens so far are computed again with the new weights.
     ``keep`` (capability ``keep:keys``): they stay those of the weights that computed them. No other request reads
     them."""
+    max_images: int = 0
+    """Most images of a request (capability ``images``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +198,15 @@ class Generator(Component):
         Raises SyncError if a tensor that the model needs is missing."""
         raise CapabilityError(f"generator {self.name!r} samples from a trainer's module: it takes no tensors")
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
         """Log-probs at temperature 1 of every token but the first, under the current weights, by each engine: [engine]
-        [sequence][token - 1]. The controller compares them after a sync, as canaries (``accept:tensors``)."""
+        [sequence][token - 1]. The controller compares them after a sync, as canaries (``accept:tensors``).
+
+        Args:
+            images: of each sequence (capability ``images``); empty: no sequence has any.
+        """
         raise CapabilityError(f"generator {self.name!r} reports no log-probs of given tokens")
 
     def stale(self, bucket: Bucket) -> list[str]:

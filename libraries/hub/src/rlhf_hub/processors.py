@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from importlib import import_module
+from typing import Any, ClassVar
 
 from rlhf.errors import ModelError
 
@@ -12,6 +14,19 @@ from rlhf_hub.published import model_folder, settings_of
 def reads_images(path: str) -> bool:
     """Whether a model, a folder or a hub name, has a part that reads images. Raises ModelError: no config.json."""
     return "vision_config" in settings_of(path, "images")
+
+
+def open_image(data: bytes) -> Any:
+    """The ``PIL.Image`` in RGB of an image file's content, as trainers and engines give it to a processor.
+
+    Raises ModelError: it is no image that Pillow reads.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data)).convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError) as error:
+        raise ModelError(f"an image of {len(data)} bytes cannot be read: {error}") from error
 
 
 def load_processor(path: str, trust_remote_code: bool = False) -> Any:
@@ -43,25 +58,34 @@ def build_without_torchvision() -> None:
     torchvision is installed.
     """
     from transformers import ProcessorMixin
-    from transformers.models.auto import video_processing_auto
     from transformers.utils import is_torchvision_available
+
+    # by its whole name: without torchvision transformers.models.auto hides it
+    video_processing_auto: Any = import_module("transformers.models.auto.video_processing_auto")
 
     if is_torchvision_available() or video_processing_auto.AutoVideoProcessor is NoVideos:
         return
-    check = ProcessorMixin.check_argument_for_proper_class
+    mixin: Any = ProcessorMixin
+    check = mixin.check_argument_for_proper_class
 
     def check_argument(self: Any, name: str, argument: Any) -> Any:
         return NoVideos if isinstance(argument, NoVideos) else check(self, name, argument)
 
     video_processing_auto.AutoVideoProcessor = NoVideos  # where processors look it up
-    ProcessorMixin.check_argument_for_proper_class = check_argument
+    mixin.check_argument_for_proper_class = check_argument
 
 
 class NoVideos(dict[str, Any]):
     """Stands in a processor for the part that reads videos, which needs torchvision. Written as an empty table."""
 
+    class valid_kwargs:  # transformers' name
+        """No options. vLLM reads which there are."""
+
     _auto_class = None
     model_input_names: tuple[str, ...] = ()
+    size: ClassVar = {"shortest_edge": 2**12, "longest_edge": 2**20}
+    """Pixels, of which vLLM computes the most tokens of a video, also where videos are not allowed."""
+    temporal_patch_size = 2
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> NoVideos:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.errors import CapabilityError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec, Proof
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import GenerationRequest, Image, Turn
 
 from rlhf_workers.engines.load_balance import assign_requests
 from rlhf_workers.engines.pool import EnginePool
@@ -198,10 +198,12 @@ class EngineGroup(Generator):
         self._replace_dead()  # sends the weights to all engines again; the new proofs hold for this load too
         return self._proofs
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
         while True:
             self._replace_dead()
-            answers = self.pool.ask("logprobs", sequences)
+            answers = self.pool.ask("logprobs", sequences, *([images] if images else []))
             if not self.pool.dead:
                 return [one for per_engine in answers.values() for one in per_engine]
 

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from rlhf.errors import SyncError
 from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Proof
-from rlhf.types import GenerationRequest, Turn
+from rlhf.types import GenerationRequest, Image, Turn
 from rlhf.weights.bucket import Bucket
 
 from rlhf_plugin_simulated.delays import log_normal
@@ -224,7 +224,9 @@ class SimulatedGenerator(Generator):
         time.sleep(self.config.load_seconds / self.config.speed)
         return [Proof(self.version, received=received, dtype="fp32")]
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
         return [[[0.0] * (len(ids) - 1) for ids in sequences]]
 
     async def _hold(self) -> None:

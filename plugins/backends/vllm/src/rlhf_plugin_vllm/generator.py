@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Generator as Steps
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -13,7 +14,7 @@ from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
 from rlhf.requests import check_sampling
-from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf.types import GenerationRequest, Image, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
@@ -47,7 +48,7 @@ class VllmGenerator(WeightLoading):
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers", "keep:keys", "top_p", "top_k"}
-        | {"min_p", "stop"}
+        | {"min_p", "stop", "images"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -90,7 +91,7 @@ class VllmGenerator(WeightLoading):
         drops unfinished requests."""
         self._ready("sample")
         for i, request in enumerate(requests):
-            check(i, request, self.engine.vocabulary, self.longest)
+            check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
         return self._exhaust(dict(enumerate(requests)))
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
@@ -112,7 +113,7 @@ class VllmGenerator(WeightLoading):
         unwanted = set(dropped)
         self._drop([name for name, sample in self._live.items() if sample.position in unwanted])
         for i, request in requests.items():
-            check(i, request, self.engine.vocabulary, self.longest)
+            check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
             self._add(f"{next(self._names)}", i, request)
         end, turns = time.monotonic() + seconds, list[tuple[int, Turn]]()
         while self._live:
@@ -123,7 +124,8 @@ class VllmGenerator(WeightLoading):
 
     def _add(self, name: str, position: int, request: GenerationRequest) -> None:
         salt = f"{self._loads}" if self.spec.keys == "keep" else None
-        self.engine.add(name, request.ids, sampling_parameters(request, self.spec.eos_token_ids), salt)
+        parameters = sampling_parameters(request, self.spec.eos_token_ids)
+        self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}")
         self._live[name] = Sample(position, request, self.spec.decode, self.version)
 
     def unfinished_tokens(self) -> int:
@@ -163,18 +165,20 @@ class VllmGenerator(WeightLoading):
         with boundary(ModelError, "vLLM's engine"):
             return self.engine.step()
 
-    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
         self._wake_parts()
         self._ready("score", alone=True)
         found: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
         try:
-            for name, ids in zip(names, sequences, strict=True):
+            for name, ids, shown in zip(names, sequences, images or [()] * len(names), strict=True):
                 if len(ids) >= self.engine.length:
                     raise ModelError(
                         f"a sequence of {len(ids)} tokens cannot be scored, at most {self.engine.length - 1}"
                     )
-                self.engine.add(name, ids, scoring_parameters())
+                self.engine.add(name, array("i", ids), scoring_parameters(), None, shown, f"{self._loads}")
             while len(found) < len(names):
                 for output in self._step():
                     if output.request_id in self._live:  # an unfinished sample that got a token in the same step

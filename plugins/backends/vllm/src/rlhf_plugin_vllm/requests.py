@@ -17,14 +17,20 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a lower one is asked for, and would report log-probs of it."""
 
 
-def check(i: int, request: GenerationRequest, vocabulary: int, longest: int) -> None:
+def check(i: int, request: GenerationRequest, vocabulary: int, longest: int, images: int) -> None:
     """Refuse a request that vLLM cannot sample as asked. Raises ConfigError naming request, value and range.
 
     Args:
         vocabulary: token ids are below it.
         longest: tokens, prompt and answer together.
+        images: most of a request.
     """
     check_sampling(request.sampling, LOWEST_TEMPERATURE)
+    if len(request.images) > images:
+        raise ConfigError(
+            f"request {i} has {len(request.images)} images, and the engine was started for {images}. Raise "
+            "data.max_images, or show fewer images."
+        )
     check_request(i, request, vocabulary)
     need = len(request.ids) + request.sampling.max_new_tokens
     if need > longest:

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from rlhf.errors import CapabilityError, ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
+from rlhf.types import Image
+from rlhf.types.arrays import IntArray
+from rlhf_hub.processors import reads_images
 from rlhf_hub.published import model_folder
 from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
+from rlhf_plugin_vllm.engine.images import ImagePrompts
 from rlhf_plugin_vllm.engine.isolation import (
     disable_small_compiles,
     isolated,
@@ -24,6 +28,7 @@ from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.memory import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
+from rlhf_plugin_vllm.processors import IMAGES, prepare
 
 WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -39,6 +44,8 @@ class Engine:
 
     def __init__(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> None:
         self.where = where
+        self.images = spec.max_images
+        """Most images of a request."""
         self.dtype = choose_precision(
             config.dtype if config.dtype != "auto" else spec.dtype, torch.device(where.device)
         ).name
@@ -51,6 +58,8 @@ class Engine:
             variables |= {BIND: binding}
         if apart:
             variables |= QUIET_WORKERS
+        if reads_images(spec.path):
+            variables |= {IMAGES: "1"}
         foreign = any(_running.values()) if _running else torch.distributed.is_initialized()
         with isolated(variables):
             try:
@@ -64,6 +73,7 @@ class Engine:
         _running[id(self)] = foreign
         self._files.note(self._llm.model_executor)
         self._workers = WorkerProcesses(self._llm.model_executor, after_death=self._files.remove)
+        self._images = ImagePrompts(self._llm.renderer)
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence in tokens, including the sampled ones."""
@@ -78,6 +88,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         vllm.envs.disable_envs_cache()  # an earlier engine cached the environment of its start
+        prepare()  # vLLM calls it for the first engine of a process only
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
             _check_cpu_model(prepared.model_config)
@@ -93,13 +104,22 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ requests
 
-    def add(self, name: str, ids: Sequence[int], parameters: Any, salt: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        ids: IntArray,
+        parameters: Any,
+        salt: str | None = None,
+        images: Sequence[Image] = (),
+        weights: str = "",
+    ) -> None:
         """Queue a request; its output carries ``name``. It shares cached keys and values with requests of the same
-        ``salt`` only."""
+        ``salt`` only, and cached features of images with requests of the same ``weights`` only."""
         from vllm.inputs.engine import tokens_input
 
+        prompt = self._images.prompt(ids, images, weights, salt) if images else tokens_input(list(ids), cache_salt=salt)
         with self._workers.needed():  # the first request makes vLLM ask its workers for their capabilities
-            self._llm.add_request(name, tokens_input(list(ids), cache_salt=salt), parameters)
+            self._llm.add_request(name, prompt, parameters)
 
     def step(self) -> list[Any]:
         """Run one scheduler step; returns vLLM's outputs."""
@@ -129,9 +149,13 @@ class Engine:
         return [scheduled[own.external_req_ids[name][0]].num_output_tokens for name in names]
 
     def forget_prefixes(self, under_way: bool = False) -> None:
-        """Drop cached keys and values. With ``under_way`` also those of unfinished requests; vLLM recomputes them."""
+        """Drop cached keys, values and features of images. With ``under_way`` also those of unfinished requests; vLLM
+        recomputes them."""
         if not self._llm.reset_prefix_cache(under_way):
             raise ModelError("vLLM keeps keys and values of old weights: there are unfinished requests")
+        if self.images:
+            with self._workers.needed():
+                self._llm.reset_encoder_cache()
 
     def sleep(self, level: int) -> None:
         with self._workers.needed():
@@ -178,11 +202,15 @@ def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs``. vLLM gets no tokenizer: the run encodes and decodes text."""
+    """Arguments for vLLM's ``EngineArgs``. vLLM gets no tokenizer: the run encodes and decodes text. Only processors of
+    images need one."""
     length, tokens = prefill_tokens(config, spec, where)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": spec.max_images == 0,
+        "limit_mm_per_prompt": {"image": spec.max_images, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0,  # the pixels of an image are kept by ImagePrompts
+        "skip_mm_profiling": where.cpu,  # the size of the cache is given, so that nothing has to be measured
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
         "seed": spec.seed % 2**32,

@@ -90,11 +90,14 @@ class Reload:
         return missing
 
     def _unfinished(self) -> Iterator[str]:
-        """vLLM's names of layers that got fewer elements than they have. Padded vocabularies are skipped."""
+        """vLLM's names of layers that got fewer elements than they have. Padded vocabularies are skipped. Buffers that
+        no checkpoint holds are not counted, such as the positions in CLIP's embeddings."""
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             padded = isinstance(layer, VocabParallelEmbedding)
-            if info.can_load() and not padded and 0 < info.load_numel < (info.load_numel_total or 0):
+            made = [layer._buffers[buffer] for buffer in layer._non_persistent_buffers_set]
+            total = (info.load_numel_total or 0) - sum(b.numel() for b in made if b is not None)
+            if info.can_load() and not padded and 0 < info.load_numel < total:
                 yield name
 
     @torch.no_grad()

@@ -1,0 +1,84 @@
+"""Prompts with images: what vLLM's processor makes of each image, at the place where the run has its tokens."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+from rlhf.errors import ModelError
+from rlhf.types import Image
+from rlhf.types.arrays import IntArray
+from rlhf_hub.processors import open_image
+
+KEPT = 64
+"""Number of images whose pixels are kept. The requests of a group come one after another with the same images."""
+
+
+class ImagePrompts:
+    """Makes vLLM's input of tokens and images.
+
+    vLLM would look for placeholders in the whole prompt and expand each of them. It cannot tell an image's token from
+    an equal token that the policy sampled, and it expands tokens that are already expanded. Therefore vLLM gets each
+    image alone, in its short form. Its tokens must be those of the run. Then the run's own tokens are the prompt.
+
+    Args:
+        renderer: vLLM's.
+    """
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
+        self._made: OrderedDict[tuple[bytes, bytes], Any] = OrderedDict()
+
+    def prompt(self, ids: IntArray, images: Sequence[Image], weights: str, salt: str | None) -> Any:
+        """vLLM's ``MultiModalInput``.
+
+        Args:
+            ids: as the trainer sees them, images expanded.
+            weights: names the weights. An image's features are cached under its content and this name.
+
+        Raises ModelError where vLLM makes other tokens of an image than the run has.
+        """
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems
+
+        items, hashes, places = [], [], []
+        for number, image in enumerate(images):
+            made = self._alone(image)
+            own = list(ids[image.at : image.at + image.tokens])
+            if made["prompt_token_ids"] != own:
+                raise ModelError(
+                    f"vLLM makes {_shown(made['prompt_token_ids'])} of image {number} of a request, and the run has "
+                    f"{_shown(own)} from position {image.at} on. The processor's files in the model's folder are not "
+                    "those that the run read, or vLLM expands images of this model otherwise: sample with "
+                    "--generator.use transformers."
+                )
+            [item], [place] = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+            items.append(item)
+            hashes.append(f"{made['mm_hashes']['image'][0]}-{weights}")
+            places.append(replace(place, offset=image.at + place.offset))
+        kwargs = MultiModalKwargsItems({"image": items})
+        return mm_input(list(ids), kwargs, {"image": hashes}, {"image": places}, cache_salt=salt)
+
+    def _alone(self, image: Image) -> Any:
+        """vLLM's input of the image and its short form."""
+        mark = sha256(image.data).digest()
+        key = (mark, image.short.tobytes())
+        if key not in self._made:
+            prompt = {
+                "prompt_token_ids": list(image.short),
+                "multi_modal_data": {"image": [open_image(image.data)]},
+                "multi_modal_uuids": {"image": [mark.hex()]},
+            }
+            [self._made[key]] = self._renderer.render_cmpl([prompt])
+            if len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return self._made[key]
+
+
+def _shown(ids: Sequence[int]) -> str:
+    text = ", ".join(map(str, ids[:6]))
+    return f"{len(ids)} tokens ({text}{', ...' if len(ids) > 6 else ''})"

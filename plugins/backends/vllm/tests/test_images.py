@@ -1,0 +1,193 @@
+"""Samples of image-text models: their log-probs are those of transformers' own model, whatever is cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rlhf.errors import ConfigError, ModelError
+from rlhf.types import GenerationRequest, Image, Sampling
+from rlhf.weights.bucket import buckets
+from rlhf_hub.processors import load_processor, open_image
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_testing.image_models import FAMILIES, drawn, tiny_image_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+RED, BLUE, WIDE = drawn(), drawn(colour="blue"), drawn(48, 24, "green")
+TOLERANCE = 2e-5
+"""Of log-probs: fp32 sums in another order. Qwen3-VL differs most, by about 5e-6."""
+
+
+class Setup:
+    """A tiny model, its engine with room for two images, and transformers' model and processor."""
+
+    def __init__(self, path, family):
+        self.path, self.mark = path, FAMILIES[family][3]
+        self.processor = load_processor(str(path))
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+    def start(self, engines, **options):
+        config = VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=16, **options)
+        self.generator = VllmGenerator(config, engines.spec(self.path, max_images=2))
+        return self.generator
+
+    def processed(self, parts):
+        """The processor's tokens and pixels of texts (str) and images (bytes), one after another."""
+        shown = [open_image(part) for part in parts if isinstance(part, bytes)]
+        text = "".join(self.mark if isinstance(part, bytes) else part for part in parts)
+        nested = [shown] if "idefics" in type(self.processor).__name__.lower() else shown
+        return self.processor(text=[text], images=nested if shown else None, return_tensors="pt")
+
+    def request(self, *parts, seed=0, count=6):
+        ids, images = [], []
+        for part in parts:
+            found = self.processed([part])["input_ids"][0].tolist()
+            if isinstance(part, bytes):
+                short = self.processor.tokenizer(self.mark, add_special_tokens=False).input_ids
+                images.append(Image(part, len(ids), len(found), short))
+            ids += found
+        assert ids == self.processed(parts)["input_ids"][0].tolist()
+        return GenerationRequest(ids, seed, Sampling(max_new_tokens=count, ignore_eos=True), tuple(images))
+
+    def apart(self, turn, *parts):
+        """Largest difference of a sampled token's log-prob, engine against transformers."""
+        given = dict(self.processed(parts))
+        more = torch.tensor([list(turn.ids)])
+        start = given["input_ids"].shape[1]
+        for name, filler in (("input_ids", more), ("attention_mask", more * 0 + 1), ("mm_token_type_ids", more * 0)):
+            if name in given:
+                given[name] = torch.cat([given[name], filler], 1)
+        with torch.no_grad():
+            rows = self.model(**given).logits[0, start - 1 : -1].log_softmax(-1)
+        return float((rows.gather(1, more.T)[:, 0] - torch.tensor(turn.logprobs)).abs().max())
+
+    def load(self, version, change=None):
+        """Send the file's weights to the engine, or those that ``change(name, tensor)`` returns, also to the model."""
+        weights = load_file(self.path / "model.safetensors")
+        if change is not None:
+            weights = {name: change(name, tensor) for name, tensor in weights.items()}
+            self.model.load_state_dict(self.renamed(weights), strict=False)
+        self.generator.begin_load(version)
+        for bucket in buckets(weights.items(), 2**14, {}):
+            self.generator.take(bucket)
+        assert all(proof.received.keys() == weights.keys() for proof in self.generator.end_load())
+
+    def renamed(self, weights):
+        """Under transformers' names of a loaded model."""
+        folder = self.path.parent / "changed"
+        folder.mkdir(exist_ok=True)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text((self.path / "config.json").read_text())
+        return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+    def sample(self, *requests):
+        return [turn for _, turn in sorted(self.generator.generate(requests), key=lambda found: found[0])]
+
+
+@pytest.fixture(scope="module")
+def qwen(engines, tmp_path_factory):
+    made = Setup(tiny_image_model(tmp_path_factory.mktemp("qwen") / "model"), "qwen2_5_vl")
+    made.start(engines)
+    made.load(0)
+    yield made
+    made.generator.close()
+
+
+PROMPTS = (
+    ("ab", RED, "cd"),
+    ("ab", BLUE, "cd"),  # equal tokens, another image
+    (RED, "x", RED, "y"),  # the same image twice
+    (WIDE, "and ", BLUE),
+    ("only text",),
+)
+
+
+def test_samples_have_the_log_probs_of_transformers(qwen):
+    turns = qwen.sample(*(qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+    assert max(qwen.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+    again = qwen.sample(*(qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+    assert [turn.ids for turn in again] == [turn.ids for turn in turns]
+
+
+def test_prefixes_are_shared_by_the_content_of_images(qwen):
+    """Both prompts have the same tokens in their first cache blocks, of 128 tokens on a CPU."""
+    text = "z" * 150
+    for image in (RED, BLUE, RED):
+        [turn] = qwen.sample(qwen.request(image, text))
+        assert qwen.apart(turn, image, text) < TOLERANCE
+
+
+def test_new_weights_of_the_part_that_reads_images_are_used_at_once(qwen):
+    qwen.sample(qwen.request(RED, "q"))  # its features are cached
+    qwen.load(1, lambda name, tensor: tensor + 0.3 if "merger" in name else tensor)
+    [turn] = qwen.sample(qwen.request(RED, "q"))
+    assert qwen.apart(turn, RED, "q") < TOLERANCE
+
+
+def test_a_sampled_token_of_an_image_is_no_image(qwen):
+    """As in a conversation in which the policy wrote such a token before the next image was shown."""
+    asked, image = qwen.request("ab", RED, "cd"), qwen.model.config.image_token_id
+    ids = [image, *asked.ids]
+    [turn] = qwen.sample(replace(asked, ids=ids, images=(asked.images[0].moved(1),)))
+    assert len(turn.ids) == 6
+
+
+def test_other_tokens_than_vllm_makes_are_refused(qwen):
+    asked = qwen.request("ab", RED, "cd")
+    own = asked.images[0]
+    tokens = list(asked.ids[own.at : own.at + own.tokens])
+    expanded_twice = replace(asked, images=(Image(own.data, own.at, own.tokens, tokens),))
+    with pytest.raises(ModelError, match=r"vLLM makes \d+ tokens .* of image 0 of a request, and the run has 6 tokens"):
+        qwen.sample(expanded_twice)
+    assert len(qwen.sample(asked)) == 1
+
+
+def test_more_images_than_the_engine_was_started_for_are_refused(qwen):
+    with pytest.raises(ConfigError, match=r"request 0 has 3 images, and the engine was started for 2. Raise data.max"):
+        qwen.sample(qwen.request(RED, RED, RED))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3", "llava"])
+def test_other_families(engines, tmp_path, family):
+    made = Setup(tiny_image_model(tmp_path / "model", family), family)
+    if family == "llava":  # published checkpoints have these names; transformers saves a new model under others
+        weights = load_file(made.path / "model.safetensors")
+        named = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
+        save_file(named, made.path / "model.safetensors", metadata={"format": "pt"})
+    generator = made.start(engines)
+    try:
+        made.load(0, lambda name, tensor: tensor * 1.1)
+        turns = made.sample(*(made.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+        assert max(made.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+    finally:
+        generator.close()
+
+
+@pytest.mark.full
+def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path):
+    made = Setup(tiny_image_model(tmp_path / "model"), "qwen2_5_vl")
+    generator = made.generator = VllmGenerator(engines.small, engines.spec(made.path))
+    try:
+        made.load(0, lambda name, tensor: tensor * 1.1)
+        [turn] = made.sample(made.request("only text"))
+        assert made.apart(turn, "only text") < TOLERANCE
+        with pytest.raises(ConfigError, match="request 0 has 1 images, and the engine was started for 0"):
+            made.sample(made.request(RED))
+    finally:
+        generator.close()
+
+
+@pytest.mark.full
+def test_two_workers(engines, tmp_path):
+    made = Setup(tiny_image_model(tmp_path / "model", num_key_value_heads=2), "qwen2_5_vl")
+    generator = made.start(engines, tensor_parallel=2)
+    try:
+        made.load(0, lambda name, tensor: tensor * 1.1)
+        turns = made.sample(*(made.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)))
+        assert max(made.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+    finally:
+        generator.close()
