@@ -49,6 +49,7 @@ class Preview(Command):
         from rlhf_runtime.config.problems import raise_problems
         from rlhf_runtime.config.validation import ignored_fields
         from rlhf_runtime.data.dataset import TrainData
+        from rlhf_runtime.data.image_tokens import image_tokens
         from rlhf_runtime.data.preview import preview, survey
         from rlhf_runtime.data.tokenizer import load_tokenizer
 
@@ -56,7 +57,8 @@ class Preview(Command):
         form, answered = algorithm.data, algorithm.needs().given > 0
         raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
         tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
-        data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered)
+        images = image_tokens(config.policy.model, config.policy.trust_remote_code)
+        data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered, images=images)
         found = preview(data, args.rows)
         if args.check:
             found["all"] = survey(data)

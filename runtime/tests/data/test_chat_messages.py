@@ -167,7 +167,11 @@ def test_messages_are_read_as_the_api_writes_them(template_with):
     [
         ({"role": "robot", "content": "x"}, "message 0: the role is str 'robot'; allowed: system, user"),
         ("hi", "message 0: the role is None"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content must be text or a list"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "there are images, but the policy is a",
+        ),
+        ({"role": "user", "content": [{"type": "audio"}]}, "content must be text or a list"),
         ({"role": "user", "content": 3}, "content must be text or a list of .* parts, got int 3"),
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "a tool call must be"),
         ({"role": "assistant", "tool_calls": "f"}, "tool_calls must be a list"),

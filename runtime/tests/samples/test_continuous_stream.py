@@ -53,7 +53,7 @@ class Template:
     def encode_prompt(self, row: Row) -> Turn:
         return Turn([row.index], False, text=str(row.index))
 
-    def encode_observation(self, text: str, closed: bool = True) -> Turn:
+    def encode_observation(self, text: str, closed: bool = True, images: tuple[bytes, ...] = ()) -> Turn:
         return Turn([ord(c) for c in text], False, text=text)
 
 

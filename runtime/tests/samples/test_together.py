@@ -72,7 +72,7 @@ class Characters:
     def encode_opening(self, row, text):
         return [self.encode_prompt(row), self.encode_observation(text)]
 
-    def encode_observation(self, text, closed=True):
+    def encode_observation(self, text, closed=True, images=()):
         assert closed
         return Turn([ord(c) for c in text], sampled=False, text=text)
 

@@ -49,7 +49,7 @@ class PlainTemplate:
     def encode_opening(self, row, text):
         return [self.encode_prompt(row), self.encode_observation(text)]
 
-    def encode_observation(self, text, closed=True):
+    def encode_observation(self, text, closed=True, images=()):
         return Turn([len(text), *([] if closed else [0])], False, text=text)
 
 

@@ -80,7 +80,7 @@ class ScriptedContext(RolloutContext):
         text = str(row["prompt"])
         return Turn(list(text.encode()), sampled=False, text=text)
 
-    def encode_observation(self, text: str) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
         return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:

@@ -35,9 +35,16 @@ class RolloutContext(ABC):
         """The row's prompt, encoded with the template, as an unsampled turn."""
 
     @abstractmethod
-    def encode_observation(self, text: str) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
         """Text from the environment as an unsampled turn that the policy can answer. It is wrapped as the chat template
-        wraps a user turn; it is plain if prompts are plain."""
+        wraps a user turn; it is plain if prompts are plain.
+
+        Args:
+            images: contents of image files (:attr:`~rlhf.types.EnvStep.images`). They come before the text, unless the
+                text has as many placeholders of the model.
+
+        Raises DataError: there are images, and the run cannot have them or one cannot be read.
+        """
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt and the environment's first observation ``text`` (none if empty), as turns that the policy
@@ -47,7 +54,7 @@ class RolloutContext(ABC):
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         """The row's prompt as messages, with the system message of the row or of ``data.system``: the messages that
-        :meth:`encode_prompt` encodes.
+        :meth:`encode_prompt` encodes. Images are parts ``image_url`` with ``data:`` URLs.
 
         Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`).
         """
@@ -58,7 +65,7 @@ class RolloutContext(ABC):
 
         Args:
             messages: in the form of the OpenAI chat API: ``role``, ``content``, ``tool_calls``, ``tool_call_id``,
-                ``reasoning_content``. Other fields are ignored.
+                ``reasoning_content``. Other fields are ignored. Parts of content may be images as ``data:`` URLs.
             tools: descriptions of functions in the form of that API (JSON schema), passed to the chat template.
 
         Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`), a message is not in that form, or

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 from rlhf.errors import EnvError, PluginInvalid
 from rlhf.plugins import Plugins
@@ -151,7 +153,7 @@ def test_each_sample_has_its_own_sampling_params(file, step: str, sampling: dict
     [
         ('p = states["sampling_params"]; p.min_tokens = 9; result["sampling_params"] = p', ValueError,
          "sampling_params.min_tokens = 9 is not supported"),
-        ('result["environment_images"] = ["image"]', EnvError, "images are not supported"),
+        ('result["environment_images"] = [3]', TypeError, "environment_images holds int 3; allowed: images of PIL"),
         ('result["rewards"] = None', EnvError, "return 0.0 if a step has no reward"),
         ('result["rewards"] = [1.0, 2.0]', TypeError, "rewards is .* expected one number"),
         ("result = None", EnvError, "must return a dict with at least 'rewards' and 'done', got None"),
@@ -160,6 +162,15 @@ def test_each_sample_has_its_own_sampling_params(file, step: str, sampling: dict
 def test_unsupported_results_of_a_step_are_errors(file, step: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         play(file(agent(step=step)), "a")
+
+
+def test_images_of_a_step_become_files(file) -> None:
+    images = 'from PIL import Image; result["environment_images"] = [Image.new("RGB", (8, 6), "red"), b"file"]'
+    _, [step] = play(file(agent(step=images)), "a")
+    drawn, given = step.images
+    with Image.open(io.BytesIO(drawn)) as image:
+        assert (image.size, image.getpixel((0, 0))) == ((8, 6), (255, 0, 0))
+    assert given == b"file"
 
 
 def test_close_is_called_if_the_instance_has_it(file) -> None:

@@ -28,7 +28,7 @@ class Context(RolloutContext):
     def encode_prompt(self, row):
         return self._turn(row["prompt"], sampled=False)
 
-    def encode_observation(self, text):
+    def encode_observation(self, text, images=()):
         return self._turn(text, sampled=False)
 
     async def generate(self, turns, sampling, turn_number=0):

@@ -65,6 +65,12 @@ class DataSection(ComponentConfig):
     step_labels: str | None = None
     """Column with a label for each step: as ``label``, or the probability that the step is right (0 to 1). Default:
     ``labels``."""
+    images: str | None = None
+    """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
+    ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``."""
+    max_images: Count | None = None
+    """Largest number of images in a prompt or row; rows with more are bad rows. Without it, only ``max_tokens`` limits
+    them."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text after each step. A step ends at the token in which this text ends."""
     template: Literal["auto", "chat", "plain"] = "auto"

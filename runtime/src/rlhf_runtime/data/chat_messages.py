@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.errors import DataError, shown
 
 from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.image_parts import read_content
 from rlhf_runtime.data.text_tokens import TextTokens
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -24,7 +25,7 @@ class ChatMessages:
     Args:
         ends: texts of the tokens that end an answer.
 
-    The methods raise DataError for messages that are not in the API's form or that the template refuses.
+    Messages are those of :func:`as_template_reads`. The methods raise DataError for messages that the template refuses.
     """
 
     def __init__(self, chat: ChatTemplate, tokens: TextTokens, ends: Sequence[str]) -> None:
@@ -32,20 +33,19 @@ class ChatMessages:
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """A whole conversation, which the policy can answer."""
-        return self._tokens.ids(self._chat.text(as_template_reads(messages), answer=True, tools=tools))
+        return self._tokens.ids(self._chat.text(messages, answer=True, tools=tools))
 
-    def encode_following(
-        self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools, closed: bool
-    ) -> list[int] | None:
-        """What the template writes after ``answer``. The tokens of ``before`` and of the answer are kept as they are.
+    def encode_following(self, asked: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
+        """What the template writes after an answer. The tokens up to its end are kept as they are.
 
         Args:
+            asked: the messages up to the answer, which is the last one.
+            new: the messages after it.
             closed: whether the sampled answer ended with its end token. If not, the tokens begin with it.
 
-        Returns: None if the template writes ``before`` or the answer otherwise once other messages follow, so that the
-            tokens so far are not what the template would show the policy.
+        Returns: None if the template writes ``asked`` otherwise once other messages follow, so that the tokens so far
+            are not what the template would show the policy.
         """
-        asked, new = as_template_reads([*before, answer]), as_template_reads(following)
         opened = self._chat.text(asked[:-1], answer=True, tools=tools)
         answered = self._chat.text(asked, answer=False, tools=tools)
         whole = self._chat.text([*asked, *new], answer=True, tools=tools)
@@ -61,23 +61,25 @@ class ChatMessages:
         return self._tokens.ids_after(end, added.partition(end)[2])
 
 
-def as_template_reads(messages: Messages) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content is text, the arguments of tool calls are parsed, unknown fields are
-    left out.
+def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages as chat templates read them: content is text, or parts where it has images, the arguments of tool calls
+    are parsed, unknown fields are left out. Also the images, as the messages hold them.
 
     Raises DataError, which names the message.
     """
-    return [_message(number, message) for number, message in enumerate(messages)]
+    images: list[Any] = []
+    return [_message(number, message, images) for number, message in enumerate(messages)], images
 
 
-def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(number: int, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
     role = message.get("role") if isinstance(message, Mapping) else None
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise DataError(
             f"message {number}: the role is {shown(role)}; allowed: {', '.join(ROLES)} and developer, which is system"
         )
-    read: dict[str, Any] = {"role": role, "content": text_of(message.get("content"), f"message {number}")}
+    content = read_content(message.get("content"), f"message {number}", images)
+    read: dict[str, Any] = {"role": role, "content": content}
     for field in _KEPT:
         if isinstance(value := message.get(field), str) and value:
             read[field] = value
@@ -87,19 +89,6 @@ def _message(number: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         read["tool_calls"] = [_call(number, call) for call in calls]
     return read
-
-
-def text_of(content: Any, where: str) -> str:
-    """The text of a message's content: a text, a list of parts of text (joined by line breaks), or nothing."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in content if isinstance(content, list | tuple) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            raise DataError(f"{where}: content must be text or a list of {{type: text, text}} parts, got {shown(part)}")
-        parts.append(text)
-    return "\n".join(parts)
 
 
 def _call(number: int, call: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
+from rlhf_runtime.data.image_parts import with_images
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import MARKER, mark, tail_length, with_markers
 from rlhf_runtime.data.token_spans import Span
@@ -67,6 +68,8 @@ class ChatTemplate:
         self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self._head: str | None = None
+        self._parts_only = False
+        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
         self._require_content()
 
     def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -79,11 +82,18 @@ class ChatTemplate:
         kwargs = {**self._kwargs, "tools": [dict(t) for t in tools]} if tools else self._kwargs
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=answer, **kwargs
+                self._as_read(messages), tokenize=False, add_generation_prompt=answer, **kwargs
             )
         except Exception as error:  # jinja2 errors, and any error of a template
             raise _refused(messages, error) from error
         return rendered
+
+    def _as_read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages with content in the form that the template reads."""
+        if not self._parts_only:
+            return [dict(m) for m in messages]
+        parts = ([{"type": "text", "text": c}] if isinstance(c := m.get("content"), str) else c for m in messages)
+        return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
 
     def _require_content(self) -> None:
         """Raises ConfigError if the template writes the same text for every user message."""
@@ -92,6 +102,9 @@ class ChatTemplate:
             first, second = (self.text(messages, answer=True) for messages in asked)
         except DataError:  # it needs other messages; an error about a row will say which
             return
+        if first == second:
+            self._parts_only = True
+            first, second = (self.text(messages, answer=True) for messages in asked)
         if first == second:
             raise ConfigError(
                 f"the chat template writes {first[:60]!r} for every user message, so every row would have the same "
@@ -135,14 +148,18 @@ class ChatTemplate:
         end = self._end_token(text[ends[trained[-1]] :])
         return Render(text, tuple((starts[m], _including(end, text, ends[m])) for m in trained))
 
-    def frame(self) -> Frame:
+    def frame(self, images: int = 0) -> Frame:
         """The text that the template puts around an observation. Also checks that earlier turns do not change.
+
+        Args:
+            images: number of images before the text of the observation; their placeholders are in ``Frame.before``.
 
         Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
         reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
         template's render.
         """
-        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": mark(2)}
+        shown = with_images(mark(2), images) if images else mark(2)
+        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": shown}
         prompt = self.text([user], answer=True)
         for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
             text = self.text([user, {"role": "assistant", "content": answer}, after], answer=True)
@@ -167,7 +184,7 @@ class ChatTemplate:
         rendered: Any
         try:
             rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
-                [[dict(m) for m in messages]], chat_template=self._source, return_assistant_tokens_mask=True,
+                [self._as_read(messages)], chat_template=self._source, return_assistant_tokens_mask=True,
                 **{**names, **self._kwargs},
             )  # fmt: skip
         except Exception as error:  # as in `text`

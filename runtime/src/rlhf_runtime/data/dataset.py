@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf.errors import DataError
@@ -15,11 +16,14 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.chosen_order import ChosenOrder, UsableRows
+from rlhf_runtime.data.image_columns import image_folder, with_image_files
+from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import check_template
 from rlhf_runtime.data.layouts import Layout, named_columns
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.order import RowOrder
 from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data.row_images import NO_IMAGES
 from rlhf_runtime.data.row_rules import Verdict, check_example, check_labels, check_prompt
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
@@ -39,6 +43,7 @@ class TrainData:
     Args:
         answers: form ``prompts`` only: training rows must also have an answer, read as in form ``demonstrations``.
         commits: the run's commits, for sources that are hub names; None: names are looked up now.
+        images: the tokens of images, or why the run cannot have images.
 
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
@@ -51,10 +56,11 @@ class TrainData:
         seed: int,
         answers: bool = False,
         commits: Commits | None = None,
+        images: ImageTokens | str = NO_IMAGES,
     ) -> None:
         commits = commits or Commits()
         self.section, self.form, self.answers = section, form, answers
-        self.template = Template(tokenizer, section)
+        self.template = Template(tokenizer, section, images)
         self._train = [load_source(s, commits) for s in section.train]
         self._eval = [load_source(s, commits) for s in section.eval]
         self.notes: list[str] = []
@@ -282,7 +288,9 @@ class TrainData:
         for source in sources:
             title = f"data.{key} {source.name!r} ({source.section.path})"
             try:
-                source.layout = self._layout(source, "demonstrations" if answered else self.form)
+                layout = self._layout(source, "demonstrations" if answered else self.form)
+                source.layout = replace(layout, folder=image_folder(source))
+                source.fingerprint = with_image_files(source, layout.columns)
             except DataError as error:
                 problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
                 continue

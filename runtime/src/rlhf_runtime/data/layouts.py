@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf_runtime.config.data_section import DataSection
@@ -11,7 +12,7 @@ from rlhf_runtime.data import conversions as convert
 
 DEFAULTS: Mapping[str, str] = {
     "prompt": "prompt", "response": "response", "chosen": "chosen", "rejected": "rejected", "label": "label",
-    "steps": "completions", "step_labels": "labels",
+    "steps": "completions", "step_labels": "labels", "images": "images",
 }  # fmt: skip
 """{field of the run file's [data]: its default column}. It is used if the run file names none and the source has it."""
 
@@ -35,6 +36,8 @@ class Layout:
     """Whether a chat template is used. Some conversions then make messages."""
     given: bool = field(default=True, compare=False)
     """Whether the run file names all columns, or they have their default names. Such a layout is not reported."""
+    folder: Path | None = field(default=None, compare=False)
+    """Paths of images start here."""
 
     def read(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """{field: value} of a row. Columns that the row lacks are left out. Raises DataError if the conversion

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlhf.steps import decoder_of
-from rlhf.types import Row
+from rlhf.types import Image, Row
 from rlhf.types.examples import Example
 
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.row_rules import Verdict
 from rlhf_runtime.data.sources import Source
 
@@ -119,35 +120,49 @@ def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:
 
 
 def _prompt(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    ids = data.template.encode_prompt(row).ids
-    return _sequence("prompt", list(ids), [False] * len(ids), {}, decode)
+    turn = data.template.encode_prompt(row)
+    return _sequence("prompt", list(turn.ids), [False] * len(turn.ids), {}, decode, turn.images)
 
 
 def _given(data: TrainData, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The row's answer, as an algorithm with ``Needs.given`` gets it in place of samples."""
     prompt, answer = data.template.encode_answer(row)
     mask = [*(False for _ in prompt.ids), *(True for _ in answer.ids)]
-    return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode)
+    return _sequence("given answer", [*prompt.ids, *answer.ids], mask, {}, decode, prompt.images)
 
 
 def _sequences(example: Example, decode: Callable[[Sequence[int]], str]) -> Iterator[dict[str, Any]]:
     pair = len(example.sequences) > 1
     for sequence in example.sequences:
         name = ("chosen", "rejected")[sequence.role] if pair else "row"
-        yield _sequence(name, list(sequence.ids), sequence.loss_mask, dict(example.values.get("steps", ())), decode)
+        steps = dict(example.values.get("steps", ()))
+        yield _sequence(name, list(sequence.ids), sequence.loss_mask, steps, decode, sequence.images)
 
 
 def _sequence(
-    name: str, ids: list[int], mask: list[bool], steps: dict[int, float], decode: Callable[[Sequence[int]], str]
+    name: str,
+    ids: list[int],
+    mask: list[bool],
+    steps: dict[int, float],
+    decode: Callable[[Sequence[int]], str],
+    images: Sequence[Image],
 ) -> dict[str, Any]:
     """``name``; ``tokens`` and ``trained``, counts; ``ids``; ``texts`` of the tokens; ``mask``: which are trained on;
-    ``steps``: [[position of the token that ends a step, its label], ...]."""
+    ``steps``: [[position of the token that ends a step, its label], ...]. The first token of an image has the text
+    ``[image 64x64]``, the others none."""
+    texts, end = list[str](), 0
+    for image in images:
+        width, height = image_size(image.data)
+        texts += [*token_texts(ids[end : image.at], decode), f"[image {width}x{height}]"]
+        texts += [""] * (image.tokens - 1)
+        end = image.at + image.tokens
+    texts += token_texts(ids[end:], decode)
     return {
         "name": name,
         "tokens": len(ids),
         "trained": sum(mask[1:]),  # no output predicts the first token
         "ids": list(ids),
-        "texts": token_texts(ids, decode),
+        "texts": texts,
         "mask": list(mask),
         "steps": [[at, label] for at, label in sorted(steps.items())],
     }

@@ -12,15 +12,20 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.chat_messages import ChatMessages, Messages, Tools
+from rlhf_runtime.data.chat_messages import ChatMessages, Messages, Tools, as_template_reads
 from rlhf_runtime.data.conversation import ChatTemplate, Frame
+from rlhf_runtime.data.image_parts import with_text
+from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
+from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 
 _CACHED_PROMPTS = 4096
+_CACHED_BYTES = 2**28
+"""Of images in cached prompts."""
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
@@ -29,11 +34,15 @@ class Prompts:
 
     If the section names a chat template, it becomes the tokenizer's template.
 
+    Args:
+        images: the tokens of images, or why the run cannot have images.
+
     Raises ConfigError if an option needs something that the tokenizer or the kind of template does not have.
     """
 
-    def __init__(self, tokenizer: Any, section: DataSection) -> None:
+    def __init__(self, tokenizer: Any, section: DataSection, images: ImageTokens | str = NO_IMAGES) -> None:
         self.tokenizer, self.section = tokenizer, section
+        self.images = RowImages(tokenizer, images, section.max_images)
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
@@ -42,8 +51,9 @@ class Prompts:
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """System message of rows without their own."""
         self.tokens = TextTokens(tokenizer)
-        self._frame: Frame | None = None
+        self._frames: dict[int, Frame] = {}
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
+        self._cached_bytes = 0
 
     def encode_prompt(self, row: Row) -> Turn:
         """The row's prompt, which the policy can answer."""
@@ -51,8 +61,10 @@ class Prompts:
         columns, turn, _ = self._prompts.get(key, (None, None, None))
         if turn is None or columns != row.columns:  # training and evaluation data may have sources of one name
             turn = self._prompt_turn(row)
-            if len(self._prompts) >= _CACHED_PROMPTS:
+            self._cached_bytes += sum(len(image.data) for image in turn.images)
+            if len(self._prompts) >= _CACHED_PROMPTS or self._cached_bytes > _CACHED_BYTES:
                 self._prompts.clear()
+                self._cached_bytes = 0
             # The samples of a prompt share its array. An array that is viewed cannot grow or shrink.
             self._prompts[key] = (row.columns, turn, memoryview(turn.ids))
         return replace(turn)
@@ -64,7 +76,7 @@ class Prompts:
         if not turns or turns[0].ids != self.encode_prompt(row).ids:
             return None
         cells = self._cells(row)
-        return self._plain_prompt(cells) if self.chat is None else self._prompt_messages(cells)
+        return self._plain_prompt(cells) if self.chat is None else [*self._read(self._prompt_messages(cells), cells)[0]]
 
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         """The row's prompt with the environment's first observation. If the prompt ends with a user message, the
@@ -73,29 +85,34 @@ class Prompts:
             return [self.encode_prompt(row)]
         if self.chat is None:
             return [self.encode_prompt(row), self.encode_observation(text)]
-        messages = self._prompt_messages(self._cells(row))
+        cells = self._cells(row)
+        messages, images = self._read(self._prompt_messages(cells), cells)
         if messages[-1]["role"] == "user":
-            joined = f"{messages[-1]['content']}\n\n{text}" if messages[-1]["content"] else text
-            messages[-1] = {**messages[-1], "content": joined}
+            content = messages[-1]["content"]
+            messages[-1] = {**messages[-1], "content": with_text(content, f"\n\n{text}") if content else text}
         else:
             messages.append({"role": "user", "content": text})
-        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)))]
+        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)]
 
-    def encode_observation(self, text: str, closed: bool = True) -> Turn:
+    def encode_observation(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
         """An observation, as the chat template writes a user's message after an answer.
 
         Args:
             closed: whether the sampled turn before it ended with its end token. If not, the observation begins with
                 the end token, so that the answer is closed before the next message.
+            images: contents of image files. They come before the text, unless it has their placeholders.
 
-        Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`).
+        Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`); images, where the run can have
+            none or one cannot be read.
         """
+        images = self.images.files(images)
+        added = 0 if self.images.marked(text) else len(images)
         if self.chat is None:
-            return self._turn(self.tokens.ids_after(ANCHORS[0], text))
-        frame = self._history()
+            return self._turn(self.tokens.ids_after(ANCHORS[0], self.images.marks(added) + text), images)
+        frame = self._history(added)
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
         shown = f"{before}{text}{frame.after}"
-        return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown))
+        return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown), images)
 
     def check_multi_turn(self) -> None:
         """Raises DataError if observations cannot be encoded. Called before a run with several turns starts."""
@@ -103,20 +120,26 @@ class Prompts:
             self._history()
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
-        """The messages of :meth:`encode_prompt`. Raises DataError."""
+        """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
         self.check_messages()
-        return [dict(message) for message in self._prompt_messages(self._cells(row))]
+        cells = self._cells(row)
+        return with_urls(*self._read(self._prompt_messages(cells), cells))
 
     def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
-        return self._turn(self._conversations[0].encode(messages, tools))
+        read, images = as_template_reads(messages)
+        files = self.images.files(images)
+        return self._turn(self._conversations[0].encode(read, tools), files)
 
     def encode_following(
         self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
     ) -> Turn | None:
         """What the template writes after a sampled answer (:meth:`ChatMessages.encode_following`)."""
-        ids = self._conversations[0].encode_following(before, answer, following, tools, closed)
-        return None if ids is None else self._turn(ids)
+        new, images = as_template_reads(following)
+        asked, _ = as_template_reads([*before, answer])
+        files = self.images.files(images)
+        ids = self._conversations[0].encode_following(asked, new, tools, closed)
+        return None if ids is None else self._turn(ids, files)
 
     def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
         """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
@@ -163,8 +186,13 @@ class Prompts:
         cells = self._cells(row)
         if self.chat is None:
             ids = self.tokens.ids(self._plain_prompt(cells))
-            return self._turn([*self.tokens.begin(ids), *ids])
-        return self._turn(self.tokens.ids(self.chat.text(self._prompt_messages(cells), answer=True)))
+            return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
+        messages, images = self._read(self._prompt_messages(cells), cells)
+        return self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)
+
+    def _read(self, messages: Sequence[Message], cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Messages of a row as the chat template reads them, and their images with those of the row's column."""
+        return self.images.of_messages(messages, cells)
 
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
         section = self.section
@@ -212,14 +240,16 @@ class Prompts:
         """The row's system message; None if its layout has no column for it, or it is empty."""
         return (cells.values.get("system") and cells.text("system")) or None
 
-    def _turn(self, ids: Sequence[int]) -> Turn:
-        return Turn(ids, sampled=False, text=self.decode(ids))
+    def _turn(self, ids: Sequence[int], images: Sequence[bytes] = ()) -> Turn:
+        """A turn of tokens with a placeholder for each image."""
+        whole, _, placed = self.images.place(ids, images)
+        return Turn(whole, sampled=False, text=self.decode(ids), images=placed)
 
-    def _history(self) -> Frame:
+    def _history(self, images: int = 0) -> Frame:
         assert self.chat is not None
-        if self._frame is None:
-            self._frame = self.chat.frame()
-        return self._frame
+        if images not in self._frames:
+            self._frames[images] = self.chat.frame(images)
+        return self._frames[images]
 
 
 def named_template(section: DataSection) -> str:

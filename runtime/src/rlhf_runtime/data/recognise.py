@@ -7,7 +7,7 @@ names that are common in data sets on the hub. A source with two possible layout
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ def recognise(
     if not found and case.text():
         found = [Layout({"text": "text"}, given=False)]
     if len(found) == 1:
-        return _with_system(found[0], case)
+        return _with_images(_with_system(found[0], case), case)
     if found:
         raise DataError(
             "the columns can be read in several ways: "
@@ -242,6 +242,20 @@ def _with_system(layout: Layout, case: _Case) -> Layout:
     if layout.conversion in ("marked_steps", "prm800k"):
         return layout
     return Layout({"system": present[0], **layout.columns}, layout.conversion, layout.chat, False)
+
+
+def _with_images(layout: Layout, case: _Case) -> Layout:
+    """The layout with the column of images, if the source has one.
+
+    Raises DataError: the run file names a column that the source has not.
+    """
+    column = case.named.get("images", DEFAULTS["images"])
+    if column in case.columns and column not in layout.columns.values():
+        return replace(layout, columns={**layout.columns, "images": column})
+    if "images" in case.named:
+        why = f"{did_you_mean(column, case.columns)} Name the right one with --data.images."
+        raise DataError(f"has no column {column!r} of images; {case.present()}{why}")
+    return layout
 
 
 def _flags(layout: Layout) -> str:

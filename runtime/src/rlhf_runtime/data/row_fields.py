@@ -61,9 +61,18 @@ class Cells:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise DataError(f"{name}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
             content = message.get("content")
+            if isinstance(content, list) and content:
+                continue  # parts are read with their images
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise DataError(f"{name}, message {i}: content must be text, got {str(content)[:60]!r}")
         return list(value)
+
+    def images(self) -> list[Any]:
+        """The images in the row's column of images, in any form that :func:`image_file` reads."""
+        value = self.values.get("images")
+        if value is None or (isinstance(value, str) and not value):
+            return []
+        return list(value) if isinstance(value, list | tuple) else [value]
 
     def label(self) -> bool:
         """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""

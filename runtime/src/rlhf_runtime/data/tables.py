@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,8 @@ class DatasetSource(Source):
     """A ``datasets.Dataset``; its features decode rows."""
 
     def __init__(self, section: SourceSection, dataset: Any) -> None:
-        self._dataset = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+        kept = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+        self._dataset = with_files_of_images(kept)
         super().__init__(section, list(dataset.column_names), content_hash(self._dataset.data.table))
 
     def rows(self) -> int:
@@ -46,6 +48,24 @@ class DatasetSource(Source):
 
     def values(self, column: str) -> Iterator[Any]:
         return iter(self._dataset.data.table.column(column).slice(0, len(self)).to_pylist())
+
+
+def with_files_of_images(dataset: Any) -> Any:
+    """The dataset with columns of images as ``{bytes, path}``, as they are stored, in place of decoded ones."""
+    import datasets
+
+    def stored(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.List):
+            return datasets.List(stored(feature.feature), length=feature.length)
+        return feature
+
+    for name, feature in dataset.features.items():
+        if (undecoded := stored(feature)) != feature:
+            dataset = copy.deepcopy(dataset)
+            dataset._info.features[name] = undecoded
+    return dataset
 
 
 def content_hash(table: Any) -> str:

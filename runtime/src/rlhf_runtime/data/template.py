@@ -14,16 +14,19 @@ from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.image_parts import text_of
+from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
+from rlhf_runtime.data.row_images import NO_IMAGES
 from rlhf_runtime.data.token_spans import Span, edges_are_between
 
 
 class Template(Prompts):
     """Encodes the rows of a run. The tokens depend on the row only."""
 
-    def __init__(self, tokenizer: Any, section: DataSection) -> None:
-        super().__init__(tokenizer, section)
+    def __init__(self, tokenizer: Any, section: DataSection, images: ImageTokens | str = NO_IMAGES) -> None:
+        super().__init__(tokenizer, section, images)
         self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
@@ -35,11 +38,11 @@ class Template(Prompts):
             text: an answer to use in place of the row's.
         """
         cells = self._cells(row)
-        sequence = self._demonstrated(cells) if text is None else self._answered_by(text, *self._asked(cells))
+        sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, *self._asked(cells))
         first, last = sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
         answer = sequence.ids[first:last]
         return [
-            self._turn(sequence.ids[:first]),
+            Turn(sequence.ids[:first], sampled=False, text=self.decode(sequence.ids[:first]), images=sequence.images),
             Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
         ]
 
@@ -56,7 +59,7 @@ class Template(Prompts):
         fields = ("chosen", "rejected")
         whole = self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list)
         if whole:
-            sequences = [self._conversation(self._messages(cells, name)) for name in fields]
+            sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:
             sequences = [self._answered(cells, name) for name in fields]
         fronts = [value[:-1] if isinstance(value := cells.values[name], list) else [] for name in fields]
@@ -111,18 +114,18 @@ class Template(Prompts):
 
     def _demonstrated(self, cells: Cells) -> TokenSequence:
         if "text" in cells:
-            return self._completed("", cells.text("text"))
+            return self._completed(cells, "", cells.text("text"))
         if self.chat is not None and "messages" in cells.layout.columns:
-            return self._conversation(self._messages(cells, "messages"))
+            return self._conversation(self._messages(cells, "messages"), cells)
         return self._answered(cells, "response")
 
     def _answered(self, cells: Cells, field: str) -> TokenSequence:
         """The row's prompt and the answer in a field."""
         prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
-            return self._conversation([*prompt, *cells.messages(field)])
+            return self._conversation([*prompt, *cells.messages(field)], cells)
         text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
-        return self._answered_by(text, prompt, front, f"{cells.name(field)}: ")
+        return self._answered_by(cells, text, prompt, front, f"{cells.name(field)}: ")
 
     def _asked(self, cells: Cells) -> tuple[list[Message], str]:
         """The row's prompt: as messages, or as plain text; the other is empty."""
@@ -130,30 +133,39 @@ class Template(Prompts):
             return self._prompt_messages(cells), ""
         return [], self._plain_prompt(cells, optional=self.section.loss_on == "all")
 
-    def _answered_by(self, text: str, prompt: Sequence[Message], front: str, where: str = "") -> TokenSequence:
+    def _answered_by(
+        self, cells: Cells, text: str, prompt: Sequence[Message], front: str, where: str = ""
+    ) -> TokenSequence:
         """A prompt and an answer to it."""
         if not text.strip():
             raise DataError(f"{where}the answer is empty; there is nothing to learn from")
         if self.chat is not None:
-            return self._conversation([*prompt, {"role": "assistant", "content": text}])
-        return self._completed(front, text)
+            return self._conversation([*prompt, {"role": "assistant", "content": text}], cells)
+        return self._completed(cells, front, text)
 
     def _continued(self, cells: Cells, text: str) -> TokenSequence:
         """The row's prompt and the beginning of an answer."""
         if self.chat is None:
-            prompt = self._plain_prompt(cells)
+            prompt, images = self._plain_prompt(cells), self.images.of_row(cells)
         else:
-            prompt = self.chat.text(self._prompt_messages(cells), answer=True)
+            messages, images = self._read(self._prompt_messages(cells), cells)
+            prompt = self.chat.text(messages, answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
         begin = self.tokens.begin(ids) if self.chat is None else []
-        return TokenSequence([*begin, *ids], [*(False for _ in begin), *mask])
+        return self._sequence([*begin, *ids], [*(False for _ in begin), *mask], images)
 
-    def _conversation(self, messages: Sequence[Message]) -> TokenSequence:
+    def _sequence(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[bytes]) -> TokenSequence:
+        """A sequence of tokens with a placeholder for each image."""
+        whole, kept, placed = self.images.place(ids, images, mask)
+        return TokenSequence(whole, kept, images=placed)
+
+    def _conversation(self, given: Sequence[Message], cells: Cells) -> TokenSequence:
         assert self.chat is not None
+        messages, images = self._read(given, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.section.loss_on == "all":
             ids = self.tokens.ids(self.chat.text(messages, answer=False))
-            return TokenSequence(ids, [True] * len(ids))
+            return self._sequence(ids, [True] * len(ids), images)
         if not answers or answers[-1] != len(messages) - 1:
             raise DataError(
                 f"a conversation must end with the assistant's answer, got the roles "
@@ -161,22 +173,23 @@ class Template(Prompts):
             )
         trained = answers if self.section.loss_on == "assistant" else answers[-1:]
         for i in trained:
-            if not (messages[i].get("content") or "").strip() and not messages[i].get("tool_calls"):
+            if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
         render = self.chat.render(messages, trained)
         ids, mask = self._masked(render.text, render.answers)
         # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
         # have it, so it must not be trained on, and scores must not be read there.
         end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
-        return TokenSequence(ids[:end], mask[:end])
+        return self._sequence(ids[:end], mask[:end], images)
 
-    def _completed(self, prompt: str, completion: str) -> TokenSequence:
+    def _completed(self, cells: Cells, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, including the end token."""
         ids, mask = self._masked(prompt + completion, [(len(prompt), len(prompt) + len(completion))])
         ended = not self.section.add_eos or ids[-1:] == [self.tokenizer.eos_token_id]
         begin, end = self.tokens.begin(ids), [] if ended else [self.tokenizer.eos_token_id]
         ids, mask = [*begin, *ids, *end], [*(False for _ in begin), *mask, *(True for _ in end)]
-        return TokenSequence(ids, [True] * len(ids) if self.section.loss_on == "all" else mask)
+        mask = [True] * len(ids) if self.section.loss_on == "all" else mask
+        return self._sequence(ids, mask, self.images.of_row(cells))
 
     def _masked(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
         """Tokens of ``text`` and which of them are in ``spans``.

@@ -30,19 +30,30 @@ def with_markers(
     each message. White space around a text and tags such as ``<think>`` are kept, because templates act on them."""
     marked, texts, tails = [], list[tuple[int, str]](), dict[int, str]()
     for m, message in enumerate(messages):
-        parts = []
-        for part in _TAG.split(message.get("content") or ""):
-            core = part.strip()
-            if core and not _TAG.fullmatch(part):
-                lead = part[: part.index(core)]
-                tails[m] = part[len(lead) + len(core) :]
-                parts.append(f"{lead}{mark(len(texts))}{tails[m]}")
-                texts.append((m, core))
-            else:
-                tails[m] = tails.get(m, "") + part
-                parts.append(part)
-        marked.append({**message, "content": "".join(parts)} if "content" in message else dict(message))
+        content = message.get("content")
+        if isinstance(content, list):  # parts, some of them images
+            read = [{**p, "text": _marked(m, p["text"], texts, tails)} if "text" in p else p for p in content]
+            marked.append({**message, "content": read})
+        else:
+            text = _marked(m, content or "", texts, tails)
+            marked.append({**message, "content": text} if "content" in message else dict(message))
     return marked, texts, tails
+
+
+def _marked(m: int, content: str, texts: list[tuple[int, str]], tails: dict[int, str]) -> str:
+    """One text of message ``m`` with markers; adds to ``texts`` and ``tails``."""
+    parts = []
+    for part in _TAG.split(content):
+        core = part.strip()
+        if core and not _TAG.fullmatch(part):
+            lead = part[: part.index(core)]
+            tails[m] = part[len(lead) + len(core) :]
+            parts.append(f"{lead}{mark(len(texts))}{tails[m]}")
+            texts.append((m, core))
+        else:
+            tails[m] = tails.get(m, "") + part
+            parts.append(part)
+    return "".join(parts)
 
 
 def tail_length(piece: str, tail: str, trained: int | None) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError, shown
 
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
+from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.data.tables import content_hash
 from rlhf_runtime.observe.run_directory import GIVEN
 
@@ -142,7 +143,8 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
 
 
 def json_value(value: Any, where: str) -> Any:
-    """Returns ``value`` if JSON reads it back unchanged. Raises DataError otherwise."""
+    """Returns ``value`` if JSON reads it back unchanged; an image (of PIL, an array of pixels, a file's bytes) as a
+    ``data:`` URL. Raises DataError otherwise."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -156,6 +158,8 @@ def json_value(value: Any, where: str) -> Any:
         return {key: json_value(item, f"{where}, {key!r}") for key, item in value.items()}
     if isinstance(value, list):
         return [json_value(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, bytes) or is_picture(value):
+        return data_url(image_file(value, None))
     raise DataError(
         f"{where}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
         "jsonl file. Convert it: list(...), int(...), float(...) or str(...)."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -57,9 +57,9 @@ class SampleContext(RolloutContext):
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         return self._template.encode_opening(row, text)
 
-    def encode_observation(self, text: str) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
-        return self._template.encode_observation(text, self._closed)
+        return self._template.encode_observation(text, self._closed, images)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         return self._template.prompt_messages(row)

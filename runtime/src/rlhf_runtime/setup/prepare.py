@@ -22,6 +22,7 @@ from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.image_tokens import ImageTokens, image_tokens
 from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
@@ -99,7 +100,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     check_stops(config.sampling.stop, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
-    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits)
+    images = _images(made)
+    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images)
     if config.data.margin is not None:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
@@ -144,6 +146,18 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         places=places,
         resolve=functools.partial(resolved_run, plugins),
     )
+
+
+def _images(made: RunPlugins) -> ImageTokens | str:
+    """The tokens of images, or why the run cannot have images."""
+    found = image_tokens(made.model("policy"), made.config.policy.trust_remote_code)
+    if isinstance(found, str):
+        return found
+    for name in ("trainer", GENERATOR):
+        cls = made.parts[name].resolved.cls if name in made.parts else None
+        if cls is not None and "images" not in cls.capabilities:
+            return f"{name} {cls.name!r} cannot use them (capability 'images')"
+    return found
 
 
 def _with_folder(config: RunFile) -> RunFile:

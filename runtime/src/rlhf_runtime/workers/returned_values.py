@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -42,7 +43,10 @@ def check_step(step: object) -> EnvStep:
     if step.sampling is not None and not isinstance(step.sampling, Sampling):
         raise InvalidResult(f"returned EnvStep(sampling={shown(step.sampling)}); allowed: a Sampling or None")
     _check_info("EnvStep", step.info)
-    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info))
+    images = step.images
+    if not isinstance(images, list | tuple) or not all(isinstance(i, bytes) for i in images):
+        raise InvalidResult(f"returned EnvStep(images={shown(images)}); allowed: contents of image files, bytes")
+    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images))
 
 
 def check_observation(text: object) -> str:
@@ -87,7 +91,7 @@ def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> lis
 
 
 def step_to_json(step: EnvStep) -> dict[str, Any]:
-    return asdict(step)
+    return {**asdict(step), "images": [b64encode(image).decode() for image in step.images]}
 
 
 def step_from_json(value: object) -> EnvStep:
@@ -97,11 +101,12 @@ def step_from_json(value: object) -> EnvStep:
         if (sampling := fields.get("sampling")) is not None:
             tuples = {name: tuple(sampling[name]) for name in ("stop_token_ids", "stop")}
             fields["sampling"] = Sampling(**{**sampling, **tuples})
+        fields["images"] = tuple(b64decode(image) for image in fields.get("images", ()))
         step = EnvStep(**fields)
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
             f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
-            "info"
+            "info, images"
         ) from None
     return check_step(step)
 

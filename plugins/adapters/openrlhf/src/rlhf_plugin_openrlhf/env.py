@@ -12,7 +12,7 @@ from rlhf.types import EnvStep, Row
 
 from rlhf_plugin_openrlhf.executors import ExecutorConfig, built, checked, config_of
 from rlhf_plugin_openrlhf.sampling import from_params, to_params
-from rlhf_plugin_openrlhf.values import label_of, logs, scalar
+from rlhf_plugin_openrlhf.values import image_bytes, label_of, logs, scalar
 
 CLASS_NAME = "OpenRLHFEnv"
 
@@ -77,8 +77,7 @@ class _AgentEnv(Env):
         result = await self._instance.step(states)
         if not isinstance(result, dict) or "rewards" not in result or "done" not in result:
             raise EnvError(f"step() must return a dict with at least 'rewards' and 'done', got {result!r}")
-        if result.get("environment_images") is not None:
-            raise EnvError("step() returned environment_images; images are not supported")
+        images = tuple(image_bytes(image) for image in result.get("environment_images") or ())
         feedback = result.get("environment_feedback") or ""
         self._observation += action + feedback
         reward = scalar(result["rewards"], "rewards")
@@ -90,7 +89,7 @@ class _AgentEnv(Env):
         wanted = result.get("sampling_params")
         sampling = None if wanted is None or self.sampling is None else from_params(wanted, self.sampling)
         changed = sampling if sampling != self.sampling else None
-        return EnvStep(feedback, reward, bool(result["done"]), changed, info)
+        return EnvStep(feedback, reward, bool(result["done"]), changed, info, images)
 
     async def close(self) -> None:
         """Calls ``close`` if the instance has it; OpenRLHF's interface has no such method."""

@@ -3,8 +3,10 @@ without importing torch."""
 
 from __future__ import annotations
 
+import io
 import numbers
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rlhf.errors import shown
@@ -45,6 +47,19 @@ def label_of(row: Row, column: str | None) -> Any:
     if column not in row.columns:
         raise KeyError(f"no column {column!r}; the row has {sorted(row.columns)}. Set `label`.")
     return row[column]
+
+
+def image_bytes(value: Any) -> bytes:
+    """An image of ``environment_images`` as the content of an image file: an object of PIL, bytes, or a path."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and not value.startswith(("http://", "https://")):
+        return Path(value).expanduser().read_bytes()
+    if hasattr(value, "save") and hasattr(value, "convert"):
+        file = io.BytesIO()
+        value.convert("RGB").save(file, "PNG")
+        return file.getvalue()
+    raise TypeError(f"environment_images holds {shown(value)}; allowed: images of PIL, bytes and paths of files")
 
 
 def _elements(value: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
 from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import SUCH
 
 from rlhf_plugin_runs.curves import as_number
@@ -120,7 +122,11 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
     first = next((number for number, turn in enumerate(turns) if turn["sampled"]), len(turns))
     prompt = line.get("prompt")
     if prompt is None:  # an environment added something to the row's own prompt
-        prompt = "".join(turn["text"] for turn in turns[:first])
+        prompt = "".join(_text(turn) for turn in turns[:first])
+    elif isinstance(prompt, list):
+        prompt = _with_sizes(prompt, [size for turn in turns[:first] for size in _sizes(turn)])
+    else:
+        prompt = "".join(_sizes(turns[0])) + prompt if turns else prompt
     return Sample(
         step=step,
         group=line["group"],
@@ -131,7 +137,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         turns=[
             Turn(
                 "policy" if turn["sampled"] else "environment",
-                turn["text"],
+                _text(turn),
                 len(turn["ids"]),
                 _reward(turn.get("reward")),
             )
@@ -143,6 +149,29 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
     )
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    """The text of a turn after its images: ``[image 64x64]``."""
+    return "".join([*_sizes(turn), turn["text"]])
+
+
+def _sizes(turn: Mapping[str, Any]) -> list[str]:
+    """``[image 64x64]`` for each image of a turn."""
+    sizes = (image_size(b64decode(image["data"])) for image in turn.get("images") or ())
+    return [f"[image {width}x{height}]" for width, height in sizes]
+
+
+def _with_sizes(messages: Sequence[Mapping[str, Any]], sizes: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Messages with content as text, in which each image is one of ``sizes``."""
+    rest = iter(sizes)
+
+    def text(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return "".join(next(rest, "[image]") if part.get("type") == "image" else part["text"] for part in content)
+
+    return [{**message, "content": text(message.get("content"))} for message in messages]
 
 
 def _reward(value: Any) -> float | None:

@@ -150,6 +150,13 @@ def text_of(content: Any) -> str:
     return "" if content is None else str(content)
 
 
+def _images(content: Any) -> list[str]:
+    """The images in content, in order, as the client wrote them."""
+    parts = content if isinstance(content, list) else []
+    values = (p.get("image_url") or p.get("image") for p in parts if isinstance(p, Mapping) and "text" not in p)
+    return [str(value.get("url") if isinstance(value, Mapping) else value) for value in values]
+
+
 def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> list[bytes]:
     """For each message a digest of it and everything before it."""
     digest, made = hashlib.sha256(_json(list(tools)).encode()), []
@@ -166,6 +173,8 @@ def _key(message: Message) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": text_of(message.get("content")).strip(),
     }
+    if images := _images(message.get("content")):
+        key["images"] = images
     if calls := message.get("tool_calls"):
         key["calls"] = [_call(call) for call in calls]
     if role != "assistant" and message.get("name"):
@@ -198,7 +207,7 @@ def _reasoning(message: Message) -> str:
 
 def _field(ours: Message, theirs: Message) -> str:
     a, b = _key(ours), _key(theirs)
-    field = next(f for f in ("role", "content", "calls", "name") if a.get(f) != b.get(f))
+    field = next(f for f in ("role", "content", "images", "calls", "name") if a.get(f) != b.get(f))
     x, y = str(a.get(field)), str(b.get(field))
     at = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
     start = max(0, at - 10)

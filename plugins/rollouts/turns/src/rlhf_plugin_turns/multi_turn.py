@@ -41,7 +41,7 @@ class MultiTurn(Rollout):
             turn.reward = step.reward
             if step.done:
                 return turns
-            observation = ctx.encode_observation(step.observation)
+            observation = ctx.encode_observation(step.observation, step.images)
             if room([*turns, observation], ctx) < 1:
                 turn.finish = "length"
                 return turns

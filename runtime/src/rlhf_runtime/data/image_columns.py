@@ -1,0 +1,53 @@
+"""Images of a source: the folder where their paths start, and their part in the source's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf_runtime.data.image_files import image_path
+from rlhf_runtime.data.sources import Source
+
+
+def image_folder(source: Source) -> Path | None:
+    """The folder of a source's file; None for a name on the hub, whose rows hold their images."""
+    path = Path(source.section.path).expanduser()
+    if not path.exists():
+        return None
+    return path if path.is_dir() else path.parent
+
+
+def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
+    """The fingerprint of a source with the paths and sizes of its image files. Their bytes are not read.
+
+    Args:
+        columns: {field: column} of its layout.
+    """
+    folder = image_folder(source)
+    if folder is None:
+        return source.fingerprint
+    digest, found = hashlib.sha256(source.fingerprint.encode()), False
+    for field in ("images", "messages", "prompt", "chosen", "rejected", "response"):
+        for value in source.values(columns[field]) if field in columns else ():
+            for path in _paths(value, field == "images"):
+                file = folder / Path(path).expanduser()
+                size = file.stat().st_size if file.is_file() else -1
+                digest.update(f"{path}\n{size}\n".encode(errors="backslashreplace"))
+                found = True
+    return digest.hexdigest() if found else source.fingerprint
+
+
+def _paths(value: Any, images: bool) -> Iterator[str]:
+    """The paths of images in a value of a column."""
+    if images:
+        for one in value if isinstance(value, list) else [value]:
+            if path := image_path(one):
+                yield path
+    elif isinstance(value, list):
+        for message in value:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            for part in content if isinstance(content, list) else ():
+                if isinstance(part, Mapping) and part.get("type") != "text":
+                    yield from filter(None, (image_path(part.get(k)) for k in ("image", "url", "path")))

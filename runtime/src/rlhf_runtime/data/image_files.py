@@ -1,0 +1,123 @@
+"""The images of rows and messages as contents of image files.
+
+An image is a path, a ``data:`` URL, the bytes of a file, ``{"bytes", "path"}`` as ``datasets`` stores images, or an
+object of PIL. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import DataError, shown
+
+ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
+_ORIENTATION = 274
+"""EXIF tag: how a viewer turns the image. 1: not at all."""
+
+
+def image_file(value: Any, folder: Path | None) -> bytes:
+    """The content of an image file, in RGB and upright, so that trainers and engines read the same pixels from it.
+
+    The bytes of an RGB image are kept. Another image (grey, with a palette, turned by its EXIF tag, the first of
+    several frames) is written again as PNG; transparency is left out, as processors do.
+
+    Args:
+        folder: relative paths start here; None: paths are refused.
+
+    Raises DataError: no image of an allowed form, no such file, a file that cannot be decoded, or an image of more than
+        179 million pixels, which PIL takes for an attack.
+    """
+    from PIL import Image, ImageOps
+
+    if is_picture(value):
+        try:
+            return _written(value if isinstance(value, Image.Image) else Image.fromarray(value))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"an array of shape {getattr(value, 'shape', None)} is no image: {error}") from None
+    data = _content(value, folder)
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except Exception as error:  # of many kinds: PIL's own, those of its decoders, too many pixels
+        reason = str(error).replace("<_io.BytesIO object at ", "<")
+        raise DataError(f"{_named(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
+    if image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1 and getattr(image, "n_frames", 1) == 1:
+        return data
+    return _written(ImageOps.exif_transpose(image))
+
+
+def is_picture(value: Any) -> bool:
+    """Whether a value is an image of PIL, or an array of at least two dimensions, such as its pixels."""
+    if getattr(value, "ndim", 0) >= 2 and hasattr(value, "__array_interface__"):
+        return True
+    library = sys.modules.get("PIL.Image")
+    return library is not None and isinstance(value, library.Image)
+
+
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height of an image file, in pixels."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as image:
+        return image.size
+
+
+def data_url(data: bytes) -> str:
+    """An image file as a ``data:`` URL."""
+    kind = "png" if data.startswith(b"\x89PNG") else "jpeg" if data.startswith(b"\xff\xd8") else "webp"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image_path(value: Any) -> str | None:
+    """The path of an image that is one; None for other forms."""
+    if isinstance(value, Mapping) and value.get("bytes") is None:
+        value = value.get("path")
+    if not isinstance(value, str) or value.startswith(("data:", "http://", "https://")):
+        return None
+    return value.removeprefix("file://")
+
+
+def _written(image: Any) -> bytes:
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+def _content(value: Any, folder: Path | None) -> bytes:
+    if isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes):
+        return value["bytes"]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(f"{value[:80]!r} is not downloaded: save the image beside the data and give its path")
+    if isinstance(value, str) and value.startswith("data:"):
+        head, _, encoded = value.partition(",")
+        try:
+            if not head.endswith(";base64"):
+                raise ValueError("it is not in base64")
+            return base64.b64decode(encoded, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(f"the data: URL {value[:40]!r}... is damaged: {error}") from None
+    path = image_path(value)
+    if not path:
+        raise DataError(f"an image must be {ALLOWED}, got {shown(value)}")
+    if folder is None:
+        raise DataError(
+            f"{path[:80]!r} is a path, and only rows of files here may name one; give the image as bytes or a data: URL"
+        )
+    file = folder / Path(path).expanduser()
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"the image {str(file)!r} cannot be read: {error.strerror or error}") from None
+
+
+def _named(value: Any) -> str:
+    path = image_path(value) if isinstance(value, str | Mapping) else None
+    return f"the image {path!r}" if path else "the image"

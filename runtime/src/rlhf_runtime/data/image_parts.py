@@ -1,0 +1,79 @@
+"""Images in messages: content parts of chat messages, with the images that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError, shown
+
+PLACE = {"type": "image"}
+"""An image in a message, as chat templates read it."""
+Parts = list[dict[str, Any]]
+
+
+def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
+    """The content of a message as chat templates read it: text, or parts of which at least one is an image.
+
+    Args:
+        where: names the message in errors.
+        images: gets the image of each part, in order; None for a part that holds none.
+
+    Raises DataError: the content is neither text nor a list of parts of text and images.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: Parts = []
+    for part in content if isinstance(content, list | tuple) else [content]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url", "input_image"):
+            images.append(_image_of(part))
+            parts.append(dict(PLACE))
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise DataError(
+                f"{where}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
+                f"{shown(part)}"
+            )
+    return parts if PLACE in parts else text_of(parts)
+
+
+def text_of(content: Any) -> str:
+    """The text of content that :func:`read_content` returned; parts of text are joined by line breaks."""
+    if not isinstance(content, list):
+        return content or ""
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def with_text(content: str | Parts, text: str) -> str | Parts:
+    """Content with more text after it."""
+    if not isinstance(content, list):
+        return content + text
+    *before, last = content
+    if last == PLACE:
+        return [*content, {"type": "text", "text": text.lstrip()}]
+    return [*before, {**last, "text": last["text"] + text}]
+
+
+def with_images(content: str | Parts, count: int) -> Parts:
+    """Content after ``count`` images."""
+    text = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+    return [*(dict(PLACE) for _ in range(count)), *text]
+
+
+def places(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Number of images in messages."""
+    return sum(m["content"].count(PLACE) for m in messages if isinstance(m.get("content"), list))
+
+
+def _image_of(part: Mapping[str, Any]) -> Any:
+    """The image that a part holds, in one of the forms that programs write; None if it holds none."""
+    for key in ("image", "image_url", "url", "path", "base64", "bytes"):
+        value = part.get(key)
+        if value is not None:
+            value = value.get("url") if key == "image_url" and isinstance(value, Mapping) else value
+            if key == "base64" and isinstance(value, str) and not value.startswith("data:"):
+                return f"data:image;base64,{value}"
+            return value
+    return None

@@ -1,0 +1,122 @@
+"""The tokens that stand for images, as the processor of the model's folder writes them."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.types import Image
+from rlhf_hub.processors import load_processor, reads_images
+from rlhf_hub.published import settings_of
+
+from rlhf_runtime.data.image_files import image_size
+
+_KEYS = ("image_token_id", "image_token_index")
+
+
+class ImageTokens:
+    """Replaces the placeholder of each image by the tokens that the model's processor writes.
+
+    The number of tokens depends on the size of the image. The processor is loaded when the first image comes.
+
+    Args:
+        model: the policy: a folder or hub name of an image-text model.
+    """
+
+    def __init__(self, model: str, trust_remote_code: bool = False) -> None:
+        self._model, self._trusted = model, trust_remote_code
+        settings = settings_of(model, "images")
+        self.placeholder: int = next((settings[k] for k in _KEYS if isinstance(settings.get(k), int)), -1)
+        """The token of an image in tokenised text; -1: not known."""
+        self._of_size = lru_cache(4096)(self._written)
+
+    def place(
+        self, ids: Sequence[int], images: Sequence[bytes], mask: Sequence[bool] = ()
+    ) -> tuple[Sequence[int], list[bool], tuple[Image, ...]]:
+        """Tokens, mask and images of a text.
+
+        Args:
+            ids: its tokens, with one placeholder for each image.
+            images: contents of image files.
+            mask: which tokens are trained on; those of images never are.
+
+        Raises DataError: other numbers of placeholders and images, or an image that the processor refuses.
+        """
+        at = [i for i, token in enumerate(ids) if token == self.placeholder] if self.placeholder in ids else []
+        if len(at) != len(images):
+            raise DataError(
+                f"{_counted(len(at), 'placeholder')} of images in the text and {_counted(len(images), 'image')}; each "
+                f"image has one placeholder{self._spelt()}"
+            )
+        if not images:
+            return ids, list(mask), ()
+        made, kept, placed, end = array.array("i"), list[bool](), list[Image](), 0
+        for position, data in zip(at, images, strict=True):
+            tokens = self._of_size(*image_size(data))
+            made += array.array("i", ids[end:position])
+            placed.append(Image(data, len(made), len(tokens), [self.placeholder]))
+            made += array.array("i", tokens)
+            kept += [*mask[end:position], *(False for _ in tokens)]
+            end = position + 1
+        made += array.array("i", ids[end:])
+        return made, [*kept, *mask[end:]] if mask else [], tuple(placed)
+
+    @property
+    def text(self) -> str:
+        """The placeholder as text."""
+        return str(self._processor.image_token)
+
+    def _spelt(self) -> str:
+        if self.placeholder < 0:
+            return ". The config.json of the model names none"
+        return f", which is {self.text!r} in plain text and a part {{type: image}} in messages"
+
+    @cached_property
+    def _processor(self) -> Any:
+        processor = load_processor(self._model, self._trusted)
+        token = getattr(processor, "image_token", None)
+        if not isinstance(token, str) or processor.tokenizer.convert_tokens_to_ids(token) != self.placeholder:
+            raise DataError(
+                f"images cannot be encoded for {self._model}: its processor marks an image with {token!r}, its "
+                f"config.json with token {self.placeholder}"
+            )
+        alone, between = (_processed(processor, text, 64, 64) for text in (token, f"a{token}b"))
+        before, after = (processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("a", "b"))
+        if between != (*before, *alone, *after):
+            raise DataError(
+                f"images cannot be encoded for {self._model}: which tokens its processor writes for an image depends "
+                "on the text beside it"
+            )
+        return processor
+
+    def _written(self, width: int, height: int) -> tuple[int, ...]:
+        """The tokens of an image of this size."""
+        return _processed(self._processor, self._processor.image_token, width, height)
+
+
+def image_tokens(model: str, trust_remote_code: bool = False) -> ImageTokens | str:
+    """The tokens of images for a model, or why it can have none."""
+    if not reads_images(model):
+        return f"the policy {model} is a model of text"
+    return ImageTokens(model, trust_remote_code)
+
+
+def _processed(processor: Any, text: str, width: int, height: int) -> tuple[int, ...]:
+    """The tokens of a text with one image, as the processor writes them."""
+    import PIL.Image
+
+    blank = PIL.Image.new("RGB", (width, height))
+    try:
+        made = processor(images=[blank], text=[text], add_special_tokens=False)
+    except Exception as error:  # of many kinds: a side that is too short, too thin an image
+        raise DataError(
+            f"the model's processor refuses an image of {width}x{height} pixels: {type(error).__name__}: {error}"
+        ) from None
+    return tuple(int(i) for i in made["input_ids"][0])
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,137 @@
+"""The images of rows and observations, and where they stand in messages and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.types import Image
+
+from rlhf_runtime.data.image_files import data_url, image_file
+from rlhf_runtime.data.image_parts import PLACE, places, read_content, with_images
+from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.row_fields import Cells
+
+NO_IMAGES = "the policy is a model of text"
+
+
+class RowImages:
+    """Finds the images of rows and puts their tokens in place.
+
+    Args:
+        tokens: the tokens of images, or why the run cannot have images.
+        limit: largest number of images of a row.
+
+    The methods raise DataError: an image cannot be read, there are too many, or the run cannot have images.
+    """
+
+    def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int | None) -> None:
+        self._tokens, self._limit = tokens, limit
+        mark = None
+        if isinstance(tokens, ImageTokens) and tokens.placeholder >= 0:
+            mark = tokenizer.convert_ids_to_tokens(tokens.placeholder)
+        self._mark: str | None = mark
+        """The placeholder as text."""
+
+    def of_row(self, cells: Cells) -> list[bytes]:
+        """The files in the row's column of images, whose placeholders are in the text."""
+        return self._within(self._files(cells.images(), cells))
+
+    def of_messages(
+        self, messages: Sequence[Mapping[str, Any]], cells: Cells
+    ) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Messages with content as chat templates read it, and the files of their images.
+
+        The images of the row's column belong to the parts without an image of their own, in order. Where there are no
+        such parts and no placeholders in the texts, they come before the text of the first user message.
+        """
+        found: list[Any] = []
+        read = [_with_content(i, message, found) for i, message in enumerate(messages)]
+        column = cells.images()
+        if column and None not in found:
+            user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
+            if user is not None and not any(self.marked(_texts(m.get("content"))) for m in read):
+                before = places(read[:user])
+                read[user] = {**read[user], "content": with_images(read[user]["content"], len(column))}
+                found[before:before] = column
+            else:
+                found += column
+            return read, self._within(self._files(found, cells))
+        if found.count(None) != len(column):
+            raise DataError(
+                f"{found.count(None)} image parts of the messages hold no image, and "
+                f"{cells.name('images')} holds {len(column)}; they must be equal"
+            )
+        rest = iter(column)
+        return read, self._within(self._files([next(rest) if f is None else f for f in found], cells))
+
+    def files(self, images: Sequence[Any]) -> list[bytes]:
+        """Files of images that an environment or a program gives: bytes or ``data:`` URLs."""
+        if images:
+            self._require()
+        return [_numbered(n, image, None) for n, image in enumerate(images)]
+
+    def marked(self, text: str) -> bool:
+        """Whether a text contains the placeholder of an image."""
+        return self._mark is not None and self._mark in text
+
+    def marks(self, count: int) -> str:
+        """The placeholders of ``count`` images in plain text."""
+        return (self._mark or "") * count
+
+    def place(
+        self, ids: Sequence[int], images: Sequence[bytes], mask: Sequence[bool] = ()
+    ) -> tuple[Sequence[int], list[bool], tuple[Image, ...]]:
+        """Tokens, mask and images of a text with a placeholder for each image (:meth:`ImageTokens.place`)."""
+        if isinstance(self._tokens, ImageTokens):
+            return self._tokens.place(ids, images, mask)
+        return ids, list(mask), ()
+
+    def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
+        if values:
+            self._require()
+        return [_numbered(n, value, cells.layout.folder) for n, value in enumerate(values)]
+
+    def _require(self) -> None:
+        if isinstance(self._tokens, str):
+            raise DataError(f"there are images, but {self._tokens}")
+
+    def _within(self, files: list[bytes]) -> list[bytes]:
+        if self._limit is not None and len(files) > self._limit:
+            raise DataError(f"the row has {len(files)} images, over data.max_images = {self._limit}")
+        return files
+
+
+def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Messages in the form of the OpenAI chat API, with their images as ``data:`` URLs."""
+    rest = iter(images)
+
+    def shown(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return [
+            {"type": "image_url", "image_url": {"url": data_url(next(rest))}} if part == PLACE else part
+            for part in content
+        ]
+
+    return [{**m, "content": shown(m["content"])} if "content" in m else dict(m) for m in messages]
+
+
+def _with_content(number: int, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return dict(message)
+    return {**message, "content": read_content(message["content"], f"message {number}", images)}
+
+
+def _texts(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def _numbered(number: int, value: Any, folder: Any) -> bytes:
+    try:
+        return image_file(value, folder)
+    except DataError as error:
+        raise DataError(f"image {number}: {error}") from None

@@ -1,0 +1,304 @@
+"""Rows with images: where images come from, and the tokens that stand for them."""
+
+import base64
+import io
+import json
+
+import pytest
+from PIL import Image
+from rlhf.errors import DataError
+from rlhf.types.images import short_ids
+from rlhf_hub.processors import load_processor
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.tokenizer import load_tokenizer
+from rlhf_testing.image_models import FAMILIES, drawn, tiny_image_model
+
+RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue", "JPEG")
+PLACE = {"type": "image"}
+USER = [{"role": "user", "content": [PLACE, {"type": "text", "text": "ab"}, PLACE]}]
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def model(family="qwen2_5_vl"):
+        if family not in made:
+            made[family] = str(tiny_image_model(tmp_path_factory.mktemp(family), family))
+        return made[family]
+
+    return model
+
+
+@pytest.fixture
+def data(models, tmp_path):
+    """Rows as TrainData; ``red.png`` and ``blue.jpg`` lie beside them."""
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "blue.jpg").write_bytes(BLUE)
+
+    def made(rows, form="prompts", family="qwen2_5_vl", images=None, column=None, **section):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        model = models(family)
+        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, images=column, **section)
+        return TrainData(section, load_tokenizer(model), form, 0, images=images or ImageTokens(model))
+
+    return made
+
+
+def url(data):
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def opened(*files):
+    return [Image.open(io.BytesIO(file)) for file in files]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_of_a_prompt_are_those_of_the_processor(data, models, family):
+    prompts = data([{"prompt": USER, "images": ["red.png", "blue.jpg"]}], family=family)
+    turn = prompts.template.encode_prompt(*prompts.take(1))
+    processor = load_processor(models(family))
+    parts = prompts.template.chat
+    text = parts.text(USER, answer=True)
+    whole = processor(images=opened(RED, BLUE), text=[text], add_special_tokens=False)["input_ids"][0]
+    assert list(turn.ids) == list(whole)
+    assert list(short_ids(turn.ids, turn.images)) == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [i.data for i in turn.images] == [RED, BLUE]
+    for image in turn.images:
+        assert processor.image_token_id in turn.ids[image.at : image.at + image.tokens]
+    assert [len(i.short) for i in turn.images] == [1, 1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+def test_tokens_of_images_are_not_trained_on_and_the_answer_is(data, family):
+    row = {"messages": [*USER, ANSWER], "images": ["red.png", "blue.jpg"]}
+    for loss_on in ("completion", "all"):
+        demos = data([row], "demonstrations", family, loss_on=loss_on)
+        [sequence] = demos.examples(demos.take(1))[0].sequences
+        spans = {p for i in sequence.images for p in range(i.at, i.at + i.tokens)}
+        trained = {p for p, m in enumerate(sequence.loss_mask) if m}
+        assert not spans & trained
+        if loss_on == "completion":
+            kept = [sequence.ids[p] for p in sorted(trained)]
+            assert demos.template.tokenizer.decode(kept) == "yes<eos>"
+        else:
+            assert spans | trained == set(range(len(sequence.ids)))
+
+
+def test_both_answers_of_a_pair_follow_the_images(data):
+    pairs = data([{"prompt": USER, "chosen": "a", "rejected": "b", "images": ["red.png", "blue.jpg"]}], "pairs")
+    first, second = pairs.examples(pairs.take(1))[0].sequences
+    assert first.images == second.images
+    front = first.images[1].at + first.images[1].tokens
+    assert first.ids[:front] == second.ids[:front]
+
+
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [
+        ("red.png", [RED]),
+        (["blue.jpg", "file://red.png"], [BLUE, RED]),
+        ({"bytes": None, "path": "red.png"}, [RED]),
+        ([url(RED)], [RED]),
+        (None, []),
+        ([], []),
+    ],
+)
+def test_images_without_a_place_come_before_the_first_users_text(data, given, files):
+    rows = data([{"prompt": "hi", "images": given}])
+    turn = rows.template.encode_prompt(*rows.take(1))
+    parts = [*(PLACE for _ in files), {"type": "text", "text": "hi"}]
+    assert [i.data for i in turn.images] == files
+    text = rows.template.chat.text([{"role": "user", "content": parts}], answer=True)
+    assert list(short_ids(turn.ids, turn.images)) == rows.template.tokenizer(text)["input_ids"]
+
+
+def test_images_in_messages_and_in_a_column_keep_their_order(data):
+    parts = [
+        {"type": "image", "image": "blue.jpg"},
+        {"type": "text", "text": "a"},
+        PLACE,
+        {"type": "image_url", "image_url": {"url": url(RED)}},
+    ]
+    rows = data([{"prompt": [{"role": "user", "content": parts}], "images": "red.png"}])
+    assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [BLUE, RED, RED]
+
+
+def test_plain_text_has_the_placeholders_of_the_model(data):
+    rows = data([{"prompt": "a<|image_pad|>b", "images": "red.png"}], template="plain")
+    turn = rows.template.encode_prompt(*rows.take(1))
+    before, after = rows.template.tokenizer("a")["input_ids"], rows.template.tokenizer("b")["input_ids"]
+    assert turn.images[0].at == len(before)
+    assert list(turn.ids[turn.images[0].at + turn.images[0].tokens :]) == after
+
+
+def test_a_text_row_does_not_load_the_processor(data, monkeypatch):
+    import rlhf_runtime.data.image_tokens as module
+
+    monkeypatch.setattr(module, "load_processor", lambda *_: pytest.fail("the processor was loaded"))
+    rows = data([{"prompt": "hi"}])
+    assert rows.template.encode_prompt(*rows.take(1)).images == ()
+
+
+REFUSED = {
+    "lacking": ("no.png", "image 0: the image '.*no.png' cannot be read: No such file"),
+    "corrupt": (url(RED[:-40]), "image 0: the image cannot be read as an image: OSError: image file is truncated"),
+    "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError"),
+    "far": ("https://host/a.png", "is not downloaded: save the image beside the data"),
+    "number": (3, "an image must be a path, a data: URL, bytes, .* got int 3"),
+    "thin": (url(drawn(2000, 4)), "the model's processor refuses an image of 2000x4 pixels: ValueError"),
+    "many": (["red.png"] * 3, "the row has 3 images, over data.max_images = 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_image_that_cannot_be_used_names_the_row(data, case):
+    value, message = REFUSED[case]
+    rows = data([{"prompt": "hi"}, {"prompt": "hi", "images": value}], max_images=2)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 2: .*{message}"):
+        rows.check(2)
+
+
+def test_as_many_placeholders_as_images_are_needed(data):
+    for prompt, images, message in (
+        (USER, ["red.png"], "2 image parts of the messages hold no image, and column 'images' holds 1"),
+        ("<|image_pad|><|image_pad|>", ["red.png"], "2 placeholders of images in the text and 1 image;"),
+        ("<|image_pad|>", [], "1 placeholder of images in the text and 0 images"),
+    ):
+        with pytest.raises(DataError, match=f"line 1: {message}"):
+            data([{"prompt": prompt, "images": images}]).check(1)
+
+
+def test_a_model_of_text_refuses_images(data):
+    rows = data([{"prompt": "hi", "images": "red.png"}], images="the policy is a model of text")
+    with pytest.raises(DataError, match="line 1: there are images, but the policy is a model of text"):
+        rows.check(1)
+
+
+def test_physical_tokens_count_and_a_row_is_dropped_whole(data):
+    row = {"prompt": "hi", "images": "red.png"}
+    long = data([row]).judge(data([row]).take(1)[0]).tokens
+    rows = data([row, {"prompt": "hi"}], max_tokens=long, too_long="drop")
+    assert rows.take(1)[0].index == 1
+    assert rows.dropped == 1
+
+
+def test_a_named_column_of_images_must_exist(data):
+    row = {"prompt": "hi", "photo": "red.png"}
+    with pytest.raises(DataError, match=r"no column 'photos' of images.*Did you mean 'photo'"):
+        data([row], column="photos")
+    rows = data([row], column="photo")
+    assert len(rows.template.encode_prompt(*rows.take(1)).images) == 1
+
+
+def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
+    grey = Image.new("L", (40, 24), 128)
+    exif = grey.getexif()
+    exif[274] = 6  # a viewer turns it by 90 degrees
+    grey.save(tmp_path / "turned.jpg", exif=exif)
+    rows = data([{"prompt": "hi", "images": "turned.jpg"}])
+    [image] = rows.template.encode_prompt(*rows.take(1)).images
+    [read] = opened(image.data)
+    assert (read.mode, read.size) == ("RGB", (24, 40))
+
+
+def test_the_fingerprint_knows_the_files_of_images(data, tmp_path):
+    row = {"prompt": "hi", "images": "red.png"}
+    [before] = data([row]).fingerprints()["train"].values()
+    [again] = data([row]).fingerprints()["train"].values()
+    (tmp_path / "red.png").write_bytes(BLUE)
+    [after] = data([row]).fingerprints()["train"].values()
+    assert before == again != after
+
+
+def test_parquet_and_saved_datasets_hold_images(models, tmp_path):
+    import datasets
+
+    rows = {"prompt": ["hi", "ho"], "images": [[{"bytes": RED, "path": None}], []]}
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(str(tmp_path / "saved"))
+    for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
+        read = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
+        turns = [read.template.encode_prompt(row) for row in read.take(2)]
+        assert [[i.data for i in turn.images] for turn in turns] == [[RED], []]
+
+
+# ------------------------------------------------------------------------- observations and chats
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_an_observation_with_images_is_a_users_message(data, family):
+    template = data([{"prompt": "hi"}], family=family).template
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a"}]
+    parts = [PLACE, PLACE, {"type": "text", "text": "look"}]
+    whole = template.chat.text([*turns, {"role": "user", "content": parts}], answer=True)
+    shown = template.encode_observation("look", closed=False, images=[RED, BLUE])
+    before = template.chat.text(turns[:1], answer=True) + "a"
+    assert [i.data for i in shown.images] == [RED, BLUE]
+    assert list(short_ids(shown.ids, shown.images)) == template.tokenizer(whole.removeprefix(before))["input_ids"]
+    marked = template.encode_observation("look " + template.images.marks(1), images=[RED])
+    assert [i.data for i in marked.images] == [RED]
+    with pytest.raises(DataError, match="image 0: the image cannot be read"):
+        template.encode_observation("look", images=[b"x"])
+
+
+def test_a_chat_with_images_goes_on_token_by_token(data):
+    rows = data([{"prompt": USER, "images": ["red.png", "blue.jpg"]}])
+    [row] = rows.take(1)
+    template = rows.template
+    messages = template.prompt_messages(row)
+    assert json.loads(json.dumps(messages))[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    first = template.encode_messages(messages)
+    assert first == template.encode_prompt(row)
+    more = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
+    answer = {"role": "assistant", "content": "a"}
+    following = template.encode_following(messages, answer, more, closed=False)
+    sampled = template.tokenizer("a")["input_ids"]
+    whole = template.encode_messages([*messages, answer, *more])
+    assert [*first.ids, *sampled, *following.ids] == list(whole.ids)
+    assert [i.data for i in following.images] == [RED]
+    with pytest.raises(DataError, match="only rows of files here may name one"):
+        template.encode_messages([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
+
+
+def test_the_preview_shows_images_as_their_size(data):
+    from rlhf_runtime.data.preview import preview
+
+    found = preview(data([{"prompt": "hi", "images": "red.png", "response": "x"}], "demonstrations"), 1)
+    [sequence] = found["shown"][0]["sequences"]
+    assert "<|vision_start|>[image 40x24]<|vision_end|>hi" in "".join(sequence["texts"])
+    assert len(sequence["texts"]) == sequence["tokens"]
+
+
+def test_objects_of_a_python_program_become_files(models, tmp_path):
+    import numpy
+    from rlhf_runtime.python.given_files import GivenFiles
+
+    pixels = numpy.zeros((24, 40, 3), numpy.uint8)
+    values = [opened(RED)[0], pixels, BLUE, [str(tmp_path / "red.png")]]
+    (tmp_path / "red.png").write_bytes(RED)
+    path = GivenFiles(tmp_path / "run").rows("train", [{"prompt": "hi", "images": value} for value in values])
+    section = DataSection(train=(SourceSection(path=path),), shuffle=False)
+    rows = TrainData(section, load_tokenizer(models()), "prompts", 0, images=ImageTokens(models()))
+    images = [rows.template.encode_prompt(row).images[0] for row in rows.take(4)]
+    read = [image for [image] in (opened(i.data) for i in images)]
+    assert [i.size for i in read] == [(40, 24), (40, 24), (24, 40), (40, 24)]
+    assert read[0].tobytes() == read[3].tobytes() == opened(RED)[0].tobytes()
+    assert images[2].data == BLUE
+
+
+def test_an_environments_images_cross_a_process():
+    from rlhf.types import EnvStep
+    from rlhf_runtime.workers.returned_values import InvalidResult, check_step, step_from_json, step_to_json
+
+    step = EnvStep("look", images=(RED, BLUE))
+    assert step_from_json(json.loads(json.dumps(step_to_json(check_step(step))))) == step
+    with pytest.raises(InvalidResult, match="allowed: contents of image files, bytes"):
+        check_step(EnvStep(images=["red.png"]))
