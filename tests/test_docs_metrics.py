@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from rlhf_plugin_agent.tree import Reason
+from rlhf_endpoint.tree import Reason
 from rlhf_runtime.observe import read_metrics
 from rlhf_runtime.observe.progress import HEADLINE
 

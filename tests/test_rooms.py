@@ -26,6 +26,7 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_transport": ["rlhf"],
     "rlhf_workers": ["rlhf", "rlhf_transport"],
     "rlhf_algorithms": ["rlhf"],
+    "rlhf_endpoint": ["rlhf"],
     "rlhf_runtime": ["rlhf", "rlhf_hub"],
     "rlhf_testing": ["rlhf", *LIBRARIES, "rlhf_runtime"],
     "rlhf_cli": ["rlhf", "rlhf_runtime", "rlhf_testing"],

@@ -1,151 +1,46 @@
-"""A tiny model that writes calls and thoughts, and a laboratory that runs the rollout as a run does."""
+"""The laboratory with the rollout ``agent``, and programs for it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from rlhf.interfaces import GeneratorSpec, ModelSpec
-from rlhf.ops.trajectories import assemble
-from rlhf.types import RewardResult, RoleSpec, Row, Sampling
 from rlhf_plugin_agent import Agent
-from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.template import Template
-from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.chat_templates import HERMES, QWEN3
-from rlhf_testing.tiny import CHARS, tiny_model
+
+from tests import laboratory
+from tests.laboratory import CALL, talking_model
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for programs
 
-CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-"""With two spaces, which no client and no template writes."""
-PIECES = {CALL: 1.0, "<think>\nhm\n</think>\n\n": 0.9, "It is 3. ": 0.9, "</code>": 0.7, "<eos>": 1.1}
-"""{text of a token: how often it is sampled}. No text is encoded as one of them except the end token: a sampled answer
-that is tokenised again has other tokens."""
 
-
-@pytest.fixture(scope="session")
-def model_with(tmp_path_factory):
-    """The model's folder, with a chat template. One dimension of its hidden states is the same everywhere, so that the
-    head can prefer tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    made = {}
-
-    def make(template, call=CALL):
-        if (template, call) not in made:
-            path = tmp_path_factory.mktemp("agent") / "model"
-            pieces = {call if text == CALL else text: often for text, often in PIECES.items()}
-            tiny_model(
-                path,
-                tied=False,
-                max_position_embeddings=32768,
-                chars=[*CHARS, *(p for p in pieces if p != "<eos>")],
-                chat_template=template,
-            )
-            tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-            with torch.no_grad():
-                model.get_input_embeddings().weight[:, 0] = 3.0
-                model.get_output_embeddings().weight[:, 0] = 0.0
-                for text, often in pieces.items():
-                    model.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids(text), 0] = often
-            model.save_pretrained(path)
-            made[template, call] = path
-        return made[template, call]
-
-    return make
-
-
-class Scorer:
-    async def score(self, group, trained_on=True):
-        for t in group.trajectories:
-            if t.status != "failed":
-                given = [turn.reward for turn in t.turns if turn.reward is not None]
-                t.rewards["one"] = RewardResult(1.0)
-                t.reward = t.score = sum(given) if given else 1.0
-
-
-class Laboratory:
-    """The embedded generator and the trainer whose module it samples from."""
-
-    def __init__(self, path):
-        self.trainer = TorchTrainer(
-            None, ModelSpec(RoleSpec("policy", trained=True), str(path), dtype="fp32", total_updates=4)
-        )
-        tokenizer = self.trainer.tokenizer
-        self.template = Template(tokenizer, DataSection())
-        spec = GeneratorSpec(
-            tuple(self.trainer.eos_token_ids), lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-        )
-        self.generator = TransformersGenerator(None, spec)
-        self.generator.load(self.trainer, 0)
-        self.main = MainThread()
-
+class Laboratory(laboratory.Laboratory):
     def groups(self, options, rows=({},), samples=1, **settings):
-        """The groups of rows, each with so many samples."""
-        rollout = Agent(Agent.Config(**options))
-        rollout.check()
-        rollouts = Rollouts(rollout, self.generator, self.template, Scorer(), self.main)
-        fixed = {"sampling": Sampling(12), "purpose": "sample", "seed": 1, "max_tokens": 2000, "deadline": 60.0}
-        settings = RolloutSettings(samples=samples, abort_on_failure=False, **{**fixed, **settings})
-        made = [Row({"prompt": "1+2?", **row}, "rows", n) for n, row in enumerate(rows)]
-        groups = rollouts.run(made, 0, settings)
-        for group in groups:
-            self.check(group)
-        return groups
+        return super().groups(Agent(Agent.Config(**options)), rows, samples, **settings)
 
     def one(self, options, row=None, **settings):
         """One sample."""
         [group] = self.groups(options, [row or {}], **settings)
         return group.trajectories[0]
 
-    def check(self, group):
-        """The log-probs of all that was sampled are the trainer's."""
-        alive = [t for t in group.trajectories if t.status != "failed"]
-        if not alive:
-            return
-        batch = assemble([group], scored=False)
-        got = self.trainer.forward([batch], ["logprobs"])[0]["logprobs"]
-        trained = batch.tok["loss_mask"]
-        assert int(trained.sum()) == sum(t.sampled_tokens for t in alive), "each sampled token is trained on once"
-        assert (got - batch.tok["gen_logprobs"])[trained].abs().max() < 1e-5
-
-    def text(self, trajectory):
-        """The sequences of a trajectory, as text."""
-        found = []
-        for turn in trajectory.turns:
-            text = self.template.tokenizer.decode(turn.ids)
-            if turn.fresh or not found:
-                found.append("")
-            found[-1] += text
-        return found
-
-    def close(self):
-        self.main.close()
-
 
 @pytest.fixture(scope="session")
-def laboratories(model_with):
+def laboratories(tmp_path_factory):
     made = {}
 
     def make(template, call=CALL):
         if (template, call) not in made:
-            made[template, call] = Laboratory(model_with(template, call))
+            folder = tmp_path_factory.mktemp("agent") / "model"
+            made[template, call] = Laboratory(talking_model(folder, template, call))
         return made[template, call]
 
     yield make
-    for laboratory in made.values():
-        laboratory.close()
+    for each in made.values():
+        each.close()
 
 
 @pytest.fixture
@@ -160,19 +55,7 @@ def thinking(laboratories):
 
 @pytest.fixture(scope="session")
 def python_with(tmp_path_factory):
-    """The Python of a virtual environment with packages. ``RLHF_TEST_ENVIRONMENTS`` names a folder in which such
-    environments are kept."""
-
-    def make(name, *requirements):
-        kept = os.environ.get("RLHF_TEST_ENVIRONMENTS")
-        folder = (Path(kept) if kept else tmp_path_factory.getbasetemp()) / name
-        python = folder / "bin" / "python"
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            subprocess.run([python, "-m", "pip", "install", "-q", *requirements], check=True)
-        return str(python)
-
-    return make
+    return partial(laboratory.python_with, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

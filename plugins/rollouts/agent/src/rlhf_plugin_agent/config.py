@@ -7,17 +7,17 @@ import re
 import shutil
 import symtable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.fields import PathText
-from rlhf.interfaces import ComponentConfig
+from rlhf_endpoint.config import ProgramConfig, check_environment
 
 _PROGRAM = re.compile(r"file:(?P<path>.+\.py):(?P<function>[A-Za-z_]\w*)")
 
 
-class AgentConfig(ComponentConfig):
+class AgentConfig(ProgramConfig):
     program: str | None = None
     """``file:PATH.py:FUNCTION``: a function ``(task, base_url, api_key)``, ``def`` or ``async def``."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -26,15 +26,6 @@ class AgentConfig(ComponentConfig):
     """The Python that runs ``program``, such as that of a virtual environment. Default: the Python of the run."""
     returns_reward: bool = False
     """The program returns the reward. Without this option it returns nothing, and ``[[reward]]`` scores the sample."""
-    concurrency: Annotated[int, Field(gt=0)] = 64
-    """How many samples are under way at once, each with a process of the program."""
-    models: Annotated[tuple[str, ...], Field(min_length=1)] = ("policy",)
-    """The names under which the program asks for the policy."""
-    sampling: Literal["request", "run"] = "request"
-    """``request``: requests may set the temperature; one that training cannot learn from is answered with an error.
-    ``run``: the temperature, ``top_p`` and penalties of requests are ignored, as ``[sampling]`` decides."""
-    environment: tuple[str, ...] = ()
-    """Names of environment variables that the program gets, besides ``PATH``, ``HOME`` and the like."""
 
     @model_validator(mode="after")
     def _one_program(self) -> AgentConfig:
@@ -56,9 +47,7 @@ class AgentConfig(ComponentConfig):
 
 def check_program(config: AgentConfig) -> None:
     """Raises ConfigError: the file, its function, the Python or the command does not exist. Runs nothing."""
-    unset = [name for name in config.environment if name not in os.environ]
-    if unset:
-        raise ConfigError(f"rollout.environment: {', '.join(unset)} is not set here. Export it, or remove it.")
+    check_environment(config)
     if config.command is not None:
         if shutil.which(config.command[0]) is None:
             raise ConfigError(

@@ -15,15 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import RolloutError
+from rlhf_endpoint.child_process import Pipe, passed_environment
 
 from rlhf_plugin_agent.config import AgentConfig
 
 _RUNNER = Path(__file__).with_name("call_function.py")
-_PASSED = (
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME",
-)  # fmt: skip
-"""Variables of the run's environment that a program gets. The others may be secrets."""
 _TAIL, _LONGEST_RESULT = 2000, 2**16
 """Bytes kept of the end of the output, and of the result."""
 
@@ -40,8 +36,7 @@ class Program:
     def __init__(self, config: AgentConfig, task: Mapping[str, Any], base_url: str, secret: str, seed: int) -> None:
         self._config, self._task, self._secret = config, task, secret
         self._environment = {
-            **{name: os.environ[name] for name in (*_PASSED, *config.environment) if name in os.environ},
-            **{name: value for name, value in os.environ.items() if name.startswith("LC_")},
+            **passed_environment(config.environment),
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": secret,
             "RLHF_SEED": str(seed),
@@ -51,7 +46,7 @@ class Program:
     async def start(self) -> None:
         """Raises RolloutError: the process cannot be started."""
         command, task = self._command(), _as_json(self._task)
-        self._output, self._result = _Pipe(_TAIL), _Pipe(_LONGEST_RESULT)
+        self._output, self._result = Pipe(_TAIL), Pipe(_LONGEST_RESULT)
         with tempfile.TemporaryFile() as standard_input:
             standard_input.write(task)
             standard_input.seek(0)
@@ -145,43 +140,6 @@ class Program:
 
 class ProgramFailed(Exception):
     """The process ended with an exit code that is not 0."""
-
-
-class _Pipe:
-    """The last bytes that were written into a pipe. It is always read, so no writer waits."""
-
-    def __init__(self, keep: int) -> None:
-        self._keep, self.kept = keep, bytearray()
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-
-    def start(self) -> None:
-        """Read from now on, when there is something. Called after the process got its end."""
-        os.close(self.write_end)
-        self.write_end = -1
-        asyncio.get_running_loop().add_reader(self._read_end, self._some)
-
-    def read(self) -> None:
-        """What has been written until now."""
-        while self._some():
-            pass
-
-    def close(self) -> None:
-        if self.write_end >= 0:
-            os.close(self.write_end)
-        asyncio.get_running_loop().remove_reader(self._read_end)
-        os.close(self._read_end)
-
-    def _some(self) -> bool:
-        try:
-            data = os.read(self._read_end, 2**16)
-        except (BlockingIOError, InterruptedError):
-            return False
-        if not data:  # every writer has closed it
-            asyncio.get_running_loop().remove_reader(self._read_end)
-        self.kept += data
-        del self.kept[: -self._keep]
-        return bool(data)
 
 
 def _as_json(task: Mapping[str, Any]) -> bytes:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 from rlhf.errors import RolloutError
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Turn
+from rlhf_endpoint.endpoint import Endpoint
+from rlhf_endpoint.session import Session
 
 from rlhf_plugin_agent.config import AgentConfig, check_program
-from rlhf_plugin_agent.endpoint import Endpoint
 from rlhf_plugin_agent.program import Program, ProgramFailed
-from rlhf_plugin_agent.session import Session
 
 
 class Agent(Rollout):
@@ -77,14 +76,7 @@ class Agent(Rollout):
 
     async def _ended(self, program: Program, session: Session) -> tuple[float | None, ProgramFailed | None]:
         """The reward, or the failure. Raises the error of the run that ended the sample before."""
-        ending = asyncio.ensure_future(program.reward())
         try:
-            both: set[asyncio.Future[Any]] = {ending, session.broken}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if session.broken.done():
-                session.broken.result()
-            return await ending, None
+            return await session.during(program.reward()), None
         except ProgramFailed as failure:
             return None, failure
-        finally:
-            ending.cancel()

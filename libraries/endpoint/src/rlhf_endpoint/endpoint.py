@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from rlhf_plugin_agent import chat_api, responses_api
-from rlhf_plugin_agent.api_error import ApiError
-from rlhf_plugin_agent.config import AgentConfig
-from rlhf_plugin_agent.session import Session
+from rlhf_endpoint import chat_api, responses_api
+from rlhf_endpoint.api_error import ApiError
+from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.session import Session
 
 _LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
@@ -30,7 +30,7 @@ class Endpoint:
     The key of a sample is its API key and the first part of its path. A request that names another key is refused.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: ProgramConfig) -> None:
         self._config = config
         self._sessions: dict[str, Session | None] = {}
         """{key: its session; None after its end}"""

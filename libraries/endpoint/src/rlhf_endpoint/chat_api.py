@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf.interfaces import RolloutContext
 
-from rlhf_plugin_agent.api_error import invalid
-from rlhf_plugin_agent.asked import (
+from rlhf_endpoint.api_error import invalid
+from rlhf_endpoint.asked import (
     MOST_CHOICES,
     Asked,
     Choice,
@@ -17,12 +17,12 @@ from rlhf_plugin_agent.asked import (
     read_sampling,
     read_tools,
 )
-from rlhf_plugin_agent.config import AgentConfig
+from rlhf_endpoint.config import ProgramConfig
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def read(body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext) -> Asked:
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
     """Raises ApiError."""
     model = read_model(body, config)
     messages = body.get("messages")

@@ -7,17 +7,17 @@ from typing import Any
 
 from rlhf.interfaces import RolloutContext
 
-from rlhf_plugin_agent.api_error import ApiError, invalid
-from rlhf_plugin_agent.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
-from rlhf_plugin_agent.config import AgentConfig
-from rlhf_plugin_agent.tree import text_of
+from rlhf_endpoint.api_error import ApiError, invalid
+from rlhf_endpoint.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.tree import text_of
 
 LIMITS = ("max_output_tokens",)
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need what a server keeps of earlier requests."""
 
 
-def read(body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext) -> Asked:
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
     """Raises ApiError."""
     model = read_model(body, config)
     for field in _STATE:

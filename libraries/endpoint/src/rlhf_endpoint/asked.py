@@ -9,8 +9,8 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 from rlhf.types import Sampling, Turn
 
-from rlhf_plugin_agent.api_error import ApiError, invalid
-from rlhf_plugin_agent.config import AgentConfig
+from rlhf_endpoint.api_error import ApiError, invalid
+from rlhf_endpoint.config import ProgramConfig
 
 MOST_CHOICES = 8
 
@@ -46,7 +46,7 @@ class Choice:
         return "tool_calls" if self.message.get("tool_calls") else "stop"
 
 
-def read_model(body: Mapping[str, Any], config: AgentConfig) -> str:
+def read_model(body: Mapping[str, Any], config: ProgramConfig) -> str:
     model = body.get("model")
     if model not in config.models:
         names = ", ".join(config.models)
@@ -56,7 +56,7 @@ def read_model(body: Mapping[str, Any], config: AgentConfig) -> str:
 
 
 def read_sampling(
-    body: Mapping[str, Any], config: AgentConfig, ctx: RolloutContext, limits: tuple[str, ...]
+    body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext, limits: tuple[str, ...]
 ) -> tuple[Sampling, tuple[str, ...]]:
     """Sampling parameters and the request's own stop strings.
 

@@ -6,17 +6,18 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any, get_args
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar, get_args
 
 from rlhf.errors import DataError
 from rlhf.interfaces import RolloutContext
 from rlhf.types import Turn
 
-from rlhf_plugin_agent.api_error import ApiError
-from rlhf_plugin_agent.asked import Asked, Choice
-from rlhf_plugin_agent.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
+from rlhf_endpoint.api_error import ApiError
+from rlhf_endpoint.asked import Asked, Choice
+from rlhf_endpoint.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
@@ -70,7 +71,9 @@ class Session:
                 length = sum(len(t.ids) for t in turns)
                 if length >= self.ctx.max_tokens:
                     self.out_of_tokens = True
-                    why = f"the conversation has {length} tokens; the maximum is {self.ctx.max_tokens - 1}"
+                    # clients look for the beginning of this message, as OpenAI writes it
+                    most = f"This model's maximum context length is {self.ctx.max_tokens} tokens"
+                    why = f"{most}. However, the conversation has {length}, which leaves no room for an answer"
                     raise ApiError(400, why, "messages", "context_length_exceeded")
                 turn = await self.ctx.generate(turns, asked.sampling, self._number)
                 self._number += 1
@@ -81,6 +84,18 @@ class Session:
                 self._tree.add(node, context, turn, messages, message, asked.tools)
                 choices.append(Choice(turn, message, length))
             return choices
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, in which the requests come. Raises the error of the run that ends the sample."""
+        ending = asyncio.ensure_future(work)
+        try:
+            both: set[asyncio.Future[Any]] = {ending, self.broken}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self.broken.done():
+                self.broken.result()
+            return await ending
+        finally:
+            ending.cancel()
 
     async def close(self) -> list[Turn]:
         """Wait for what is being generated, and return all turns."""

@@ -1,0 +1,58 @@
+"""What programs get of the run's environment, and what they print."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+_PASSED = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""Variables of the run's environment that a program gets. The others may be secrets."""
+
+
+def passed_environment(names: Sequence[str]) -> dict[str, str]:
+    """The variables that every program gets, and those of ``names``."""
+    return {
+        **{name: os.environ[name] for name in (*_PASSED, *names) if name in os.environ},
+        **{name: value for name, value in os.environ.items() if name.startswith("LC_")},
+    }
+
+
+class Pipe:
+    """The last bytes that were written into a pipe. It is always read, so no writer waits."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self.kept = keep, bytearray()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+
+    def start(self) -> None:
+        """Read from now on, when there is something. Called after the process got its end."""
+        os.close(self.write_end)
+        self.write_end = -1
+        asyncio.get_running_loop().add_reader(self._read_end, self._some)
+
+    def read(self) -> None:
+        """What has been written until now."""
+        while self._some():
+            pass
+
+    def close(self) -> None:
+        if self.write_end >= 0:
+            os.close(self.write_end)
+        asyncio.get_running_loop().remove_reader(self._read_end)
+        os.close(self._read_end)
+
+    def _some(self) -> bool:
+        try:
+            data = os.read(self._read_end, 2**16)
+        except (BlockingIOError, InterruptedError):
+            return False
+        if not data:  # every writer has closed it
+            asyncio.get_running_loop().remove_reader(self._read_end)
+        self.kept += data
+        del self.kept[: -self._keep]
+        return bool(data)
