@@ -370,7 +370,7 @@ def own(annotation: object, rest: list[str]) -> bool:
     return own(model.model_fields[rest[0]].annotation, rest[1:])
 
 
-FREE_TABLES = {"env": {"kwargs", "task_config"}, "reward": {"criteria", "weights"}}
+FREE_TABLES = {"env": {"kwargs", "task_config"}, "reward": {"criteria", "weights"}, "rollout": {"args"}}
 """Options that are tables with keys of the user's or of other projects."""
 EXAMPLES = {"algorithm": {"advantage.k", "advantage.q"}}
 """Options of the plugin that docs/tutorial/first-algorithm.md makes."""

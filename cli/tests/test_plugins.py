@@ -258,7 +258,9 @@ def test_isolate_refuses_what_cannot_be_isolated(tmp_path, capsys):
     assert main([*words, str(tmp_path / "new"), "--python", "no-such-python"]) == 2
     assert "--python no-such-python cannot be started: No such file or directory" in capsys.readouterr().err
     assert main(["plugins", "isolate", "grpo", "--kind", "algorithm", "--output", str(tmp_path / "new")]) == 2
-    assert "does not run in worker processes; allowed kinds: env, reward" in capsys.readouterr().err
+    assert "cannot run under a Python of its own; allowed kinds: env, reward, and roll" in capsys.readouterr().err
+    assert main(["plugins", "isolate", "single_turn", "--kind", "rollout", "--output", str(tmp_path / "new")]) == 2
+    assert "rollouts that have the option python" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

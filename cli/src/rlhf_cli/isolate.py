@@ -12,8 +12,8 @@ from rlhf.errors import ConfigError, PluginError
 from rlhf.paths import path_argument
 from rlhf.plugins import Resolved
 
-KINDS = ("env", "reward")
-"""Kinds that run in worker processes."""
+SECTIONS = {"env": "[env]", "reward": "[[reward]]", "rollout": "[rollout]"}
+"""{kind with the option ``python``: its section}. Only some rollouts have the option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +43,24 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
     """
     from rlhf_runtime.workers.isolation import to_install
 
-    if resolved.kind not in KINDS:
-        raise ConfigError(f"{resolved} does not run in worker processes; allowed kinds: {', '.join(KINDS)}")
+    own = resolved.kind in SECTIONS
+    if resolved.kind == "rollout":
+        own = "python" in resolved.cls.Config.model_fields
+    if not own:
+        allowed = "env, reward, and rollouts that have the option python"
+        raise ConfigError(f"{resolved} cannot run under a Python of its own; allowed kinds: {allowed}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
     wanted = to_install(resolved) + packages
-    own = folder / "bin" / "python"
+    made_python = folder / "bin" / "python"
     try:
         _call([python, "-m", "venv", str(folder)])
-        _call([str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        _call([str(made_python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    section = "[env]" if resolved.kind == "env" else "[[reward]]"
     made = f"made {folder} with {', '.join(wanted)}; in the run file:"
-    return f'{made}\n\n{section}\nuse = "{resolved.ref}"\npython = "{own}"'
+    return f'{made}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
 
 
 def _call(command: list[str]) -> None:

@@ -1,0 +1,209 @@
+"""Run by the environment's Python, which has verifiers and need not have this package: loads an environment and plays
+examples of its dataset, all at once that are asked for.
+
+Only the standard library may be imported here before the environment is loaded. Requests and answers are JSON lines on
+what were standard input and output at the start; what the environment prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import json
+import math
+import os
+import sys
+from typing import Any
+
+FAILED_REWARDS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("FAILED_REWARDS")
+"""Of the sample that is scored, the reward functions that raised. verifiers counts each as 0."""
+EMPTY_ANSWER = "EmptyModelResponseError"
+TAKEN = ("reward", "metrics", "error", "is_truncated", "stop_condition")
+"""Fields of a result. verifiers writes the value of a reward function over the field of its name."""
+
+
+class Refused(Exception):
+    """The environment, or a sample, cannot be played. The message says why."""
+
+
+def load(name: str, args: dict[str, Any]) -> Any:
+    """The environment. Raises Refused."""
+    try:
+        import verifiers
+
+        environment = verifiers.load_environment(name, **args)
+    except Exception as error:
+        cause = error.__cause__
+        why = f"{type(error).__name__}: {error}"
+        raise Refused(f"{why} ({type(cause).__name__}: {cause})" if cause else why) from error
+    if environment.requires_group_rollouts:
+        raise Refused("a reward function compares the samples of a group; only those of single samples are supported")
+    names = set(environment.rubric._get_reward_func_names())
+    if hidden := sorted(names & set(TAKEN)):
+        raise Refused(f"a reward function is named {hidden[0]!r}, which hides this field of the result; rename it")
+    watch_environment(environment)
+    return environment
+
+
+def watch_environment(environment: Any) -> None:
+    """Note the reward functions that raise in :data:`FAILED_REWARDS`."""
+    watch(environment.rubric)
+    for part in getattr(environment, "envs", ()):
+        watch_environment(part)
+
+
+def watch(rubric: Any) -> None:
+    for part in getattr(rubric, "rubrics", ()):
+        watch(part)
+    rubric.funcs = [_watched(function) for function in rubric.funcs]
+
+
+def _watched(function: Any) -> Any:
+    def note(error: Exception) -> None:
+        name = getattr(function, "__name__", repr(function))
+        FAILED_REWARDS.get([]).append(f"the reward function {name!r} failed: {type(error).__name__}: {error}")
+
+    async def awaited(value: Any) -> Any:
+        try:
+            return float(await value)
+        except Exception as error:
+            note(error)
+            raise
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+            return awaited(value) if inspect.isawaitable(value) else float(value)
+        except Exception as error:
+            note(error)
+            raise
+
+    return call
+
+
+class Player:
+    """Plays examples of an environment."""
+
+    def __init__(self, environment: Any) -> None:
+        from openai import AsyncOpenAI
+
+        self._environment = environment
+        self._openai = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
+
+    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Reward and metrics of one sample. Raises Refused, or what the environment raises."""
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        example = dict(self.example(asked["split"], asked["index"], asked.get("prompt")))
+        own = self._openai.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
+        failed: list[str] = []
+        FAILED_REWARDS.set(failed)
+        result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(own), asked["model"], {})
+        error = result.get("error")
+        if error and EMPTY_ANSWER not in error["error_chain_str"]:  # an empty answer is the policy's
+            raise Refused(f"{error['error_chain_repr']}")
+        if result.get("stop_condition") == "timeout_reached":
+            raise Refused("its own time limit (timeout_seconds) has passed")
+        if failed:
+            raise Refused(failed[0])
+        if not math.isfinite(result["reward"]):
+            raise Refused(f"its reward is {result['reward']}")
+        metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items()}
+        return {"reward": float(result["reward"]), "metrics": metrics, "truncated": bool(result.get("is_truncated"))}
+
+    def example(self, split: str, index: int, prompt: Any = None) -> dict[str, Any]:
+        """Raises Refused: there is no such example, or its prompt is not that of the row."""
+        examples = self.examples(split)
+        if index >= len(examples):
+            raise Refused(f"index is {index}, but the split {split!r} has {len(examples)} examples")
+        example: dict[str, Any] = examples[index]
+        if prompt and prompt != text_of(example["prompt"]):
+            raise Refused(f"example {index} of {split!r} has another prompt than the row. Write the rows again")
+        return example
+
+    def examples(self, split: str) -> Any:
+        """Raises Refused: the environment has no such dataset."""
+        environment = self._environment
+        if split == "train":
+            made = environment.build_dataset()
+        else:
+            made = environment.build_eval_dataset()
+        if made is None:
+            raise Refused(f"the environment has no dataset of the split {split!r}")
+        return made
+
+
+def text_of(prompt: Any) -> str:
+    """The last message of a prompt: what a person reads of it."""
+    if isinstance(prompt, str):
+        return prompt
+    content = prompt[-1]["content"] if prompt else ""
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+async def serve(requests: int, tell: Any, environment: Any) -> None:
+    """Play what is asked for until the run closes its end."""
+    reader = asyncio.StreamReader(limit=2**26)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(requests, "rb"))
+    player = Player(environment)
+    playing: dict[int, asyncio.Task[None]] = {}
+
+    async def one(asked: dict[str, Any]) -> None:
+        number = asked["number"]
+        try:
+            tell({"number": number, **await player.play(asked)})
+        except Exception as error:
+            why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+            tell({"number": number, "failed": f"the environment failed: {why}"})
+        except asyncio.CancelledError:
+            tell({"number": number, "failed": "cancelled"})
+        finally:
+            del playing[number]
+
+    while line := await reader.readline():
+        asked = json.loads(line)
+        if not asked.get("cancel"):
+            playing[asked["number"]] = asyncio.create_task(one(asked))
+        elif asked["number"] in playing:
+            playing[asked["number"]].cancel()
+    for task in list(playing.values()):
+        task.cancel()
+    await asyncio.gather(*playing.values())
+
+
+def main(about: dict[str, Any]) -> None:
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def tell(answer: dict[str, Any]) -> None:
+        line = json.dumps(answer).encode() + b"\n"
+        while line:
+            line = line[os.write(answers, line) :]
+
+    try:
+        environment = load(about["id"], about["args"])
+        if rows := about.get("rows"):
+            write_rows(tell, Player(environment), **rows)
+            return
+    except Refused as refused:
+        tell({"loaded": str(refused)})
+        return
+    tell({"loaded": ""})
+    asyncio.run(serve(requests, tell, environment))
+
+
+def write_rows(tell: Any, player: Player, split: str, first: int, count: int | None) -> None:
+    """A row for each of ``count`` examples, or for all."""
+    last = len(player.examples(split)) if count is None else first + count
+    for index in range(first, last):
+        tell({"prompt": text_of(player.example(split, index)["prompt"]), "index": index, "split": split})
+
+
+if __name__ == "__main__":
+    sys.path[0] = os.getcwd()  # in place of this file's folder: environments are found where the run was started
+    main(json.loads(sys.argv[1]))
