@@ -1,5 +1,6 @@
 import pytest
 from rlhf_plugin_runs.recorded_samples import Sample
+from rlhf_plugin_runs.sample_text import sample_text
 
 
 @pytest.mark.parametrize(
@@ -16,3 +17,10 @@ from rlhf_plugin_runs.recorded_samples import Sample
 def test_what_samples_are_sorted_by(rewards, name, value):
     sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, rewards, "complete", "", length=7)
     assert sample.value(name) == value
+
+
+def test_numbers_about_a_sample_are_shown():
+    info = {"env/solved": 0.0, "rollout/calls/add": 2.0, "rollout/calls_unknown": 0.0}
+    sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, {}, "ok", "", length=7, info=info)
+    assert "\n  env/solved 0, rollout/calls/add 2\n" in sample_text(sample).plain
+    assert "env/solved 0, rollout/calls/add 2, rollout/calls_unknown 0\n" in sample_text(sample, full=True).plain

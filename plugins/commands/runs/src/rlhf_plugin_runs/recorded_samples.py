@@ -7,7 +7,7 @@ import re
 from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Sample:
     error: str
     length: int
     """Tokens that the policy sampled."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers about the sample, by the names of their metrics."""
     group_mean: float | None = None
     """The mean reward of the samples for the same prompt."""
 
@@ -148,6 +150,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         status=line["status"],
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
+        info={name: float(value) for name, value in line["info"].items()},
     )
 
 

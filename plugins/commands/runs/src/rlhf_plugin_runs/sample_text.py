@@ -20,11 +20,13 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
 
     Args:
         heading: text before the sample's number.
-        full: do not shorten long texts.
+        full: do not shorten long texts, and do not leave out counts of the rollout that are 0.
     """
     limit = None if full else LONG
     where = f"group {sample.group}, sample {sample.sample}, row {sample.row} of {sample.source!r}"
     text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
+    if numbers := _numbers(sample, full):
+        text.append(f"{INDENT}{numbers}\n")
     if sample.error:
         text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
     _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
@@ -46,6 +48,12 @@ def _facts(sample: Sample) -> str:
     facts += f": {', '.join(rewards)}" if rewards else ""
     turns = sum(turn.who == "policy" for turn in sample.turns)
     return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
+
+
+def _numbers(sample: Sample, full: bool) -> str:
+    """``env/right 1, rollout/sequences 2``."""
+    shown = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
+    return ", ".join(f"{printable(name)} {number(value)}" for name, value in shown.items())
 
 
 def _prompt_text(prompt: Any) -> str:
