@@ -76,6 +76,16 @@ def test_an_evaluation_whose_answers_got_no_reward_is_one_without_improvement():
         BestTracker("pass@3").update(1, {"eval/pass@1": 0.5, "eval/unscored": 0.6})
 
 
+@pytest.mark.parametrize("name", ["env/solved", "rollout/calls/add"])
+def test_a_number_of_samples_may_be_the_metric(name):
+    tracker = BestTracker(name)
+    assert tracker.update(1, {"eval/pass@1": 0.5, f"eval/{name}": 0.2}) == (True, False)
+    assert tracker.update(2, {"eval/pass@1": 0.9}) == (False, False), "no sample has it this time"
+    assert tracker.update(3, {"eval/pass@1": 0.1, f"eval/{name}": 0.3}) == (True, False)
+    with pytest.raises(ConfigError, match="does not have"):
+        BestTracker(name).update(1, {"eval/pass@1": 0.5})
+
+
 def test_a_metric_that_was_never_there_may_be_corrected():
     wrong = BestTracker("pass@3")
     with pytest.raises(ConfigError, match="does not have"):

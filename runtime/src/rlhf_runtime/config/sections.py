@@ -286,8 +286,8 @@ class EvalSection(ComponentConfig):
     """Weights that are evaluated if the trainer keeps a moving average. ``exported``: the average, which ``model/``
     will hold. ``live``: the weights that are trained."""
     metric: str | None = None
-    """Metric that selects the best checkpoint: a metric of the evaluation, with or without the prefix ``eval/``.
-    Default: pass@1 if it exists, else the loss."""
+    """Metric that selects the best checkpoint: a metric of the evaluation, with or without the prefix ``eval/``, such
+    as ``reward`` or ``env/KEY``. Default: pass@1 if it exists, else the loss."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Direction in which the metric improves; ``auto``: down for losses, up for other metrics."""
     patience: Count | None = None

@@ -15,7 +15,7 @@ from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.learn import Metrics, role_of
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.best_value import BestTracker, unknown_metric
+from rlhf_runtime.observe.best_value import BestTracker, is_number_of_samples, unknown_metric
 from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
@@ -57,7 +57,8 @@ def evaluate_rollouts(
 def check_metric(
     section: EvalSection, sources: Collection[str], scored: bool, losses: Callable[[], Mapping[str, float]] | None
 ) -> None:
-    """Raises ConfigError if no evaluation of the run has ``eval.metric``.
+    """Raises ConfigError if no evaluation of the run has ``eval.metric``. Whether samples bring numbers ``env/KEY`` and
+    ``rollout/KEY`` is not known before the first evaluation, which raises if they do not.
 
     Args:
         sources: names of the sources of held-out rows that the policy answers; empty if it answers none.
@@ -68,7 +69,9 @@ def check_metric(
     metric = section.metric
     names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored)] if sources else []
     wanted = {metric, f"eval/{metric}"}
-    if metric is None or wanted & {*names, *(["eval/loss"] if losses is not None else [])}:
+    if metric is None or (sources and is_number_of_samples(metric)):
+        return
+    if wanted & {*names, *(["eval/loss"] if losses is not None else [])}:
         return
     names += losses() if losses is not None else ()
     if not wanted & set(names):

@@ -41,14 +41,15 @@ class BestTracker:
     def update(self, step: int, metrics: Mapping[str, float]) -> tuple[bool, bool]:
         """Returns (whether this evaluation is the best so far, whether the run should stop).
 
-        The metric is absent where too few answers got a reward. Such an evaluation counts as one without improvement.
+        The metric is absent where too few answers got a reward, or where no sample has the number ``env/KEY`` or
+        ``rollout/KEY`` that an earlier evaluation had. Such an evaluation counts as one without improvement.
         Raises ConfigError where the evaluation does not have the metric for another reason.
         """
         known, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
         try:
             self.metric = self._find(metrics)
         except ConfigError:
-            if not (unscored == 1 or (known and unscored > 0)):
+            if not (unscored == 1 or (known and (unscored > 0 or is_number_of_samples(self.metric or "")))):
                 raise
             value = math.nan
         else:
@@ -107,6 +108,11 @@ class BestTracker:
         if self.metric is None:
             raise ConfigError(f"the evaluation has neither pass@1 nor a loss; set eval.metric to one of {present}")
         raise unknown_metric(self.metric, present)
+
+
+def is_number_of_samples(metric: str) -> bool:
+    """Whether the metric is a number that samples bring with them. Its name is known when there are samples."""
+    return metric.removeprefix("eval/").startswith(("env/", "rollout/"))
 
 
 def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:
