@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from make_task import make
@@ -24,6 +25,10 @@ def run(*words: str) -> None:
 
 
 def main() -> None:
+    if find_spec("openai") is None:
+        sys.exit(
+            f"the agent of this example uses the package openai. Install it: {sys.executable} -m pip install openai"
+        )
     start = time.perf_counter()
     shutil.rmtree(RUNS, ignore_errors=True)
     make(RUNS / "task")
