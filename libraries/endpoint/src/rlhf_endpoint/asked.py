@@ -26,6 +26,8 @@ class Asked:
     choices: int = 1
     calls: bool = True
     """Whether tool calls are read from the answer (``tool_choice``)."""
+    parallel: bool = True
+    """Whether an answer may have several calls. Otherwise the client gets the first one."""
     stop: tuple[str, ...] = ()
     stream: bool = False
 
@@ -121,8 +123,8 @@ def read_tools(tools: Any, choice: Any) -> tuple[list[dict[str, Any]], bool]:
     return list(tools or []), choice != "none"
 
 
-def read_flag(body: Mapping[str, Any], name: str) -> bool:
+def read_flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise invalid(name, value, "true or false")
-    return bool(value)
+    return default if value is None else value

@@ -39,8 +39,9 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     if type(choices) is not int or not 1 <= choices <= MOST_CHOICES:
         raise invalid("n", choices, f"1 to {MOST_CHOICES}")
     tools, calls = read_tools(body.get("tools"), body.get("tool_choice"))
+    parallel = read_flag(body, "parallel_tool_calls", default=True)
     sampling, stop = read_sampling(body, config, ctx, LIMITS)
-    return Asked(messages, tools, sampling, model, choices, calls, stop, read_flag(body, "stream"))
+    return Asked(messages, tools, sampling, model, choices, calls, parallel, stop, read_flag(body, "stream"))
 
 
 def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:

@@ -30,8 +30,9 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     if isinstance(tools, list):
         tools = [_tool(number, tool) for number, tool in enumerate(tools)]
     tools, calls = read_tools(tools, body.get("tool_choice"))
+    parallel = read_flag(body, "parallel_tool_calls", default=True)
     sampling, stop = read_sampling(body, config, ctx, LIMITS)
-    return Asked(_messages(body), tools, sampling, model, 1, calls, stop, read_flag(body, "stream"))
+    return Asked(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
 
 
 def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _response(
         "metadata": body.get("metadata") or {},
         "model": asked.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": asked.parallel,
         "temperature": asked.sampling.temperature,
         "top_p": asked.sampling.top_p,
         "tool_choice": body.get("tool_choice") or "auto",

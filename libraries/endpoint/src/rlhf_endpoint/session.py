@@ -143,6 +143,8 @@ class Session:
     def _message(self, turn: Turn, asked: Asked) -> dict[str, Any]:
         """The assistant message of a turn: what was asked not to be read is text, and ends before a stop string."""
         message = self.ctx.parse_answer(turn, asked.tools)
+        if not asked.parallel and (calls := message.get("tool_calls")):
+            message = {**message, "tool_calls": calls[:1]}
         self._count_calls(message, asked)
         if not asked.calls and message.get("tool_calls"):
             message = {"role": "assistant", "content": turn.text}

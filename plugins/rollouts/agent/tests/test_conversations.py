@@ -70,6 +70,21 @@ say([USER, message, *results], tools=[add()])
     assert "<tool_response>\n0\n</tool_response>\n<tool_response>\n1\n</tool_response>" in texts[-1]
 
 
+def test_the_first_call_is_given_where_parallel_calls_are_off(lab, program, wire):
+    body = """
+for _ in range(40):
+    message = say([USER], tools=[add()], parallel_tool_calls=False)
+    if message.get("tool_calls"): say([USER, message, *replies(message)], tools=[add()], parallel_tool_calls=False)
+"""
+    trajectory, _ = run(lab, program, wire, body)
+    several = [turn for turn in trajectory.turns if turn.sampled and turn.text.count("</tool_call>") > 1]
+    assert several, "the policy did make several calls"
+    given = [len(answer["choices"][0]["message"].get("tool_calls") or []) for [answer] in wire()]
+    assert max(given) == 1
+    assert sum(given) == trajectory.info["rollout/calls/add"]
+    assert begun(trajectory) == {"again": 39}, "an answer of which the client gets one call is still continued"
+
+
 def test_a_rewritten_answer_begins_a_sequence_and_nothing_is_trained_on_twice(lab, program, wire):
     body = """
 first = say([USER])

@@ -27,6 +27,7 @@ REFUSED = {
     "top_logprobs": ("logprobs=True, top_logprobs=3", 400, "invalid_value"),
     "max_tokens 0": ("max_tokens=0", 400, "invalid_value"),
     "a stop of another type": ("stop=3", 400, "invalid_value"),
+    "parallel calls of another type": ("parallel_tool_calls='no'", 400, "invalid_value"),
     "no messages": ("messages=[]", 400, "invalid_value"),
     "an unknown role": ("messages=[{'role': 'robot', 'content': 'x'}]", 400, "invalid_messages"),
     "an image": ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", 400, "invalid_messages"),
