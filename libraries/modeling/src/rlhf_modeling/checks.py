@@ -9,6 +9,7 @@ from rlhf.interfaces import ModelSpec
 
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.flash_attention import check_kernel
+from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_kernels
 from rlhf_modeling.precision import choose_device, precision_of
 from rlhf_modeling.quantized import require_quantization
@@ -43,9 +44,9 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
             f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
             "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
         )
-    if config.kernels == "liger" and spec.images:
+    if config.kernels == "liger" and is_image_text(spec):
         raise ConfigError(
-            "trainer.kernels = 'liger' was not compared with image-text models, whose positions have several axes: "
+            f"trainer.kernels = 'liger' was not compared with image-text models, and role {spec.role.name!r} has one: "
             "leave it out."
         )
     if spec.role.trained and spec.total_updates:

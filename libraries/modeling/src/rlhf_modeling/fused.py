@@ -22,7 +22,12 @@ from rlhf_modeling.adapters import linear
 from rlhf_modeling.attention import PackedAttention, attention_route
 from rlhf_modeling.quantized import QuantizedLinear
 
-LAYERS = frozenset({"Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer"})
+LAYERS = frozenset(
+    {
+        "Qwen3DecoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2VLDecoderLayer",
+        "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer",
+    }
+)  # fmt: skip
 FEW = 512
 """Up to this many tokens without gradient (a decoding step), time depends on the number of operations, not on their
 size. Queries and keys are then processed as heads of one tensor."""

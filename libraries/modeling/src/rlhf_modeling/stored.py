@@ -28,8 +28,8 @@ BF16 = torch.bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": BF16}
 _UNMIXED = frozenset(
     {
-        "linear", "embedding", "layer_norm", "group_norm", "conv1d", "einsum", "matmul", "__matmul__", "__rmatmul__",
-        "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "addmm_",
+        "linear", "embedding", "layer_norm", "group_norm", "conv1d", "conv2d", "conv3d", "einsum", "matmul",
+        "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "grouped_mm", "addmm_",
     }
 )  # fmt: skip
 """Functions of torch that do not take tensors of several number formats. Others promote them."""

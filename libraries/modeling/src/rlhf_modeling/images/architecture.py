@@ -20,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING,
 )
 
+from rlhf_modeling.pretrained import read
+
 
 def reads_images(config: Any, images: bool) -> bool:
     """Whether the model is loaded with its vision tower: the run has ``images``, or transformers has no language model
@@ -42,6 +44,16 @@ def require_images(spec: ModelSpec, config: Any) -> None:
             f"{', '.join(config.architectures or ()) or config.model_type}, which reads text only. Name an image-text "
             "model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
         )
+
+
+def is_image_text(spec: ModelSpec) -> bool:
+    """Whether the role's model is loaded with a vision tower; False where its config cannot be read, which is reported
+    when the model is loaded."""
+    try:
+        config = read(spec, "model", AutoConfig.from_pretrained)
+    except ModelError:
+        return False
+    return reads_images(config, spec.images)
 
 
 class Scored:

@@ -24,6 +24,8 @@ from rlhf_modeling.images.pixels import PixelReader, Pixels, joined
 BLANK = 32
 """Height and width in pixels of the image that stands for none."""
 
+MISFIT = "The tokens of an image were made with another image processor than that in the model's folder, or were cut."
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -128,7 +130,13 @@ class ImageInputs:
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
             own, used = pixels[used : used + len(images_B[b])], used + len(images_B[b])
             kind_T = self._placeholders(b, ids_T, images_B[b], own, counts)
-            position, delta = self._positions(ids_T, position_T, kind_T, own)
+            try:
+                position, delta = self._positions(ids_T, position_T, kind_T, own)
+            except Exception as cause:  # the model's code fails on sequences that do not fit their images
+                raise TrainingError(
+                    f"sequence {b} of a micro-batch has {int(kind_T.sum())} placeholder tokens, which do not fit its "
+                    f"{len(own)} images ({type(cause).__name__}: {cause}). {MISFIT}"
+                ) from cause
             kinds.append(kind_T)
             positions.append(position)
             deltas.append(delta)
@@ -195,15 +203,13 @@ class ImageInputs:
             if known and features != count.placeholders:
                 raise TrainingError(
                     f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
-                    f"tokens, but the model has {features} features of it. Its tokens were made with another image "
-                    "processor than that in the model's folder, or were cut."
+                    f"tokens, but the model has {features} features of it. {MISFIT}"
                 )
         placeholders = sum(count.placeholders for count in self._counts)
         if self._counts and sum(each) != placeholders:
             raise TrainingError(
                 f"a micro-batch has images with {placeholders} placeholder tokens, but the model has {sum(each)} "
-                "features of them. Their tokens were made with another image processor than that in the model's "
-                "folder, or were cut."
+                f"features of them. {MISFIT}"
             )
         return out
 

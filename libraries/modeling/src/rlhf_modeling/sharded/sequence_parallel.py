@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from rlhf_modeling.attention import PackedAttention, attend_with, use_packed_attention
+from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import quiet, read
 from rlhf_modeling.probe import probe_rows, short_lengths, wrong
@@ -44,10 +45,10 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
             f"placement.{spec.role.name}.ranks = {-(-spec.world_size // ranks) * ranks}, or another sequence_parallel "
             "(a role's own trainer section may set 1)"
         )
-    if spec.images:
+    if is_image_text(spec):
         raise CapabilityError(
-            f"sequence_parallel = {ranks} divides rows of text, but the data have images, which role "
-            f"{spec.role.name!r} reads in whole rows. Set sequence_parallel = 1."
+            f"sequence_parallel = {ranks} divides rows of text, but role {spec.role.name!r} has an image-text model, "
+            "which needs whole rows. Set sequence_parallel = 1."
         )
     settings = read(spec, "model", AutoConfig.from_pretrained)
     who = " or ".join(settings.architectures or [spec.path])

@@ -61,11 +61,15 @@ class ShardedTrainer(ShardedWeights):
         if self.spec.world_size == 1:
             return
         if loaded.layout == "alone" or loaded.rope is not None:
+            loaded.images, loaded.no_images = (
+                None,
+                (
+                    "is computed in a call for each length of sequence, which images do not go with on "
+                    f"{self.spec.world_size} ranks. Use one rank (trainer 'torch'), or another model"
+                ),
+            )
             if self.spec.images:
-                raise CapabilityError(
-                    f"{type(loaded.module).__name__} is computed in a call for each length of sequence, which images "
-                    f"on {self.spec.world_size} ranks do not go with. Use one rank (trainer 'torch'), or another model."
-                )
+                raise CapabilityError(f"{type(loaded.module).__name__} {loaded.no_images}.")
             loaded.most_calls = self._most_calls if divided else None
         elif loaded.images is not None:
             loaded.images_anywhere = self._images_anywhere

@@ -14,6 +14,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
 from rlhf_modeling.memory import arithmetic, saved_parameters, trainer_memory
@@ -91,10 +92,10 @@ class DeepSpeedTrainer(ShardedTrainer):
                 f"hpz_partition_size = {config.hpz_partition_size} does not divide the {spec.world_size} ranks of role "
                 f"{spec.role.name!r}: use a divisor, at best the ranks of one node, or 1 for no second copy"
             )
-        if config.tensor_parallel > 1 and spec.images:
+        if config.tensor_parallel > 1 and is_image_text(spec):
             raise CapabilityError(
-                f"tensor_parallel = {config.tensor_parallel} divides layers of text; role {spec.role.name!r} reads "
-                "images. Set tensor_parallel = 1, with stage = 3 to divide the model."
+                f"tensor_parallel = {config.tensor_parallel} divides models of text, but role {spec.role.name!r} has "
+                "an image-text model. Set tensor_parallel = 1, with stage = 3 to divide the model."
             )
         if config.tensor_parallel > 1:
             settings = read(spec, "model", AutoConfig.from_pretrained)

@@ -1,0 +1,170 @@
+"""Options of image-text models in the trainer: scalar heads, frozen vision towers, adapters, exports; refusals."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from rlhf.errors import ConfigError, ModelError, TrainingError
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf_modeling.adapters import adapted, is_adapter
+from rlhf_modeling.images.architecture import vision_parameters, vision_prefixes
+from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch
+from rlhf_testing.image_models import tiny_image_model
+from rlhf_testing.suite_losses import NllLoss
+from rlhf_testing.tiny import tiny_model
+from transformers import AutoModelForImageTextToText
+
+FAMILY = "qwen2_5_vl"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_image_model(tmp_path_factory.mktemp(FAMILY), FAMILY)
+
+
+@pytest.fixture(scope="module")
+def batch(path):
+    return image_batch(path, FAMILY)
+
+
+def spec_of(path, head="lm", trained=True, **options):
+    role = RoleSpec("critic" if head != "lm" else "policy", head, trained)
+    return ModelSpec(role, str(path), **{"dtype": "fp32", "seed": 3, "total_updates": 5, "images": True, **options})
+
+
+def trainer_of(path, head="lm", trained=True, options=None, **config):
+    config = TorchTrainerConfig(device="cpu", lr=1e-3, **config)
+    return TorchTrainer(config, spec_of(path, head, trained, **(options or {})))
+
+
+def test_a_critic_is_the_body_with_a_fresh_head_and_is_read_again(path, batch, tmp_path):
+    one = trainer_of(path, "scalar")
+    batch = replace(batch, tok={"action_mask": batch.tok["loss_mask"], **batch.tok})
+    got = one.forward([batch], ("values",))[0]["values"]
+    plain = PlainImageModel(path, FAMILY)
+    with torch.no_grad():
+        hidden = torch.cat([plain.model.model(**plain.inputs(p)).last_hidden_state[0] for p in SEQUENCES])
+    before, mask = (hidden @ one.loaded.head.weight[0].detach()).roll(1), batch.tok["action_mask"]
+    torch.testing.assert_close(got[mask], before[mask], atol=1e-5, rtol=0)
+    one.export(tmp_path / "critic")
+    shutil.copy(path / "processor_config.json", tmp_path / "critic")
+    again = trainer_of(tmp_path / "critic", "scalar", trained=False)
+    torch.testing.assert_close(again.forward([batch], ("values",))[0]["values"], got, atol=1e-6, rtol=0)
+
+
+def test_an_export_is_read_by_transformers_and_training_goes_on(path, batch, tmp_path):
+    one = trainer_of(path)
+    one.update([batch], NllLoss(), {}, {})
+    before = one.forward([batch], ("logprobs",))[0]["logprobs"]
+    one.export(tmp_path / "model")
+    read = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    own = dict(one.module.named_parameters())
+    assert all(torch.equal(p, own[name]) for name, p in read.named_parameters())
+    assert torch.equal(one.forward([batch], ("logprobs",))[0]["logprobs"], before)  # the attention is still ours
+
+
+def test_a_frozen_vision_tower_keeps_its_weights_and_the_rest_its_gradients(path, batch, tmp_path):
+    whole, one = trainer_of(path), trainer_of(path, freeze_vision=True, ema_decay=0.5)
+    vision = set(vision_parameters(one.module))
+    assert vision == {n for n, _ in one.module.named_parameters() if n.startswith("model.visual.")}
+    first = {name: p.detach().clone() for name, p in one.module.named_parameters()}
+    for each in (whole, one):
+        each.accumulate([batch], NllLoss(), {}, {})
+    gradients = whole.gradients()
+    assert set(one.gradients()) == set(gradients) - vision
+    for name, got in one.gradients().items():
+        torch.testing.assert_close(got, gradients[name], atol=1e-6, rtol=0)
+    one.apply()
+    changed = {name for name, p in one.module.named_parameters() if not torch.equal(p, first[name])}
+    assert changed
+    assert not changed & vision
+    assert {n.split(".")[0] for n, _ in one.weights("ema")} == {n.split(".")[0] for n, _ in one.weights()}  # whole
+    one.save(tmp_path / "checkpoint")
+    other = trainer_of(path, freeze_vision=True, ema_decay=0.5)
+    other.load(tmp_path / "checkpoint")
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(one.weights(), other.weights(), strict=True))
+
+
+@pytest.mark.parametrize("vision", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_adapters_are_in_the_text_part_unless_asked(path, batch, vision):
+    one = trainer_of(path, lora={"rank": 2, "vision": vision})
+    inside = [name for name, _ in adapted(one.module) if name.startswith(vision_prefixes(one.module))]
+    assert bool(inside) is vision
+    assert len(adapted(one.module)) - len(inside) == 2 * 7
+    before = one.forward([batch], ("logprobs",), "base")[0]["logprobs"]
+    one.update([batch], NllLoss(), {}, {})
+    assert all(is_adapter(name) for name in one.parameters)
+    assert torch.equal(one.forward([batch], ("logprobs",), "base")[0]["logprobs"], before)
+    assert not torch.equal(one.forward([batch], ("logprobs",))[0]["logprobs"], before)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options", [{"gradient_checkpointing": True}, {"dtype": "bf16"}, {"storage": "bf16", "dtype": "bf16"}]
+)
+def test_gradients_with_recomputed_layers_and_in_bf16(path, batch, options):
+    whole, one = trainer_of(path), trainer_of(path, options=options)
+    for each in (whole, one):
+        each.accumulate([batch], NllLoss(), {}, {})
+    want, got = whole.gradients(), one.gradients()
+    off = sum(float((got[n].float() - want[n]).square().sum()) for n in want) ** 0.5
+    size = sum(float(g.square().sum()) for g in want.values()) ** 0.5
+    assert off / size < (1e-5 if "dtype" not in options else 0.05)  # bf16 has 8 bits
+
+
+def test_wrong_placeholders_name_their_sequence(path, batch):
+    images = list(batch.images_B)
+    images[3] = images[0]  # another number of features
+    with pytest.raises(
+        TrainingError, match="sequence 3 of a micro-batch has 5 placeholder tokens, which do not fit its 1 images"
+    ):
+        trainer_of(path).forward([replace(batch, images_B=tuple(images))], ("logprobs",))
+    images[3] = tuple(replace(image, data=b"no image") for image in images[0])
+    with pytest.raises(TrainingError, match="an image of 8 bytes cannot be read"):
+        trainer_of(path).forward([replace(batch, images_B=tuple(images))], ("logprobs",))
+
+
+def test_what_reads_no_images_is_refused(path, batch, tmp_path):
+    text = tiny_model(tmp_path / "text", chars="ab")
+    config = TorchTrainerConfig(device="cpu")
+    with pytest.raises(
+        ModelError, match=r"the data have images, but the model .* is a Qwen3ForCausalLM, which reads text"
+    ):
+        TorchTrainer(config, spec_of(text))
+    with pytest.raises(ConfigError, match=r"trainer.freeze_vision: Qwen3ForCausalLM .* has no vision tower"):
+        TorchTrainer(config.model_copy(update={"freeze_vision": True}), spec_of(text, images=False))
+    with pytest.raises(ConfigError, match=r"trainer.lora.vision: Qwen3ForCausalLM .* has no vision tower"):
+        trainer_of(text, options={"images": False}, lora={"rank": 2, "vision": True})
+    with pytest.raises(ValueError, match="freeze_vision has no effect with lora"):
+        TorchTrainerConfig(freeze_vision=True, lora={"rank": 2})
+    with pytest.raises(ConfigError, match="kernels = 'liger' was not compared with image-text models"):
+        trainer_of(path, kernels="liger")
+    one = trainer_of(text, options={"images": False})
+    with pytest.raises(TrainingError, match="a batch has images, but Qwen3ForCausalLM reads text only"):
+        one.forward([batch], ("logprobs",))
+    generator = TransformersGenerator(None, GeneratorSpec((1,), one.tokenizer.decode))
+    generator.load(one, 0)
+    with pytest.raises(ModelError, match="request 0 has images, but Qwen3ForCausalLM reads text only"):
+        list(generator.generate([GenerationRequest([3, 4], 0, Sampling(4), batch.images_B[0])]))
+
+
+@pytest.mark.full
+def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path):
+    for file in path.iterdir():
+        if "processor" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    one = trainer_of(tmp_path, options={"images": False})
+    one.forward([batch.select([1])], ("logprobs",))
+    with pytest.raises(TrainingError, match="has no processor of images"):
+        one.forward([batch.select([0])], ("logprobs",))
+    with pytest.raises(
+        ModelError, match=r"the data have images, but Qwen2_5_VLForConditionalGeneration .* has no proc"
+    ):
+        trainer_of(tmp_path)
