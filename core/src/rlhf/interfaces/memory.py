@@ -67,6 +67,8 @@ class ModelSize:
     """Parameters in two-dimensional matrices of the layers (stacked experts have three dimensions)."""
     linear: tuple[tuple[str, int, int, int], ...] = ()
     """Linear layers that can have adapters: (last part of the name, sum of the inputs, sum of the outputs, number)."""
+    vision: int = 0
+    """Parameters of the vision tower and the projector behind it."""
 
     @property
     def widest(self) -> int:

@@ -61,7 +61,8 @@ class ModelSpec:
     its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets
     ``fp32`` only."""
     images: bool = False
-    """The run's data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them."""
+    """The run file says that the data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them.
+    Where it does not say so, the model reads them if it is an image-text model, unless it has a form for text alone."""
 
 
 @dataclass(frozen=True, slots=True)

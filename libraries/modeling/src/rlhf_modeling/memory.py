@@ -165,6 +165,11 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
     return sum(p.numel() for p in found.values())
 
 
+def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
+    """Parameters that ``freeze_vision`` leaves untrained."""
+    return size.vision if config.freeze_vision else 0
+
+
 def default_micro_tokens(bf16: bool) -> int:
     """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
     memory (benchmarks/measurements.md has the shapes)."""
@@ -205,6 +210,7 @@ def trainer_memory(
     trained: bool,
     lora: LoraOptions | None = None,
     saved: int = 0,
+    frozen: int = 0,
 ) -> TrainerMemory:
     """The memory of one rank in every phase.
 
@@ -212,6 +218,7 @@ def trainer_memory(
         trained: the role has an optimizer.
         lora: the options of the adapters, if ``a.adapters``; None: beside every linear layer.
         saved: parameters of modules that are trained whole beside the adapters. Their first values are kept.
+        frozen: parameters of a trained role that are not trained, without adapters.
     """
     s, own = storage, part_of(size, storage.layer_ranks)
     count = matrices = 0
@@ -222,7 +229,7 @@ def trainer_memory(
         held += matrices + lengths + (count if saved else 0)
         quantized = saving_of(own, lora, s.weight_bytes)
     elif trained:
-        count, matrices = own.parameters, own.matrices
+        count, matrices = own.parameters - frozen, own.matrices
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
     weights = int((held * s.weight_bytes - quantized) * copies)
     optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)

@@ -31,7 +31,14 @@ from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.memory import arithmetic, default_micro_tokens, saved_parameters, trainer_memory, whole_storage
+from rlhf_modeling.memory import (
+    arithmetic,
+    default_micro_tokens,
+    frozen_parameters,
+    saved_parameters,
+    trainer_memory,
+    whole_storage,
+)
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
@@ -65,8 +72,10 @@ class PackedTrainer(LendsHead, Trainer):
     ) -> TrainerMemory:
         storage = whole_storage(config, device, size, spec.storage)
         computed = arithmetic(config, spec, size, work, device)
-        trained, saved = spec.role.trained, saved_parameters(config, spec)
-        return trainer_memory(storage, computed, size, work, trained=trained, lora=config.lora, saved=saved)
+        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
+        return trainer_memory(
+            storage, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+        )
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""

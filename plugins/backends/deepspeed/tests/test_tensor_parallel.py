@@ -16,6 +16,7 @@ from rlhf_modeling.adapters import LoraOptions
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
@@ -307,3 +308,11 @@ def test_options_that_exclude_tensor_parallel_are_refused(options, why):
     with pytest.raises(ValueError, match="tensor_parallel = 2 does not go with ") as error:
         DeepSpeedTrainerConfig(tensor_parallel=2, **options)
     assert why in str(error.value)
+
+
+def test_image_text_models_are_not_divided(tmp_path):
+    path = str(tiny_image_model(tmp_path / "model"))
+    for option in ("tensor_parallel", "sequence_parallel"):
+        config, of = DeepSpeedTrainerConfig(**{option: 2}), replace(spec(tmp_path, 0, 2, "1"), path=path)
+        with pytest.raises(CapabilityError, match=rf"{option} = 2 divides .* 'policy' has an image-text model"):
+            DeepSpeedTrainer.check(config, of, "cpu")

@@ -148,3 +148,13 @@ def test_linear_layers_under_autocast_keep_their_weight():
     assert torch.bfloat16 in kept
     assert torch.float32 in own
     assert torch.nn.functional.linear.__module__ == "torch._C._nn"
+
+
+def test_image_text_models_whose_rows_would_be_divided_are_refused(tmp_path):
+    from rlhf_testing.image_models import tiny_image_model
+
+    of = replace(spec(tmp_path, 0, 2, "1"), path=str(tiny_image_model(tmp_path / "model")))
+    with pytest.raises(
+        CapabilityError, match="sequence_parallel = 2 divides rows of text, but role 'policy' has an im"
+    ):
+        FsdpTrainer.check(FsdpTrainer.Config(sequence_parallel=2), of, "cpu")

@@ -50,6 +50,23 @@ def test_layer_sizes_give_the_widths_for_a_token(published):
     assert read_size(published("gpt2")).layers[0].gated is False
 
 
+def test_a_vision_tower_is_counted(tmp_path):
+    from rlhf_modeling.images.architecture import vision_parameters
+    from rlhf_testing.image_models import tiny_image_model
+    from transformers import AutoModelForImageTextToText
+
+    path = tiny_image_model(tmp_path, "qwen3_vl")
+    size, loaded = read_size(str(path)), AutoModelForImageTextToText.from_pretrained(str(path))
+    assert size.parameters == sum(p.numel() for p in loaded.parameters())
+    vision = sum(loaded.get_parameter(name).numel() for name in vision_parameters(loaded))
+    assert size.vision == vision > 0.3 * size.parameters
+    assert size.layer_class == "Qwen3VLTextDecoderLayer"
+    assert {name for name, *_ in size.linear} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert read_size(str(path), "scalar").parameters == size.parameters + 64  # the head is tied
+
+
 def test_counts_are_those_of_the_loaded_model(tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -119,7 +136,8 @@ def test_the_size_is_that_of_the_model_which_transformers_makes(tmp_path, name):
     assert size.parameters == count(module)
     assert size.tied == (head.weight is embedding.weight)
     assert (size.embedding, size.head) == (embedding.weight.numel(), head.weight.numel())
-    linear = [m for m in module.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    adapted = module.get_decoder() if "eyes" in name else module  # the text part
+    linear = [m for m in adapted.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     assert size.adapter_parameters(4) == sum(4 * sum(m.weight.shape) for m in linear)
     with torch.no_grad():
         kept = module(input_ids=torch.arange(5)[None], use_cache=True).past_key_values

@@ -73,7 +73,7 @@ class RunPlugins:
         Args:
             updates: optimizer steps of the whole run.
         """
-        declared = self.roles[role]
+        declared, data = self.roles[role], self.config.data
         own = self.section(role)
         like = self.section(declared.like) if declared.like is not None else own
         storage = own.storage or like.storage or "fp32"
@@ -88,6 +88,7 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
+            images="policy" in (role, declared.like) and (data.images is not None or data.max_images is not None),
         )
 
     def places_on(self, device: str) -> dict[str, Place]:

@@ -17,7 +17,7 @@ from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
-from rlhf_modeling.memory import arithmetic, saved_parameters, trainer_memory
+from rlhf_modeling.memory import arithmetic, frozen_parameters, saved_parameters, trainer_memory
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read
 from rlhf_modeling.probe import probe
@@ -109,8 +109,10 @@ class DeepSpeedTrainer(ShardedTrainer):
         computed = arithmetic(config, spec, size, work, device, config.tensor_parallel, config.sequence_parallel)
         if config.stage == 3:  # layers keep their weight for the backward pass, not its cast; Liger's kernels only
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
-        trained, saved = spec.role.trained, saved_parameters(config, spec)
-        return trainer_memory(storage, computed, size, work, trained=trained, lora=config.lora, saved=saved)
+        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
+        return trainer_memory(
+            storage, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+        )
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)

@@ -12,7 +12,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.checks import LEARNING, check_training
-from rlhf_modeling.memory import arithmetic, saved_parameters, trainer_memory
+from rlhf_modeling.memory import arithmetic, frozen_parameters, saved_parameters, trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.schedule import Schedule
@@ -62,8 +62,10 @@ class FsdpTrainer(ShardedTrainer):
     ) -> TrainerMemory:
         stored = memory.storage(config, spec, size, device)
         computed = replace(arithmetic(config, spec, size, work, device, parts=config.sequence_parallel), casts=False)
-        trained, saved = spec.role.trained, saved_parameters(config, spec)
-        return trainer_memory(stored, computed, size, work, trained=trained, lora=config.lora, saved=saved)
+        trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
+        return trainer_memory(
+            stored, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+        )
 
     def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
         Component.__init__(self, config)

@@ -75,7 +75,7 @@ def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Se
     """``views``: roles that this role's model computes too."""
     role = made.roles[name]
     spec = made.spec(name, ranks=place.ranks)
-    size = read_size(spec.path, role.head, spec.trust_remote_code)
+    size = read_size(spec.path, role.head, spec.trust_remote_code, spec.images)
     trainer, names = made.trainer(name), {name, *views}
     annotated = {_name(a.output) for a in _annotations(made) if a.role in names}
     early = made.section(name).precompute
@@ -136,7 +136,7 @@ def _borrowed(made: RunPlugins, name: str) -> int:
     """Bytes of the fp32 output heads that other roles lend. (In one process they share memory with the lenders.)"""
     lenders = [each.role for each in made.algorithm.needs().lent if each.to == name]
     specs = [made.spec(lender) for lender in lenders]
-    return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code).head for spec in specs)
+    return sum(4 * read_size(spec.path, "lm", spec.trust_remote_code, spec.images).head for spec in specs)
 
 
 def _updates(made: RunPlugins) -> list[Update]:
@@ -164,7 +164,7 @@ def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine) -> En
         samples = prompts = MANY
     work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest))
     policy = made.spec("policy")
-    size = read_size(policy.path, "lm", policy.trust_remote_code)
+    size = read_size(policy.path, "lm", policy.trust_remote_code, policy.images)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(
         place,

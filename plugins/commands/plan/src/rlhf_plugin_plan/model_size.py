@@ -16,16 +16,18 @@ EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hu
 
 
 @cache
-def read_size(path: str, head: str = "lm", trust_remote_code: bool = False) -> ModelSize:
+def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, images: bool = False) -> ModelSize:
     """The size of the model that ``config.json`` in the folder (or on the hub) describes.
 
     Args:
         head: ``lm`` | ``scalar`` | ``classes:N``. A model without language head keeps its body and gets a new head.
+        images: the run has images.
 
-    Raises ModelError if there is no config, or transformers makes no causal language model of it.
+    Raises ModelError if there is no config, or transformers makes no language model of it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from rlhf_modeling.images.architecture import has_vision, language_model, vision_parameters
+    from transformers import AutoConfig
 
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -34,11 +36,12 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False) -> M
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            module = language_model(config, images).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as cause:  # anything: configs are other people's files
         raise ModelError(f"cannot plan with the model {path!r}: {type(cause).__name__}: {cause}\n{EXPECTED}") from cause
     text = config.get_text_config()
-    layers = _decoder_layers(module, int(text.num_hidden_layers), path)
+    decoder = module.get_decoder() if has_vision(module) else module
+    layers = _decoder_layers(decoder, int(text.num_hidden_layers), path)
     embedding, own_head = module.get_input_embeddings().weight, module.get_output_embeddings()
     tied = own_head is not None and own_head.weight is embedding
     vocabulary, width = embedding.shape
@@ -65,6 +68,7 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False) -> M
         softcap=bool(getattr(text, "attn_logit_softcapping", None)),
         matrices=sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2),
         linear=_linear(module, own_head),
+        vision=sum(module.get_parameter(name).numel() for name in vision_parameters(module)),
     )
 
 
