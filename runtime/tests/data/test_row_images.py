@@ -173,10 +173,14 @@ def test_as_many_placeholders_as_images_are_needed(data):
             data([{"prompt": prompt, "images": images}]).check(1)
 
 
-def test_a_model_of_text_refuses_images(data):
-    rows = data([{"prompt": "hi", "images": "red.png"}], images="the policy is a model of text")
-    with pytest.raises(DataError, match="line 1: there are images, but the policy is a model of text"):
-        rows.check(1)
+def test_a_run_without_images_refuses_them(data):
+    row = {"prompt": "hi", "images": "red.png"}
+    for rows, why in (
+        (data([row], images="the policy is a model of text"), "the policy is a model of text"),
+        (data([row], max_images=0), "data.max_images = 0"),
+    ):
+        with pytest.raises(DataError, match=f"line 1: there are images, but {why}"):
+            rows.check(1)
 
 
 def test_physical_tokens_count_and_a_row_is_dropped_whole(data):
@@ -207,12 +211,12 @@ def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
 
 
 def test_the_fingerprint_knows_the_files_of_images(data, tmp_path):
-    row = {"prompt": "hi", "images": "red.png"}
-    [before] = data([row]).fingerprints()["train"].values()
-    [again] = data([row]).fingerprints()["train"].values()
-    (tmp_path / "red.png").write_bytes(BLUE)
-    [after] = data([row]).fingerprints()["train"].values()
-    assert before == again != after
+    parts = [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}]
+    for row in ({"prompt": "hi", "images": "red.png"}, {"prompt": parts}):
+        before, again = (data([row]).fingerprints() for _ in range(2))
+        (tmp_path / "red.png").write_bytes(RED[:-1] + b"x")
+        assert before == again != data([row]).fingerprints()
+        (tmp_path / "red.png").write_bytes(RED)
 
 
 def test_parquet_and_saved_datasets_hold_images(models, tmp_path):

@@ -1,6 +1,9 @@
 import pytest
-from rlhf_plugin_runs.recorded_samples import Sample
+from rlhf.types import Group, Image, Row, Trajectory, Turn
+from rlhf_plugin_runs.recorded_samples import Sample, read_samples
 from rlhf_plugin_runs.sample_text import sample_text
+from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_testing.image_models import drawn
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,19 @@ def test_numbers_about_a_sample_are_shown():
     sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, {}, "ok", "", length=7, info=info)
     assert "\n  env/solved 0, rollout/calls/add 2\n" in sample_text(sample).plain
     assert "env/solved 0, rollout/calls/add 2, rollout/calls_unknown 0\n" in sample_text(sample, full=True).plain
+
+
+def test_images_are_shown_as_their_size(tmp_path):
+    first, second = Image(drawn(40, 24), 1, 4, [9]), Image(drawn(8, 6), 0, 1, [9])
+    sampled = Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="red")
+    turns = [Turn([1, 9, 9, 9, 9, 2], False, text="what?", images=(first,)), sampled]
+    turns += [Turn([9, 3], False, text="and now?", images=(second,)), sampled]
+    group = Group(Row({}, "rows", 0), 0, [])
+    group.trajectories.append(Trajectory(group.row, turns, (0, 0)))
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    for prompt in (asked, "what?", None):
+        write_groups(tmp_path / "step-000001.arrow", [group], lambda _, prompt=prompt: prompt)
+        [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
+        text = str(sample_text(sample))
+        assert "[image 40x24]what?" in text
+        assert "[image 8x6]and now?" in text

@@ -43,6 +43,12 @@ def laboratories(tmp_path_factory):
         each.close()
 
 
+@pytest.fixture(scope="session")
+def laboratory():
+    """The class, for tests with models of their own."""
+    return Laboratory
+
+
 @pytest.fixture
 def lab(laboratories):
     return laboratories(HERMES)

@@ -9,7 +9,7 @@ from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
 from rlhf_hub.hub import hub_name
 
-from rlhf_runtime.config.sections import Count, Share, unique
+from rlhf_runtime.config.sections import Count, NotNegative, Share, unique
 
 
 class SourceSection(ComponentConfig):
@@ -68,9 +68,9 @@ class DataSection(ComponentConfig):
     images: str | None = None
     """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
     ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``."""
-    max_images: Count | None = None
-    """Largest number of images in a prompt or row; rows with more are bad rows. Without it, only ``max_tokens`` limits
-    them."""
+    max_images: NotNegative = 8
+    """Largest number of images in a sequence: those of the row, and those that an environment or a program adds. Rows
+    with more are bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text after each step. A step ends at the token in which this text ends."""
     template: Literal["auto", "chat", "plain"] = "auto"

@@ -274,6 +274,8 @@ _OPENRLHF: Mapping[str, tuple[str, ...]] = {
     "data.prompt_dataset": ("data.train",),
     "data.prompt_probs": ("data.train.0.probability",),
     "data.multiturn": ("data.loss_on",),
+    "image_key": ("data.images",),
+    "max_images_per_prompt": ("data.max_images",),
     "pretrain_mode": ("data.loss_on",),
     "model.pretrain_mode_enable": ("data.loss_on",),
     "model.margin_loss_enable": ("data.margin",),

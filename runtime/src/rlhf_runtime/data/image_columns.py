@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from rlhf_runtime.data.image_files import image_path
 from rlhf_runtime.data.sources import Source
 
@@ -20,7 +22,7 @@ def image_folder(source: Source) -> Path | None:
 
 
 def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
-    """The fingerprint of a source with the paths and sizes of its image files. Their bytes are not read.
+    """The fingerprint of a source with the bytes of the image files that its rows name.
 
     Args:
         columns: {field: column} of its layout.
@@ -28,15 +30,24 @@ def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
     folder = image_folder(source)
     if folder is None:
         return source.fingerprint
-    digest, found = hashlib.sha256(source.fingerprint.encode()), False
+    known: dict[str, str] = {}
+    digest = hashlib.sha256(source.fingerprint.encode())
     for field in ("images", "messages", "prompt", "chosen", "rejected", "response"):
         for value in source.values(columns[field]) if field in columns else ():
             for path in _paths(value, field == "images"):
-                file = folder / Path(path).expanduser()
-                size = file.stat().st_size if file.is_file() else -1
-                digest.update(f"{path}\n{size}\n".encode(errors="backslashreplace"))
-                found = True
-    return digest.hexdigest() if found else source.fingerprint
+                if path not in known:
+                    known[path] = _content_hash(folder / Path(path).expanduser())
+                digest.update(known[path].encode())
+    return digest.hexdigest() if known else source.fingerprint
+
+
+def _content_hash(file: Path) -> str:
+    """A hash of a file's bytes; empty if it cannot be read, which is reported when the row is used."""
+    try:
+        with file.open("rb") as content:
+            return xxhash.xxh3_128(content.read()).hexdigest()
+    except (OSError, ValueError):
+        return ""
 
 
 def _paths(value: Any, images: bool) -> Iterator[str]:

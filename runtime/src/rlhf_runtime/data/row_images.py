@@ -21,13 +21,15 @@ class RowImages:
 
     Args:
         tokens: the tokens of images, or why the run cannot have images.
-        limit: largest number of images of a row.
+        limit: largest number of images of a sequence.
 
     The methods raise DataError: an image cannot be read, there are too many, or the run cannot have images.
     """
 
-    def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int | None) -> None:
-        self._tokens, self._limit = tokens, limit
+    def __init__(self, tokenizer: Any, tokens: ImageTokens | str, limit: int) -> None:
+        self._tokens = f"data.max_images = {limit}" if isinstance(tokens, ImageTokens) and not limit else tokens
+        self.limit = limit if isinstance(self._tokens, ImageTokens) else 0
+        """Largest number of images of a sequence; 0 where the run cannot have images."""
         mark = None
         if isinstance(tokens, ImageTokens) and tokens.placeholder >= 0:
             mark = tokenizer.convert_ids_to_tokens(tokens.placeholder)
@@ -98,8 +100,8 @@ class RowImages:
             raise DataError(f"there are images, but {self._tokens}")
 
     def _within(self, files: list[bytes]) -> list[bytes]:
-        if self._limit is not None and len(files) > self._limit:
-            raise DataError(f"the row has {len(files)} images, over data.max_images = {self._limit}")
+        if len(files) > self.limit:
+            raise DataError(f"the row has {len(files)} images, over data.max_images = {self.limit}")
         return files
 
 

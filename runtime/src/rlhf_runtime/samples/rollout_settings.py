@@ -30,6 +30,8 @@ class RolloutSettings:
     """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
     failures: Failures | None = None
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
+    max_images: int = 8
+    """Largest number of images in a sequence."""
 
     def gives(self, number: int) -> bool:
         """Whether group ``number`` holds the answer given in the data."""

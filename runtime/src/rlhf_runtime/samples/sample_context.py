@@ -106,6 +106,10 @@ class SampleContext(RolloutContext):
         sampling = _with_budget(sampling, room)
         seed = derive_seed(self._settings.seed, self._settings.purpose, *self._index, turn_number)
         images = joined_images((len(t.ids), t.images) for t in turns[start:])
+        if len(images) > self._settings.max_images:
+            raise RolloutError(
+                f"the context has {len(images)} images, over data.max_images = {self._settings.max_images}"
+            )
         request = GenerationRequest(ids, seed, sampling, images)
         turn = self._log.find(turn_number, request)
         if turn is None:

@@ -106,6 +106,7 @@ def launch_sampler(
         config.sync.timeout,
         config.sync.in_flight,
         config.sync.keys,
+        template.images.limit,
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
+from rlhf_hub.processors import reads_images
 
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.problems import origin
@@ -34,7 +35,14 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
     if generator is not None and "policy" in specs:
         policy, data = specs["policy"], config.data
         engine = GeneratorSpec(
-            (), str, policy.path, policy.dtype, policy.trust_remote_code, data.max_tokens, config.run.seed
+            (),
+            str,
+            policy.path,
+            policy.dtype,
+            policy.trust_remote_code,
+            data.max_tokens,
+            config.run.seed,
+            max_images=data.max_images if reads_images(policy.path) else 0,
         )
         samplings = [evaluation_sampling(config)] if data.eval else []
         samplings += [training_sampling(config)] if made.online else []

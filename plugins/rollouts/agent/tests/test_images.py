@@ -1,0 +1,45 @@
+"""A program that shows the policy images, as the OpenAI API writes them."""
+
+import base64
+
+import pytest
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.template import Template
+from rlhf_testing.image_models import drawn, tiny_image_model
+
+RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue")
+
+SHOWS = """
+def shown(image):
+    url = f"data:image/png;base64,{image}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "colour?"}]
+    return {"role": "user", "content": parts}
+
+def say(messages):
+    status, answer = ask(base_url, api_key, messages, max_tokens=6)
+    assert status == 200, answer
+    return [*messages, answer["choices"][0]["message"]]
+
+red, blue = IMAGES
+said = say([shown(red)])
+say([*said, shown(blue)])
+say([shown(blue)])
+"""
+
+
+@pytest.fixture
+def lab(laboratory, tmp_path):
+    path = tiny_image_model(tmp_path / "model")
+    lab = laboratory(path)
+    lab.template = Template(lab.trainer.tokenizer, DataSection(), ImageTokens(str(path)))
+    yield lab
+    lab.close()
+
+
+def test_equal_texts_with_other_images_are_other_conversations(lab, program):
+    images = [base64.b64encode(image).decode() for image in (RED, BLUE)]
+    trajectory = lab.one(program(SHOWS.replace("IMAGES", repr(images))))
+    assert trajectory.status != "failed", trajectory.error
+    assert trajectory.info["rollout/sequences/conversation"] == 1
+    assert [[i.data for i in t.images] for t in trajectory.turns if not t.sampled] == [[RED], [BLUE], [BLUE]]
