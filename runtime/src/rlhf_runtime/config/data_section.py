@@ -68,9 +68,10 @@ class DataSection(ComponentConfig):
     images: str | None = None
     """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
     ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``."""
-    max_images: NotNegative = 8
+    max_images: NotNegative | None = None
     """Largest number of images in a sequence: those of the row, and those that an environment or a program adds. Rows
-    with more are bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only."""
+    with more are bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only.
+    Default: 8."""
     step_separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text after each step. A step ends at the token in which this text ends."""
     template: Literal["auto", "chat", "plain"] = "auto"
@@ -98,6 +99,11 @@ class DataSection(ComponentConfig):
     bad_rows: Literal["error", "drop"] = "error"
     """Rows that cannot be read or cannot be trained on (an empty answer, equal answers of a pair, an invalid label):
     ``error`` refuses them with file and line, ``drop`` leaves them out and counts them."""
+
+    @property
+    def image_limit(self) -> int:
+        """``max_images``, or its default."""
+        return 8 if self.max_images is None else self.max_images
 
     @model_validator(mode="after")
     def _sources(self) -> DataSection:

@@ -42,7 +42,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Any, section: DataSection, images: ImageTokens | str = NO_IMAGES) -> None:
         self.tokenizer, self.section = tokenizer, section
-        self.images = RowImages(tokenizer, images, section.max_images)
+        self.images = RowImages(tokenizer, images, section.image_limit)
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
         self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None

@@ -71,7 +71,7 @@ def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -
         config.stream.on_failed_sample == "abort",
         given,
         failures,
-        config.data.max_images,
+        config.data.image_limit,
     )
 
 
@@ -86,7 +86,7 @@ def evaluation_settings(config: RunFile, failures: Failures) -> RolloutSettings:
         config.stream.rollout_deadline,
         abort_on_failure=False,
         failures=failures,
-        max_images=config.data.max_images,
+        max_images=config.data.image_limit,
     )
 
 

@@ -88,7 +88,7 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
-            images="policy" in (role, declared.like) and (data.images is not None or data.max_images is not None),
+            images="policy" in (role, declared.like) and (data.images is not None or bool(data.max_images)),
         )
 
     def places_on(self, device: str) -> dict[str, Place]:

@@ -42,7 +42,7 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
             policy.trust_remote_code,
             data.max_tokens,
             config.run.seed,
-            max_images=data.max_images if reads_images(policy.path) else 0,
+            max_images=data.image_limit if reads_images(policy.path) else 0,
         )
         samplings = [evaluation_sampling(config)] if data.eval else []
         samplings += [training_sampling(config)] if made.online else []
