@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import DataError
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.image_files import image_file
 from rlhf_runtime.data.recorded_answers import Answer, read_answers
 from rlhf_runtime.data.template import Template
+from rlhf_testing.image_models import drawn
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -49,6 +51,18 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
 def test_prompts_may_be_messages(tmp_path):
     path = write(tmp_path / "f.jsonl", sample((0, 0)), prompt=lambda t: MESSAGES)
     assert read_answers([path]).groups == [[Answer(0, MESSAGES, "yes", 0.5)]]
+
+
+def test_answers_to_images_are_rows_with_these_images(tmp_path):
+    image = Image(drawn(8, 6), 0, 1, [9])
+    made = sample((0, 0))
+    made.turns[0].images = (image,)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}]
+    found = read_answers([write(tmp_path / "step-000001.arrow", made, prompt=lambda t: asked)])
+    part = found.groups[0][0].prompt[0]["content"][0]
+    assert image_file(part["image_url"]["url"], None) == image.data
+    found = read_answers([write(tmp_path / "f.jsonl", made)])
+    assert found.left_out == {"with images in plain text": 1}
 
 
 def test_samples_that_are_not_answers_are_counted(tmp_path):

@@ -128,6 +128,14 @@ def test_images_in_messages_and_in_a_column_keep_their_order(data):
     assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [BLUE, RED, RED]
 
 
+def test_a_run_knows_whether_its_data_have_images(data):
+    parts = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
+    assert data([{"prompt": "hi", "images": None}]).has_images
+    assert data([{"prompt": parts}]).has_images
+    assert not data([{"prompt": "hi"}]).has_images
+    assert not data([{"prompt": "hi", "images": None}], max_images=0).has_images
+
+
 def test_plain_text_has_the_placeholders_of_the_model(data):
     rows = data([{"prompt": "a<|image_pad|>b", "images": "red.png"}], template="plain")
     turn = rows.template.encode_prompt(*rows.take(1))

@@ -16,7 +16,7 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.chosen_order import ChosenOrder, UsableRows
-from rlhf_runtime.data.image_columns import image_folder, with_image_files
+from rlhf_runtime.data.image_columns import has_images, image_folder, with_image_files
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import check_template
 from rlhf_runtime.data.layouts import Layout, named_columns
@@ -86,6 +86,11 @@ class TrainData:
     def sources(self) -> dict[str, list[Source]]:
         """``train`` and ``eval``, each source with its layout."""
         return {"train": self._train, "eval": self._eval}
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the run may have images and the first row of a source has one, or its column of images."""
+        return self.template.images.limit > 0 and any(map(has_images, (*self._train, *self._eval)))
 
     def fingerprints(self) -> dict[str, dict[str, dict[str, Any]]]:
         """{``train`` or ``eval``: {source: its number of rows and the SHA-256 of its content}}, for the manifest."""

@@ -12,6 +12,9 @@ import xxhash
 from rlhf_runtime.data.image_files import image_path
 from rlhf_runtime.data.sources import Source
 
+FIELDS = ("images", "messages", "prompt", "chosen", "rejected", "response")
+"""Fields of rows that may name images."""
+
 
 def image_folder(source: Source) -> Path | None:
     """The folder of a source's file; None for a name on the hub, whose rows hold their images."""
@@ -19,6 +22,14 @@ def image_folder(source: Source) -> Path | None:
     if not path.exists():
         return None
     return path if path.is_dir() else path.parent
+
+
+def has_images(source: Source) -> bool:
+    """Whether the source has a column of images, or the messages of its first row have one."""
+    columns = source.layout.columns if source.layout is not None else {}
+    first = source.read(0)
+    messages = [m for f in FIELDS[1:] if isinstance(v := first.get(columns.get(f, "")), list) for m in v]
+    return "images" in columns or any(part.get("type") != "text" for m in messages for part in _parts(m))
 
 
 def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
@@ -32,7 +43,7 @@ def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
         return source.fingerprint
     known: dict[str, str] = {}
     digest = hashlib.sha256(source.fingerprint.encode())
-    for field in ("images", "messages", "prompt", "chosen", "rejected", "response"):
+    for field in FIELDS:
         for value in source.values(columns[field]) if field in columns else ():
             for path in _paths(value, field == "images"):
                 if path not in known:
@@ -58,7 +69,12 @@ def _paths(value: Any, images: bool) -> Iterator[str]:
                 yield path
     elif isinstance(value, list):
         for message in value:
-            content = message.get("content") if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else ():
-                if isinstance(part, Mapping) and part.get("type") != "text":
+            for part in _parts(message):
+                if part.get("type") != "text":
                     yield from filter(None, (image_path(part.get(k)) for k in ("image", "url", "path")))
+
+
+def _parts(message: Any) -> list[Mapping[str, Any]]:
+    """The parts of a message's content, where it has parts."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from rlhf.errors import CheckpointError, DataError
 
 from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.data.row_images import with_urls
 
 Prompt = str | list[Mapping[str, Any]]
 """Text, or messages if a chat template was used."""
@@ -72,7 +74,8 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                 if why:
                     found.left_out[why] += 1
                     continue
-                members.append(Answer(line["sample"], line["prompt"], line["turns"][1]["text"], line["reward"]))
+                prompt = _with_images(line["prompt"], line["turns"][0])
+                members.append(Answer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
         except CheckpointError as cause:
             raise DataError(f"{cause}. {SUCH}") from cause
         except (KeyError, IndexError, TypeError) as cause:
@@ -80,6 +83,12 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
             raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
         found.groups += groups.values()
     return found
+
+
+def _with_images(prompt: Prompt, turn: Mapping[str, Any]) -> Prompt:
+    """A recorded prompt with its images as ``data:`` URLs."""
+    images = [b64decode(image["data"]) for image in turn.get("images") or ()]
+    return [*with_urls(prompt, images)] if images and not isinstance(prompt, str) else prompt
 
 
 def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
@@ -91,6 +100,8 @@ def _unusable(line: Mapping[str, Any], truncated: bool) -> str:
         return "of several turns"
     if line["prompt"] is None:
         return "with more in their context than the row's prompt"
+    if isinstance(line["prompt"], str) and turns[0].get("images"):
+        return "with images in plain text"
     if not turns[1]["text"].strip():
         return "without text"
     if not truncated and (line["status"] == "truncated" or turns[1]["finish"] == "length"):

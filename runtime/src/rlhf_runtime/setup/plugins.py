@@ -66,12 +66,13 @@ class RunPlugins:
         """Path or ``owner/name@commit`` of a role's model."""
         return model_of(self.config, self.roles, role, self.commits)
 
-    def spec(self, role: str, updates: int = 0, ranks: int = 1) -> ModelSpec:
+    def spec(self, role: str, updates: int = 0, ranks: int = 1, images: bool = False) -> ModelSpec:
         """What the trainer loads for a role. A role whose section sets neither model nor precision takes both from the
         role that it is declared ``like``.
 
         Args:
             updates: optimizer steps of the whole run.
+            images: whether the data have images, also if the run file does not say it.
         """
         declared, data = self.roles[role], self.config.data
         own = self.section(role)
@@ -88,7 +89,7 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
-            images="policy" in (role, declared.like) and (data.images is not None or bool(data.max_images)),
+            images="policy" in (role, declared.like) and (images or data.images is not None or bool(data.max_images)),
         )
 
     def places_on(self, device: str) -> dict[str, Place]:

@@ -116,7 +116,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     updates = schedule.total()
     _check_roles(made, steps, updates, schedule.snapshots)
     places = made.places_on(device_here())
-    specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks) for name in roles}
+    specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles}
     specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())

@@ -106,4 +106,11 @@ def _text(row: Row, column: str) -> str:
     value = row[column]
     if isinstance(value, str):
         return value
-    return "\n".join(str(m["content"]) for m in value)
+    return "\n".join(_content(m["content"]) for m in value)
+
+
+def _content(content: Any) -> str:
+    """The text of a message; images have none."""
+    if isinstance(content, list):
+        return "".join(str(part["text"]) for part in content if "text" in part)
+    return str(content)
