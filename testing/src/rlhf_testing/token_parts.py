@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import Batch
+from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_testing.optimizer_batch import columns, slim_batch
 from rlhf_testing.rank_batches import apart, batch, shares, spec
 from rlhf_testing.rank_processes import Ranks
 from rlhf_testing.suite_losses import SequenceLoss, TokenLoss, ValueLoss
@@ -44,7 +46,8 @@ class Case:
     """Of the trainer on any number of ranks."""
     of_role: dict[str, Any] = field(default_factory=dict)
     """Of the :class:`ModelSpec`."""
-    budget: int = 40
+    rows: tuple[int, ...] = ()
+    """Tokens of each micro-batch, one row each; empty: fabricated rows."""
 
     @property
     def head(self) -> str:
@@ -55,9 +58,16 @@ class Case:
 
     def micros(self, number: int, groups: int) -> list[list[Batch]]:
         """[group of ranks][micro-batch]."""
+        if self.rows:
+            return [[_row(length, number, self.loss) for length in self.rows]] * groups
         whole = batch(number, self.loss)
         tokens = torch.tensor(whole.tokens_per_unit(), dtype=torch.float32)
-        return shares(whole.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups, self.budget)
+        return shares(whole.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups)
+
+
+def _row(length: int, number: int, loss: Loss) -> Batch:
+    data = SequenceData([5 + number + at for at in range(length)], {"loss_mask": [at > 0 for at in range(length)]})
+    return slim_batch(weigh(columns(pack([UnitData([data])])), loss.reduce()), loss)
 
 
 CASES = {
@@ -71,7 +81,7 @@ CASES = {
     "experts": Case("experts", options={"aux_loss_coef": 0.1}),
     "recomputed adapters": Case(options={"lora": {"rank": 4}}, of_role={"gradient_checkpointing": True}),
     "prefixes computed again": Case(options={"shared_prefixes": False}),
-    "short rows": Case(budget=1),
+    "short rows": Case(rows=(3, 2, 4)),
     "bf16": Case(of_role={"dtype": "bf16"}),
 }
 IN_EVERY_RUN = ("tokens", "checkpointing", "adapters", "one key head")

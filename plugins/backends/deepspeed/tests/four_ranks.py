@@ -8,4 +8,4 @@ from rlhf_testing.token_parts import run_cases
 from zero_cases import trainer
 
 if __name__ == "__main__":
-    run_cases(partial(trainer, stage=3))
+    run_cases(partial(trainer, stage=3), ("tokens", "short rows"))

@@ -23,7 +23,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("name", ["tokens", "adapters", "short rows"])
+@pytest.mark.parametrize("name", ["tokens", "short rows"])
 def test_rows_that_ranks_divide_give_the_numbers_of_one(four, name, parts):
     check_case(name, one_rank, four, parts)
 
