@@ -160,8 +160,8 @@ def spec(**more):
 def test_the_micro_batch_is_bounded_by_the_budget_and_by_the_share_of_a_rank(size):
     config = TrainingConfig()
 
-    def tokens(work, ranks=1, sharers=1):
-        return arithmetic(config, spec(world_size=ranks), size, work, "cpu", sharers).tokens
+    def tokens(work, ranks=1, sharers=1, parts=1):
+        return arithmetic(config, spec(world_size=ranks), size, work, "cpu", sharers, parts).tokens
 
     assert tokens(WORK) == 512
     assert tokens(replace(WORK, micro_tokens=None)) == 2048
@@ -169,6 +169,8 @@ def test_the_micro_batch_is_bounded_by_the_budget_and_by_the_share_of_a_rank(siz
     assert tokens(replace(WORK, units=4)) == 4 * 64
     assert tokens(replace(WORK, units=4), ranks=4) == 64
     assert tokens(replace(WORK, units=4), ranks=4, sharers=2) == 2 * 64, "two ranks compute the same share"
+    assert tokens(replace(WORK, units=4), ranks=4, parts=2) == 64, "two ranks divide the tokens of a share"
+    assert tokens(replace(WORK, micro_tokens=10), ranks=2, parts=2) == 32, "and those of a long sequence"
 
 
 def test_shared_prompts_repeat_keys_and_values(size):

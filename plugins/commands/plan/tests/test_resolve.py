@@ -207,6 +207,20 @@ def test_ranks_of_a_cluster_can_divide_layers(published, plugins):
         layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
 
 
+def test_ranks_of_a_cluster_can_divide_rows(published, plugins):
+    """Four ranks are two groups: twice the micro-batch's share, half of its tokens on each rank, the same weights."""
+    changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
+    plain = layout(published, plugins, changes, model="8B").role("policy").memory
+    made = layout(published, plugins, {**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
+    assert made.micro_tokens == 2 * plain.micro_tokens
+    assert made.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
+    assert made.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
+    whole = layout(published, plugins, {**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
+    budget = {"policy.micro_tokens": "1", "trainer.sequence_parallel": "2"}
+    half = layout(published, plugins, {**changes, **budget}, model="8B").role("policy").memory
+    assert half.phases["train"].device["activations"] == pytest.approx(whole.phases["train"].device["activations"] / 2)
+
+
 def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
     made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
     assert not made.role("reward_model").annotates
