@@ -153,7 +153,9 @@ class Rollout(Component):
     needs_messages: bool = False
     """True: the rollout calls :meth:`RolloutContext.encode_messages`. A run without a chat template is then refused."""
     gives_rewards: bool = False
-    """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``."""
+    """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``.
+    A rollout that does so only if asked has an option ``returns_reward``, which ``rlhf init`` writes where no reward is
+    named, and sets this attribute in its constructor."""
     concurrency: int | None = None
     """Largest number of samples under way at once; a further one starts when one ends. None: no limit. A rollout must
     not delay samples itself: a wave of generation starts when all samples that were started wait for tokens."""

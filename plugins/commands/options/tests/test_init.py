@@ -194,6 +194,30 @@ def test_what_flags_give_is_written(call):
     assert tomllib.loads(rows)["data"]["train"] == [{"path": "a.jsonl", "max_rows": 9}]
 
 
+@pytest.mark.parametrize(
+    ("words", "written", "reward"),
+    [
+        ([], True, False),
+        (["--rollout.returns_reward", "true"], True, False),
+        (["--rollout.returns_reward", "false"], False, True),
+        (["--reward", "math"], None, True),
+    ],
+)
+def test_a_rollout_that_can_give_the_reward_gives_it_where_none_is_named(call, folder, words, written, reward):
+    (folder / "agent.py").write_text("def run(task, base_url, api_key): ...\n")
+    model = tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1, chat_template="default")
+    agent = ["--rollout.use", "agent", "--rollout.program", "file:agent.py:run"]
+    call("init", "--algo", "rloo", *agent, *words, "--model", model, "--data", "prompts.jsonl", "-o", "run.toml")
+    made = tomllib.loads((folder / "run.toml").read_text())
+    assert (made["rollout"].get("returns_reward"), "reward" in made) == (written, reward)
+    call("train", "run.toml", "--dry-run", code=2 if words == ["--rollout.returns_reward", "false"] else 0)
+
+
+def test_a_rollout_that_always_gives_the_reward_needs_none(call):
+    made = tomllib.loads(call("init", "--algo", "rloo", "--rollout.use", "verifiers", "--rollout.id", "gsm8k"))
+    assert "reward" not in made
+
+
 def test_a_required_option_of_a_reward_gets_a_placeholder(call):
     assert tomllib.loads(call("init", "--algo", "grpo", "--reward", "model"))["reward"] == [
         {"use": "model", "model": "<fill in: a folder, or a name on the hub>"}

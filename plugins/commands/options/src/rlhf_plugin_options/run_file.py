@@ -80,7 +80,7 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
     if online and needs.group_min > run.sampling.samples_per_prompt:
         found["sampling.samples_per_prompt"] = max(GROUP, needs.group_min)
     if online and needs.reward and not run.reward and run.env is None:
-        found["reward.0.use"] = placeholder(f"a reward: {', '.join(_names(plugins, 'reward'))}, file:PATH.py")
+        found |= _rewarded(run, values, plugins)
     if run.env is not None and "rollout.use" not in values:
         able = [n for n in _names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
         found |= {"rollout.use": able[0]} if able else {}
@@ -91,6 +91,16 @@ def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins
         if role.like is None and role.model is None and f"{where}.model" not in values:
             found[f"{where}.model"] = placeholder(WHAT["model"])
     return found
+
+
+def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
+    """What gives the reward: the rollout, if it can, else a reward that only the user knows."""
+    rollout = plugins.resolve("rollout", run.rollout.use).cls
+    if rollout.gives_rewards or plain(values.get("rollout.returns_reward")) is True:
+        return {}
+    if "returns_reward" in rollout.Config.model_fields and "rollout.returns_reward" not in values:
+        return {"rollout.returns_reward": True}
+    return {"reward.0.use": placeholder(f"a reward: {', '.join(_names(plugins, 'reward'))}, file:PATH.py")}
 
 
 def _value(run: RunFile, path: str) -> Any:
