@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rlhf_endpoint import chat_api, responses_api
+from rlhf_endpoint import chat_api, messages_api, responses_api
 from rlhf_endpoint.api_error import ApiError
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.session import Session
@@ -21,7 +21,7 @@ from rlhf_endpoint.session import Session
 _LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
 """Bytes of a request; a larger one is refused."""
-_APIS = {"chat/completions": chat_api, "responses": responses_api}
+_APIS = {"chat/completions": chat_api, "responses": responses_api, "messages": messages_api}
 
 
 class Endpoint:
@@ -74,6 +74,13 @@ class Endpoint:
     def _api(self, name: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         api = _APIS[name]
 
+        def refused(error: ApiError) -> web.Response:
+            return (
+                _refused(error)
+                if api is not messages_api
+                else web.json_response(messages_api.error_body(error), status=error.status)
+            )
+
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 session = self._session(request)
@@ -91,21 +98,21 @@ class Endpoint:
                     return web.json_response(api.answer(asked, choices, body, number, now))
                 return await _streamed(request, api.chunks(asked, choices, body, number, now), name)
             except ApiError as error:
-                return _refused(error)
+                return refused(error)
             except web.HTTPRequestEntityTooLarge:
                 message = f"the request has more than {LARGEST // 2**20} MiB"
-                return _refused(ApiError(413, message, code="request_too_large"))
+                return refused(ApiError(413, message, code="request_too_large"))
             except (ConnectionResetError, asyncio.CancelledError):  # the client has gone away
                 raise
             except Exception as error:  # the sample is over; its cause is reported there
-                return _refused(ApiError(500, f"the sample failed: {type(error).__name__}", code="sample_failed"))
+                return refused(ApiError(500, f"the sample failed: {type(error).__name__}", code="sample_failed"))
 
         return handle
 
     def _session(self, request: web.Request) -> Session:
         path = request.match_info.get("key")
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else path
+        key = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", path)
         if not key or key not in self._sessions or path not in (None, key):
             raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")
         session = self._sessions[key]
@@ -146,9 +153,9 @@ async def _streamed(request: web.Request, events: Any, name: str) -> web.StreamR
     await response.prepare(request)
     lines = []
     for event in events:
-        kind = f"event: {event['type']}\n" if name == "responses" else ""
+        kind = f"event: {event['type']}\n" if "type" in event else ""
         lines.append(f"{kind}data: {json.dumps(event)}\n\n")
-    if name != "responses":
+    if name == "chat/completions":
         lines.append("data: [DONE]\n\n")
     with contextlib.suppress(ConnectionResetError):  # the client has gone away; its answer is kept
         await response.write("".join(lines).encode())

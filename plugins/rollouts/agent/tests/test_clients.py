@@ -33,6 +33,26 @@ def test_openai_responses(thinking, wire):
     assert [given for _, given in wire()] == used[:2]
 
 
+@pytest.mark.parametrize("template", [HERMES, pytest.param(QWEN3, marks=pytest.mark.full)])
+def test_anthropic(laboratories, wire, template):
+    lab = laboratories(template)
+    trajectory = lab.one(uses("anthropic_programs.py:messages", returns_reward=True), {"wire": wire.path})
+    assert trajectory.status != "failed", trajectory.error
+    sampled = [t for t in trajectory.turns if t.sampled]
+    assert sampled[-1].reward == 0.5
+    *turns, stopped = wire()
+    assert [given for *_, given in turns] == [len(t.ids) for t in sampled[:-1]]
+    for (reason, calls, *_), turn in zip(turns, sampled, strict=False):
+        assert reason == ("max_tokens" if turn.finish == "length" else "tool_use" if calls else "end_turn")
+    assert sum(calls for _, calls, *_ in turns) == trajectory.info["rollout/calls/add"]
+    texts = lab.text(trajectory)
+    assert "Be brief." in texts[0]
+    assert template is QWEN3 or len(texts) == 2, "one conversation, and the question with a stop sequence"
+    assert any(calls for _, calls, *_ in turns)
+    assert any("<tool_response>\n3\n</tool_response>" in text for text in texts) == any(c for _, c, *_ in turns[:-1])
+    assert stopped[0] in ("stop_sequence", "end_turn", "max_tokens")
+
+
 TOGETHER = (
     "langchain-openai==1.7.3",
     "pydantic-ai-slim[openai]==2.68.0",

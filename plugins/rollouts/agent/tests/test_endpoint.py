@@ -50,6 +50,27 @@ def test_bad_requests_are_errors_of_the_api_and_the_sample_goes_on(lab, program,
         assert answer["error"]["message"]
 
 
+def test_errors_of_messages_have_the_form_of_its_api(lab, program, wire):
+    body = """
+at = {"path": "/messages", "max_tokens": 8}
+note(task, *ask(base_url, api_key, **at, tool_choice="auto"))
+note(task, *ask(base_url, api_key, **at, model="claude"))
+note(task, *ask(base_url, api_key, **at, top_p=0.5))
+note(task, *ask(base_url, "", path="/messages"))
+note(task, *ask(base_url, "sk-another", **at))
+note(task, *ask(base_url, api_key, messages=[{"role": "tool", "content": "x"}], **at))
+note(task, *ask(base_url, api_key, path="/messages", raw=b"{"))
+ask(base_url, api_key, **at)
+"""
+    trajectory = lab.one(program(body), {"wire": wire.path})
+    assert trajectory.status != "failed", trajectory.error
+    assert [status for status, _ in wire()] == [400, 404, 400, 401, 401, 400, 400]
+    for _, answer in wire():
+        assert (answer["type"], set(answer["error"])) == ("error", {"type", "message"})
+    kinds = {answer["error"]["type"] for _, answer in wire()}
+    assert kinds == {"invalid_request_error", "not_found_error", "authentication_error"}
+
+
 def test_keys_say_whose_request_it_is(lab, program, wire):
     body = """
 from urllib.parse import urlsplit

@@ -39,6 +39,8 @@ class Program:
             **passed_environment(config.environment),
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": secret,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": secret,
             "RLHF_SEED": str(seed),
         }
         self._process: asyncio.subprocess.Process | None = None

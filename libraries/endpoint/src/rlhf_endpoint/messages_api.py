@@ -1,0 +1,154 @@
+"""``/v1/messages``, the API of Anthropic: requests and answers. The conversation becomes that of the chat API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import RolloutContext
+
+from rlhf_endpoint.api_error import ApiError, invalid
+from rlhf_endpoint.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.tree import text_of
+
+LIMITS = ("max_tokens",)
+_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+
+
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
+    """Raises ApiError."""
+    model = read_model(body, config)
+    if body.get("max_tokens") is None:
+        raise invalid("max_tokens", None, "an integer of at least 1")
+    thinking = body.get("thinking")
+    if thinking is not None and thinking != {"type": "disabled"}:
+        raise invalid("thinking", thinking, "{type: 'disabled'}. The chat template decides whether the policy thinks")
+    choice = body.get("tool_choice") or {}
+    if not isinstance(choice, Mapping):
+        raise invalid("tool_choice", choice, "{type: 'auto'} or {type: 'none'}")
+    listed = body.get("tools")
+    if isinstance(listed, list):
+        listed = [_tool(number, tool) for number, tool in enumerate(listed)]
+    tools, calls = read_tools(listed, choice.get("type", "auto"))
+    parallel = not read_flag(choice, "disable_parallel_tool_use")
+    sampling, stop = read_sampling({**body, "stop": body.get("stop_sequences")}, config, ctx, LIMITS)
+    return Asked(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
+
+
+def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+    """The answer to a request that is not streamed."""
+    [choice] = choices
+    stopped = next((stop for stop in asked.stop if stop in choice.turn.text), None)
+    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if stopped else "end_turn"}
+    return {
+        "id": f"msg_{name}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": _blocks(choice.message),
+        "stop_reason": reason[choice.finish],
+        "stop_sequence": stopped if reason[choice.finish] == "stop_sequence" else None,
+        "usage": {"input_tokens": choice.context, "output_tokens": len(choice.turn.ids)},
+    }
+
+
+def chunks(
+    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> Iterator[dict[str, Any]]:
+    """The events of a streamed answer."""
+    whole = answer(asked, choices, body, name, now)
+    ending = {field: whole[field] for field in ("stop_reason", "stop_sequence")}
+    usage = {**whole["usage"], "output_tokens": 0}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield {"type": "message_start", "message": begun}
+    for index, block in enumerate(whole["content"]):
+        kind = block["type"]
+        empty: dict[str, Any] = {"input": {}} if kind == "tool_use" else {kind: ""}
+        delta = {"type": f"{kind}_delta", kind: block.get(kind)}
+        if kind == "tool_use":
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": ending, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """An error in the form of this API."""
+    kind = _KINDS.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def _tool(number: int, tool: Any) -> Any:
+    if not isinstance(tool, Mapping) or (tool.get("type") or "custom") != "custom":
+        raise invalid(f"tools[{number}]", tool, "a function: {name, description, input_schema}")
+    function = {k: tool[k] for k in ("name", "description") if k in tool}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversation as messages of the chat API."""
+    given = body.get("messages")
+    if not isinstance(given, list) or not given or not all(isinstance(m, Mapping) for m in given):
+        raise invalid("messages", given, "a list of messages, at least one")
+    messages: list[dict[str, Any]] = []
+    if body.get("system"):
+        messages.append({"role": "system", "content": text_of(body["system"])})
+    for number, message in enumerate(given):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise invalid(f"messages[{number}].role", role, "user or assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+            raise invalid(f"messages[{number}].content", content, "a text or a list of blocks")
+        messages += (_said if role == "assistant" else _heard)(number, blocks)
+    return messages
+
+
+def _said(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if block.get("type") == "text":
+            message["content"] += str(block.get("text"))
+        elif block.get("type") == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking"))
+        elif block.get("type") == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            raise invalid(f"messages[{number}]", block, "blocks text, thinking and tool_use")
+    return [message]
+
+
+def _heard(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tools, and what the user says."""
+    messages: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            content = text_of(block.get("content"))
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+        elif block.get("type") != "text":
+            raise invalid(f"messages[{number}]", block, "blocks text and tool_result")
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += "\n" + str(block.get("text"))
+        else:
+            messages.append({"role": "user", "content": str(block.get("text"))})
+    return messages
+
+
+def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if reasoning := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"]})
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return blocks

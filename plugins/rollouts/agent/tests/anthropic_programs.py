@@ -1,0 +1,41 @@
+"""Agents that use the anthropic package as it is."""
+
+import pytest
+from anthropic import Anthropic, BadRequestError
+from ask import add, note
+
+ADD = {"name": "add", "description": "Adds two numbers.", "input_schema": add()["function"]["parameters"]}
+
+
+def messages(task, base_url, api_key):
+    """Four turns with tools, one of them streamed. The address and the key are in the environment."""
+    client = Anthropic()
+    asked = [{"role": "user", "content": "1+2?"}]
+    fields = {"model": "policy", "max_tokens": 12, "system": "Be brief.", "tools": [ADD]}
+    called = 0
+    for number in range(30):
+        if number > 3 and called:
+            break
+        if number == 2:
+            with client.messages.stream(messages=asked, **fields) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(messages=asked, **fields)
+        called += len(answer.content) and answer.content[-1].type == "tool_use"
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        note(task, answer.stop_reason, len(calls), answer.usage.input_tokens, answer.usage.output_tokens)
+        asked.append({"role": "assistant", "content": answer.content})
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": str(3)} for call in calls]
+        asked.append({"role": "user", "content": results or "Go on."})
+    with pytest.raises(BadRequestError, match="tool_choice is 'any'") as refused:
+        client.messages.create(messages=asked, tool_choice={"type": "any"}, **fields)
+    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(BadRequestError, match="thinking is"):
+        client.messages.create(messages=asked, thinking={"type": "enabled", "budget_tokens": 1024}, **fields)
+    with pytest.raises(BadRequestError, match="blocks text and tool_result"):
+        client.messages.create(messages=[{"role": "user", "content": [{"type": "image"}]}], **fields)
+    stopped = client.messages.create(
+        messages=[{"role": "user", "content": "x"}], model="policy", max_tokens=12, stop_sequences=["e", "i"]
+    )
+    note(task, stopped.stop_reason, stopped.stop_sequence)
+    return 0.5
