@@ -10,6 +10,8 @@ of all of its tokens::
     a b c x y        2 more:          0 1 2 5 6
     a b c x z w      2 more:          0 1 2 5 7 8
 
+The tokens of an image are equal where the image is (:func:`content_ids`).
+
 Shape suffixes: N tokens of B sequences, M <= N computed tokens, U units.
 """
 
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from rlhf.ops.batch import Batch
 from rlhf.ops.spans import owners
+from rlhf.types import Image
 
 LEAST = 4
 """Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
@@ -56,6 +59,8 @@ class Shared:
     """int64: position of each computed token in its sequence."""
     place_N: Tensor
     """int64: where each original token is computed."""
+    source_M: Tensor
+    """int64: an original token of each computed token."""
     stretches: tuple[Stretch, ...]
     """In the order of the M tokens. A sequence whose tokens are all computed by others has no stretch."""
 
@@ -73,14 +78,35 @@ class UnitPrefixes:
     if the total is too small to matter."""
 
 
-def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
+def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]]) -> Tensor:
+    """``ids_N`` with a negative number in place of the tokens of each image, the same one for equal images.
+
+    Args:
+        ids_N: int64, on the CPU.
+        lens: tokens of each sequence.
+        images_B: images of each sequence; empty: there are none.
+    """
+    if not images_B:
+        return ids_N
+    made_N, numbers, start = ids_N.clone(), dict[bytes, int](), 0
+    for length, images in zip(lens, images_B, strict=True):
+        for image in images:
+            first = start + image.at
+            made_N[first : first + image.tokens] = numbers.setdefault(image.data, -1 - len(numbers))
+        start += length
+    return made_N
+
+
+def share_prefixes(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]] = ()) -> Shared | None:
     """Which tokens to compute; None if no two sequences share a long enough prefix.
 
     Args:
         ids_N: int64, on any device; the result is on the same device.
         lens: tokens of each sequence; they sum to N.
+        images_B: images of each sequence; empty: there are none.
     """
-    ids = ids_N.cpu()
+    plain = ids_N.cpu()
+    ids = content_ids(plain, lens, images_B)
     starts = [0, *accumulate(lens)][:-1]
     order, fronts = _sorted(ids, starts, lens, range(len(lens)))
     if sum(fronts) < max(1, GAIN * len(ids)):
@@ -100,35 +126,28 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int]) -> Shared | None:
     source_M[place_N] = every_N  # any token of those that share a place, because their ids and positions are equal
     position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]
     device = ids_N.device
-    ids_M, position_M = ids[source_M], position_N[source_M]
-    return Shared(ids_M.to(device), position_M.to(device), place_N.to(device), tuple(stretches))
+    found = (plain[source_M], position_N[source_M], place_N, source_M)
+    ids_M, position_M, place_N, source_M = (x.to(device) for x in found)
+    return Shared(ids_M, position_M, place_N, source_M, tuple(stretches))
 
 
 def unit_prefixes(batch: Batch) -> UnitPrefixes:
-    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU.
-
-    Nothing is shared in a batch with images, because equal tokens may stand for different images.
-    """
-    if batch.images_B:
-        return _unshared(batch)
+    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU."""
     lens, starts = batch.lens_B.tolist(), batch.starts_B.tolist()
+    ids_N = content_ids(batch.ids_N, lens, batch.images_B)
     units = batch.unit_B.tolist()
     tokens = batch.tokens_per_unit()
     first: dict[int, int] = {}
     for b, unit in enumerate(units):
         first.setdefault(unit, b)
     if len(first) < len(lens):
-        order, fronts = _sorted(batch.ids_N, starts, lens, range(len(lens)), units)
+        order, fronts = _sorted(ids_N, starts, lens, range(len(lens)), units)
         for b, front in zip(order, fronts, strict=True):
             tokens[units[b]] -= front
-    order, fronts = _sorted(batch.ids_N, starts, lens, list(first.values()))
+    order, fronts = _sorted(ids_N, starts, lens, list(first.values()))
     if batch.tokens - sum(tokens) + sum(fronts) < GAIN * batch.tokens:
-        return _unshared(batch)
+        return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
     return UnitPrefixes(tokens, [units[b] for b in order], fronts)
-
-
-def _unshared(batch: Batch) -> UnitPrefixes:
-    return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:

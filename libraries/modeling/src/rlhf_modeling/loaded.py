@@ -157,7 +157,7 @@ class LoadedModel:
         if self.images is not None and anywhere:
             if self.divided_over is not None:
                 raise TrainingError("a batch has images, but rows are divided over ranks: set sequence_parallel = 1")
-            return self._call_with_images(self.images, ids_N, position_N, lens, images_B, blank=not own), None
+            return self._call_with_images(self.images, ids_N, position_N, lens, share, images_B if own else ())
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
@@ -195,27 +195,27 @@ class LoadedModel:
         ids_N: Tensor,
         position_N: Tensor,
         lens: Sequence[int],
+        share: bool,
         images_B: Images,
-        blank: bool,
-    ) -> Tensor:
-        """[N, H]. Prefixes are not shared, because equal tokens may stand for different images.
-
-        Args:
-            blank: another rank has images, and this one has none.
-        """
-        row = inputs.row(ids_N, position_N, lens, images_B, blank)
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`compute`. Where ``images_B`` is empty, another rank has images."""
+        blank = not images_B
+        shared = None
+        if share and self.layout == "shared" and not blank:
+            shared = share_prefixes(ids_N, lens, images_B)
+        row = inputs.row(ids_N, position_N, lens, images_B, shared)
         self.computing = row.lens
         with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.placed(row):
             if self.layout == "alone":
                 out = self.body(**row.as_rows(len(lens)), use_cache=False)
-                return out.last_hidden_state.flatten(0, 1)
+                return out.last_hidden_state.flatten(0, 1), None
             bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
-            with packed(row.lens, None, self.attention):
+            with packed(row.lens, shared, self.attention):
                 out = self.body(**row.arguments, use_cache=False, **bounds)
-        hidden_NH: Tensor = out.last_hidden_state[0]
+        hidden_MH: Tensor = out.last_hidden_state[0]
         if blank:
-            hidden_NH = hidden_NH[: len(ids_N)] + 0.0 * hidden_NH[len(ids_N) :].sum(0)
-        return hidden_NH
+            hidden_MH = hidden_MH[: len(ids_N)] + 0.0 * hidden_MH[len(ids_N) :].sum(0)
+        return hidden_MH, None if shared is None else shared.place_N
 
     # -------------------------------------------------------------------------------------------- logits
 

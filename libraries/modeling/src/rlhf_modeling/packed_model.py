@@ -52,7 +52,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
     """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
     lens = batch.lens_B.tolist()
     loaded.require_positions(lens)
-    return loaded.compute(batch.ids_N, batch.position_N, lens, share and not batch.images_B, batch.images_B)
+    return loaded.compute(batch.ids_N, batch.position_N, lens, share, batch.images_B)
 
 
 def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:

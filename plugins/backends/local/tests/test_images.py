@@ -6,13 +6,14 @@ import pytest
 import torch
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch, sequence
+from rlhf_testing.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.suite_losses import NllLoss
 
@@ -81,6 +82,30 @@ def test_equal_tokens_with_other_images_share_nothing(folder):
     found = one.forward([batch], ("logprobs",))[0]["logprobs"].split(batch.lens_B.tolist())
     assert (found[0] - found[1]).abs().max() > 1e-3
     torch.testing.assert_close(found[0], found[2], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_images_in_prefixes_are_computed_once(folder, family, monkeypatch):
+    path = folder(family)
+    front = ("which colours? ", RED, SMALL, " say: ")
+    others = [("which colours? ", SMALL, RED, " say: ", "one"), ("which colours? ", RED, BLUE, " say: ", "no")]
+    rows = (*((*front, answer) for answer in ("red", "blue, red", "?")), *others, ("text",))
+    plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family, rows)
+    assert unit_prefixes(batch).shared.count(0) < batch.units
+    computed = []
+    body, whole = one.loaded.body, one.loaded.body.forward
+    monkeypatch.setattr(body, "forward", lambda **given: computed.append(given) or whole(**given))
+    found = one.forward([batch], ("logprobs",))[0]["logprobs"]
+    assert computed[0]["input_ids"].numel() < batch.tokens
+    want = torch.cat([plain.logprobs(parts) for parts in rows]) * batch.tok["loss_mask"]
+    torch.testing.assert_close(found, want.detach(), atol=TOLERANCE, rtol=0)
+    if "image_grid_thw" in computed[0]:
+        assert len(computed[0]["image_grid_thw"]) == 2 + 2 + 1  # RED is the first image of the last one too
+    apart = trainer_of(path, shared_prefixes=False)
+    for each in (one, apart):
+        each.accumulate([batch], NllLoss(), {}, {})
+    for name, gradient in one.gradients().items():
+        torch.testing.assert_close(gradient, apart.gradients()[name], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

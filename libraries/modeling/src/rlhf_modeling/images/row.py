@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import TrainingError
+from rlhf.ops.prefixes import Shared
 from rlhf.types import Image
 from torch import Tensor, nn
 
@@ -45,11 +46,11 @@ class Row:
     """``input_ids`` [1, N], ``position_ids`` ([1, N], or [4, 1, N] where positions have three axes: text, time, height,
     width) and the pixels."""
     lens: list[int]
-    """Of its sequences."""
+    """Of its sequences, whose tokens are all computed unless prefixes are shared."""
     deltas: list[int]
     """Of each sequence: position of the token that would follow, minus the number of its tokens."""
     counts: list[Count]
-    """Of each image, in order."""
+    """Of each image, in the order of the row. An image that sequences share counts once."""
     plain_N: Tensor | None = None
     """The ids with sampled placeholders, where there are some (:meth:`ImageInputs.placed`)."""
 
@@ -103,33 +104,34 @@ class ImageInputs:
         position_N: Tensor,
         lens: Sequence[int],
         images_B: Sequence[tuple[Image, ...]],
-        blank: bool = False,
+        shared: Shared | None = None,
     ) -> Row:
         """The row of sequences with these lengths.
 
         Args:
-            images_B: the images of each sequence; empty: there are none.
-            blank: a further sequence has a blank image. Its hidden states mean nothing.
+            images_B: the images of each sequence; empty: there are none, and the row has a further sequence with a
+                blank image. Its hidden states mean nothing.
+            shared: the row has the computed tokens of these.
         """
-        lens, images_B = list(lens), list(images_B or [()] * len(lens))
-        if blank:
+        lens, images_B = list(lens), list(images_B)
+        if not images_B:
             more_T, image = self.blank
             ids_N = torch.cat([ids_N, more_T.to(ids_N.device)])
             position_N = torch.cat([position_N, torch.arange(len(more_T), device=ids_N.device)])
+            images_B = [()] * len(lens) + [(image,)]
             lens.append(len(more_T))
-            images_B.append((image,))
-        images = [image for of_one in images_B for image in of_one]
-        if not images:
-            return Row({"input_ids": ids_N[None], "position_ids": position_N[None]}, lens, [0] * len(lens), [])
-        pixels = self.pixels.of(images)
+        pixels = iter(self.pixels.of([image for images in images_B for image in images]))
         positions: list[Tensor] = []
         kinds: list[Tensor] = []
         deltas: list[int] = []
-        counts: list[Count] = []
-        used = 0
+        found: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
+        start = 0
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
-            own, used = pixels[used : used + len(images_B[b])], used + len(images_B[b])
-            kind_T = self._placeholders(b, ids_T, images_B[b], own, counts)
+            own = [next(pixels) for _ in images_B[b]]
+            kind_T, counts = self._placeholders(b, ids_T, images_B[b], own)
+            for image, count, values in zip(images_B[b], counts, own, strict=True):
+                at = start + image.at
+                found.setdefault(at if shared is None else int(shared.place_N[at]), (count, values))
             try:
                 position, delta = self._positions(ids_T, position_T, kind_T, own)
             except Exception as cause:  # the model's code fails on sequences that do not fit their images
@@ -140,16 +142,20 @@ class ImageInputs:
             kinds.append(kind_T)
             positions.append(position)
             deltas.append(delta)
-        kind_N = torch.cat(kinds).to(ids_N.device)
+            start += lens[b]
+        placed = [found[at] for at in sorted(found)]
+        kind_N, position_N = torch.cat(kinds).to(ids_N.device), torch.cat(positions, -1).to(ids_N.device)
+        if shared is not None:
+            ids_N, kind_N, position_N = (x[..., shared.source_M] for x in (ids_N, kind_N, position_N))
         sampled_N = (ids_N == self.token) & ~kind_N
         plain_N = ids_N if bool(sampled_N.any()) else None
         other = 1 if self.token == 0 else 0
         arguments = {
             "input_ids": torch.where(sampled_N, other, ids_N)[None],
-            "position_ids": torch.cat(positions, -1).to(ids_N.device)[..., None, :],
-            **joined(pixels, ids_N.device),
+            "position_ids": position_N[..., None, :],
+            **joined([values for _, values in placed], ids_N.device),
         }
-        return Row(arguments, lens, deltas, counts, plain_N)
+        return Row(arguments, lens, deltas, [count for count, _ in placed], plain_N)
 
     @contextmanager
     def placed(self, row: Row) -> Iterator[None]:
@@ -169,16 +175,16 @@ class ImageInputs:
     # ------------------------------------------------------------------------------------ internals
 
     def _placeholders(
-        self, b: int, ids_T: Tensor, images: Sequence[Image], pixels: Sequence[Pixels], counts: list[Count]
-    ) -> Tensor:
-        """bool [T]: placeholders of the images of sequence ``b``, which are added to ``counts``."""
-        kind_T = torch.zeros(len(ids_T), dtype=torch.bool)
+        self, b: int, ids_T: Tensor, images: Sequence[Image], pixels: Sequence[Pixels]
+    ) -> tuple[Tensor, list[Count]]:
+        """(bool [T]: placeholders of the images of sequence ``b``, what each image has)."""
+        kind_T, counts = torch.zeros(len(ids_T), dtype=torch.bool), []
         for image, own in zip(images, pixels, strict=True):
             span = slice(image.at, image.at + image.tokens)
             kind_T[span] = ids_T[span] == self.token
             values = own["pixel_values"]
             counts.append(Count(b, int(kind_T[span].sum()), values.shape[1] if values.ndim == 5 else 1))
-        return kind_T
+        return kind_T, counts
 
     def _positions(self, ids_T: Tensor, position_T: Tensor, kind_T: Tensor, pixels: list[Pixels]) -> tuple[Tensor, int]:
         """([T] or [4, T], :attr:`Row.deltas`)."""
