@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,12 @@ from rlhf_hub.published import looks_local, model_folder
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+PROCESSOR_FILES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
 
 
@@ -60,6 +67,14 @@ def set_exported_dtype(folder: Path, dtype: torch.dtype) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_processor(spec: ModelSpec, folder: Path) -> None:
+    """Copy the files of the model's image processor, where it has one, into an export."""
+    place = Path(model_folder(spec.path, code=spec.trust_remote_code))
+    for name in PROCESSOR_FILES:
+        if (place / name).is_file():
+            shutil.copyfile(place / name, folder / name)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rlhf.errors import TrainingError
 from torch import Tensor
 
 from rlhf_modeling.optimizer import give_back
-from rlhf_modeling.pretrained import load_tokenizer, set_exported_dtype
+from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported_dtype
 from rlhf_modeling.sharded import export
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
@@ -67,6 +67,7 @@ class ShardedWeights(PackedTrainer):
         if self.spec.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
+            copy_processor(self.spec, path)
             limit = self.config.export_shard_bytes
             export.write_weights(path, self._exported(view), self.tensors.published(self._exports_masters), limit)
             if self._exports_masters:

@@ -29,7 +29,7 @@ from rlhf_modeling.optimizer import (
     to_host,
 )
 from rlhf_modeling.precision import Precision, choose_device
-from rlhf_modeling.pretrained import exporting, load_tokenizer, set_exported_dtype
+from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported_dtype
 from rlhf_modeling.published import Published
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.trainer import PackedTrainer
@@ -169,6 +169,7 @@ class TorchTrainer(PackedTrainer):
             if masters:
                 set_exported_dtype(Path(path), torch.float32)
         tokenizer.save_pretrained(str(path))
+        copy_processor(self.spec, Path(path))
         for file in Path(path).glob("*.safetensors"):
             file.chmod(0o644)  # safetensors writes it private; config.json is readable too
 
