@@ -1,0 +1,135 @@
+"""Whole runs of image-text models: embedded, on a cluster with vLLM, over turns, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_runtime.observe import read_metrics
+from rlhf_testing.image_models import drawn, tiny_image_model
+from safetensors.torch import load_file
+
+from tests.runs import Workshop, assert_same_run, merged
+
+COLOURS = ("red", "blue", "green", "black")
+SHOWS = """
+import io
+
+from PIL import Image
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+
+class Shows(Env):
+    '''Answers the first action with an image of another size for each length of the action.'''
+
+    name = "shows"
+
+    async def reset(self, row, seed):
+        self._turns = 0
+        return "look"
+
+    async def step(self, action):
+        self._turns += 1
+        file = io.BytesIO()
+        Image.new("RGB", (32, 32 + 16 * (len(action) % 2)), "yellow").save(file, "PNG")
+        return EnvStep("again", len(action) / 10, done=self._turns == 2, images=(file.getvalue(),))
+"""
+VLLM: dict[str, Any] = {
+    "launcher": {"use": "ray", "cpus": 2},
+    "generator": {"use": "vllm", "kv_cache_gib": 0.0625, "max_sequences": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Half of the rows have an image, one has two."""
+    folder = tmp_path_factory.mktemp("images")
+    rows = []
+    for number, colour in enumerate(COLOURS * 2):
+        (folder / f"{colour}.png").write_bytes(drawn(32, 32 + 16 * (number % 2), colour))
+        shown: list[str] = [[], [f"{colour}.png"]][number % 2]
+        rows.append({"prompt": f"c{number}", "images": shown, "response": colour, "answer": colour})
+    rows[0]["images"] = ["red.png", "blue.png"]
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{**row, "chosen": row["response"], "rejected": "none"} for row in rows]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    return Workshop(folder, tiny_image_model(folder / "model", "qwen3_vl"), data)
+
+
+def changes(shop: Workshop, algorithm: str, **more: Any) -> dict[str, Any]:
+    """Of a run file: room for the tokens of images."""
+    data = {"max_tokens": 128} | ({"train": str(shop.folder / "pairs.jsonl")} if algorithm == "dpo" else {})
+    return merged({"data": data}, more)
+
+
+def vision_moved(shop: Workshop, path: Path) -> bool:
+    """Whether the run has trained the part that reads images."""
+    before, after = load_file(shop.model / "model.safetensors"), load_file(path / "model" / "model.safetensors")
+    assert before.keys() == after.keys()
+    return any("visual" in name and not before[name].equal(after[name]) for name in before)
+
+
+FULL = [pytest.param(algorithm, marks=pytest.mark.full) for algorithm in ("sft", "dpo", "ppo")]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", *FULL])
+def test_embedded(images, algorithm):
+    run = images.train(algorithm, f"{algorithm}-embedded", **changes(images, algorithm))
+    lines = run.lines()
+    assert len(lines) == 3
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+    assert vision_moved(images, run.path)
+    assert (run.path / "model" / "processor_config.json").exists()
+    if algorithm in ("grpo", "ppo"):
+        assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # the trainer read the sampler's images
+
+
+@pytest.mark.full
+def test_a_resume_is_exact(images):
+    more = changes(images, "grpo", checkpoint={"every": 1}, run={"steps": 4})
+    whole = images.train("grpo", "whole", **more)
+    images.train("grpo", "parted", **merged(more, {"run": {"steps": 2}}))
+    resumed = images.train("grpo", "parted", "--resume", **more)
+    assert_same_run(whole, resumed)
+
+
+def over_turns(shop: Workshop, output: str, **more: Any) -> list[dict[str, Any]]:
+    """Two turns, with an image between them. Returns the samples."""
+    env = {"use": f"file:{shop.file('shows.py', SHOWS)}", "max_turns": 2}
+    given = merged({"rollout": {"use": "multi_turn"}, "env": env, "reward": None}, more)
+    run = shop.train("grpo", output, **changes(shop, "grpo", **given))
+    assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in run.lines())
+    return list(run.samples())
+
+
+@pytest.mark.full
+def test_an_environment_answers_with_an_image(images):
+    samples = over_turns(images, "turns")
+    observed = [turn for sample in samples for turn in sample["turns"][2:] if not turn["sampled"]]
+    assert observed
+    assert all(len(turn["images"]) == 1 for turn in observed)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.parametrize("mode", ["single turn", "turns", "continuous"])
+def test_on_ray_with_vllm(images, mode):
+    pytest.importorskip("ray")
+    pytest.importorskip("vllm")
+    more = merged(VLLM, {"run": {"steps": 4}})
+    if mode == "turns":
+        over_turns(images, "ray-turns", **more)
+        return
+    if mode == "continuous":
+        more["stream"] = {"mode": "continuous", "staleness": 1}
+    run = images.train("grpo", f"ray-{mode.replace(' ', '-')}", **changes(images, "grpo", **more))
+    lines = read_metrics(run.path / "metrics.jsonl")
+    assert all(line["sync/canary"] < 1e-5 for line in lines)
+    if mode == "single turn":
+        assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)
+    assert vision_moved(images, run.path)
