@@ -84,7 +84,7 @@ CASES = {
     "short rows": Case(rows=(3, 2, 4)),
     "bf16": Case(of_role={"dtype": "bf16"}),
 }
-IN_EVERY_RUN = ("tokens", "checkpointing", "adapters", "one key head")
+IN_EVERY_RUN = ("tokens", "checkpointing", "one key head")
 """The cases of ``make test``; the others are for ``make test-all``."""
 
 

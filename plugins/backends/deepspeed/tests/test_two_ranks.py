@@ -21,11 +21,11 @@ from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
-from rlhf_testing.token_parts import IN_EVERY_RUN, check_case
+from rlhf_testing.token_parts import check_case
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from zero_cases import STEPS, apart, batch, shares, spec, trainer
-from zero_pair_names import IMAGES, ONLY_FULL, STAGES, VARIANTS
+from zero_pair_names import IMAGES, ONLY_FULL, PARTS_ALWAYS, STAGES, VARIANTS
 
 pytestmark = pytest.mark.slow
 
@@ -368,7 +368,7 @@ def test_a_missing_rank_is_named(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.full) for name in CASES_ON_PARTS]
+    "name", [name if name in PARTS_ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in CASES_ON_PARTS]
 )
 def test_rows_that_two_ranks_divide_give_the_numbers_of_one(ranks, name):
     check_case(name, one_rank, ranks, 2, 0.03 if name == "bf16" else 1e-5)

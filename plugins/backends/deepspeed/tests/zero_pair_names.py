@@ -46,8 +46,10 @@ _SLOW_VARIANTS = (
 )  # fmt: skip
 PARTS_STAGE = {"adapters": 2, "one key head": 2, "recomputed adapters": 1, "critic": 0, "experts": 2}
 """The stage of a case of :mod:`rlhf_testing.token_parts`, if it is not 3."""
+PARTS_ALWAYS = (*IN_EVERY_RUN, "adapters")
+"""The cases of :mod:`rlhf_testing.token_parts` in ``make test``."""
 ONLY_FULL = (
     "hpz", "parts-resume", *(f"images-{name}" for name in IMAGES), *(f"variant-{name}" for name in _SLOW_VARIANTS),
-    *(f"parts-2-{name}" for name in CASES if name not in IN_EVERY_RUN),
+    *(f"parts-2-{name}" for name in CASES if name not in PARTS_ALWAYS),
 )  # fmt: skip
 """Cases that only tests marked ``full`` read. The ranks run them when such a test is selected."""
