@@ -314,3 +314,25 @@ def test_an_environments_images_cross_a_process():
     assert step_from_json(json.loads(json.dumps(step_to_json(check_step(step))))) == step
     with pytest.raises(InvalidResult, match="allowed: contents of image files, bytes"):
         check_step(EnvStep(images=["red.png"]))
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% for p in m.content %}"
+    "{{ '<|image_pad|>' if p.type == 'image' else p.text if p.type == 'text' }}{% endfor %}{{ '<eos>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""As SmolVLM's and LLaVA's: content that is a text is left out."""
+
+
+def test_a_template_that_reads_parts_only_gets_parts(data, tmp_path):
+    (tmp_path / "parts.jinja").write_text(PARTS_ONLY)
+    rows = [{"prompt": "hi", "response": "yes"}, {"prompt": "hi", "response": "no", "images": "red.png"}]
+    demos = data(rows, "demonstrations", chat_template=str(tmp_path / "parts.jinja"))
+    decode = demos.template.tokenizer.decode
+    for row, image in zip(demos.take(2), ("", "<|image_pad|>"), strict=True):
+        [sequence] = demos.examples([row])[0].sequences
+        text = decode(short_ids(sequence.ids, sequence.images))
+        assert text == f"<|im_start|>user\n{image}hi<eos>\n<|im_start|>assistant\n{row['response']}<eos>"
+        trained = [i for i, m in zip(sequence.ids, sequence.loss_mask, strict=True) if m]
+        assert decode(trained) == f"{row['response']}<eos>"
+    assert demos.template.encode_observation("more").text == "\nuser\nmore\nassistant\n"

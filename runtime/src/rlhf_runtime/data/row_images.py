@@ -97,7 +97,7 @@ class RowImages:
 
     def _require(self) -> None:
         if isinstance(self._tokens, str):
-            raise DataError(f"there are images, but {self._tokens}")
+            raise DataError(f"there are images, but {self._tokens}. Leave the images out, or use an image-text model")
 
     def _within(self, files: list[bytes]) -> list[bytes]:
         if len(files) > self.limit:
