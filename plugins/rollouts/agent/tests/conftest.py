@@ -11,14 +11,14 @@ import pytest
 from rlhf_plugin_agent import Agent
 from rlhf_testing.chat_templates import HERMES, QWEN3
 
-from tests import laboratory
+from tests import laboratory as shared
 from tests.laboratory import CALL, talking_model
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for programs
 
 
-class Laboratory(laboratory.Laboratory):
+class Laboratory(shared.Laboratory):
     def groups(self, options, rows=({},), samples=1, **settings):
         return super().groups(Agent(Agent.Config(**options)), rows, samples, **settings)
 
@@ -61,7 +61,7 @@ def thinking(laboratories):
 
 @pytest.fixture(scope="session")
 def python_with(tmp_path_factory):
-    return partial(laboratory.python_with, tmp_path_factory.getbasetemp())
+    return partial(shared.python_with, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture
