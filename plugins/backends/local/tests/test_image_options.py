@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from rlhf_modeling.images.architecture import vision_parameters, vision_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing import image_models
 from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.suite_losses import NllLoss
@@ -168,3 +170,32 @@ def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path)
         ModelError, match=r"the data have images, but Qwen2_5_VLForConditionalGeneration .* has no proc"
     ):
         trainer_of(tmp_path)
+
+
+@pytest.mark.full
+def test_a_model_whose_image_tokens_attend_in_both_directions_is_refused(tmp_path, monkeypatch):
+    path = tiny_gemma3(tmp_path, monkeypatch)
+    one = trainer_of(path, options={"images": False})
+    assert "tokens get other hidden states" in one.loaded.no_images
+    with pytest.raises(
+        ModelError, match=r"cannot be computed with images here, causally and packed .* such as Gemma 3"
+    ):
+        trainer_of(path)
+
+
+def tiny_gemma3(path, monkeypatch):
+    image, begin, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
+
+    def fields(text, ids):
+        tokens = {"image_token_index": ids[image], "boi_token_index": ids[begin], "eoi_token_index": ids[end]}
+        vision = {"model_type": "siglip_vision_model", **image_models._siglip(ids)}
+        return {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4, **tokens}
+
+    pixels = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}}
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4, "image_processor": pixels}
+    monkeypatch.setitem(image_models.FAMILIES, "gemma3", ((image, begin, end), fields, processor, begin))
+    tiny_image_model(path, "gemma3")
+    file = path / "tokenizer_config.json"
+    special = {"boi_token": begin, "eoi_token": end, "image_token": image}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": special}))
+    return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,10 +27,11 @@ class PixelReader:
 
     Args:
         processor: an image processor of transformers.
+        names: what the model reads of its results.
     """
 
-    def __init__(self, processor: Any) -> None:
-        self.processor = processor
+    def __init__(self, processor: Any, names: Collection[str]) -> None:
+        self.processor, self.names = processor, names
         self._found: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "rlhf-pixels")
 
@@ -57,7 +58,8 @@ class PixelReader:
             picture = Picture.open(io.BytesIO(data)).convert("RGB")
         except OSError as cause:
             raise TrainingError(f"an image of {len(data)} bytes cannot be read: {cause}") from cause
-        return dict(self.processor(images=[picture], return_tensors="pt"))
+        made = self.processor(images=[picture], return_tensors="pt")
+        return {name: values for name, values in made.items() if name in self.names}
 
     def _forget(self) -> None:
         """Drop the images that were used longest ago, beyond :data:`KEPT`."""

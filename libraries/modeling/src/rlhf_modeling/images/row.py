@@ -71,7 +71,7 @@ class ImageInputs:
     """
 
     def __init__(self, module: Any, body: Any, processor: Any) -> None:
-        self.pixels = PixelReader(processor)
+        self.pixels = PixelReader(processor, frozenset(inspect.signature(body.forward).parameters))
         self.token = int(module.config.image_token_id)
         """Id of the placeholder: a token whose embedding is replaced by a feature of the image."""
         self._embedding: nn.Module = module.get_input_embeddings()
