@@ -1,0 +1,39 @@
+"""Train a model that looks at images: `python examples/images/run.py`, from the root of the repository.
+
+Every step is an `rlhf` command that is printed before it runs, so each can be repeated and changed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from make_task import make
+from rlhf_cli.main import main as rlhf
+
+HERE, RUNS = Path("examples/images"), Path("runs/images")
+
+
+def run(*words: str) -> None:
+    print(f"\n$ rlhf {' '.join(words)}", flush=True)
+    if rlhf(words):
+        sys.exit(f"`rlhf {' '.join(words)}` failed; the message above says why")
+
+
+def main() -> None:
+    start = time.perf_counter()
+    shutil.rmtree(RUNS, ignore_errors=True)
+    make(RUNS / "task")
+    run("train", str(HERE / "sft.toml"))
+    run("train", str(HERE / "grpo.toml"), *sys.argv[1:])
+    lines = [json.loads(line) for line in (RUNS / "grpo" / "metrics.jsonl").read_text().splitlines()]
+    held_out = [(line["step"], line["eval/pass@1"]) for line in lines if "eval/pass@1" in line]
+    print(f"\n{time.perf_counter() - start:.0f} s")
+    print("held-out success: " + ", ".join(f"step {step}: {share:.2f}" for step, share in held_out))
+
+
+if __name__ == "__main__":
+    main()
