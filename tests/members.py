@@ -57,9 +57,18 @@ class Member:
 
     @property
     def entry_points(self) -> list[tuple[str, str, str]]:
-        """(kind, name, module)."""
-        groups = self.project.get("entry-points", {})
+        """(kind, name, module) of plugins."""
+        groups = {g: points for g, points in self._groups.items() if g.startswith("rlhf.")}
         return [(g.removeprefix("rlhf."), n, module) for g, points in groups.items() for n, module in points.items()]
+
+    @property
+    def other_groups(self) -> list[str]:
+        """Groups of entry points that are not ours."""
+        return [g for g in self._groups if not g.startswith("rlhf.")]
+
+    @property
+    def _groups(self) -> dict[str, dict[str, str]]:
+        return self.project.get("entry-points", {})
 
     @property
     def is_plugin(self) -> bool:

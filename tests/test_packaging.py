@@ -76,6 +76,7 @@ def test_readme_says_what_the_member_offers(member):
 @every_plugin
 def test_entry_points_are_of_known_kinds(member):
     assert member.entry_points
+    assert member.other_groups == (["vllm.general_plugins"] if member.name == "rlhf-plugin-vllm" else [])
     for kind, name, module in member.entry_points:
         assert kind in KINDS
         assert re.fullmatch("[a-z0-9_]+", name)
@@ -86,7 +87,9 @@ def test_entry_points_are_of_known_kinds(member):
 def test_the_installed_metadata_are_those_of_the_folder(member):
     """With an old editable install a new entry point is not found: install the folder again."""
     installed = importlib.metadata.distribution(member.name)
-    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in installed.entry_points]
+    ours = [p for p in installed.entry_points if p.group.startswith("rlhf.")]
+    points = [(p.group.removeprefix("rlhf."), p.name, p.value) for p in ours]
+    assert sorted(p.group for p in installed.entry_points if p not in ours) == member.other_groups
     assert sorted(points) == sorted(member.entry_points)
     assert installed.version == member.project["version"]
 
