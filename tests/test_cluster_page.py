@@ -18,7 +18,7 @@ EXAMPLES = [b for b in blocks(DOCS / "how-to/cluster.md", "toml") if "[placement
 ROLES = ["policy", "critic", "reference", "reward_model"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model", "divided rows"])
 def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
     config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
     places = placement(config.placement, [r for r in ROLES if r in config.placement], True)
@@ -31,7 +31,7 @@ def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
         check_fits(places, cluster(7), "PACK")
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model"])
+@pytest.mark.parametrize("example", EXAMPLES, ids=["apart", "together", "reward model", "divided rows"])
 def test_the_options_shown_with_them_are_allowed(example):
     config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
     plugins = Plugins.discover()
@@ -40,4 +40,4 @@ def test_the_options_shown_with_them_are_allowed(example):
 
 
 def test_every_placement_of_the_page_is_tested():
-    assert len(EXAMPLES) == 3
+    assert len(EXAMPLES) == 4

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 from rlhf.errors import ConfigError, RolloutError
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_plugin_replay import Replay
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 
 ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": ((0, 4),), "finish": "stop"}
 
+IMAGE = Image(b"\x89PNG", 0, 1, [7])
+
 
 def group(number, samples, index):
     row = Row({}, "train", index)
-    turns = [Turn([1, 2], False, text="ab"), Turn(**ANSWER, text="c\u2028")]
+    turns = [Turn([1, 2], False, text="ab", images=(IMAGE,)), Turn(**ANSWER, text="c\u2028")]
     return Group(row, number, [Trajectory(row, turns, (number, sample)) for sample in range(samples)])
 
 
@@ -35,7 +37,7 @@ def folder(tmp_path):
 
 def test_recorded_turns_are_returned_unchanged(folder):
     prompt, answer = play(folder, 0, 1)
-    assert prompt == Turn([1, 2], sampled=False, text=prompt.text)
+    assert prompt == Turn([1, 2], sampled=False, text="ab", images=(IMAGE,))
     assert (answer.ids, answer.logprobs) == (array("i", [3, 1]), array("f", [-0.5, -1.5]))
     assert (answer.versions, answer.finish) == (((0, 4),), "stop")
     assert play(folder / "step-000002.arrow", 3, 0, 7)

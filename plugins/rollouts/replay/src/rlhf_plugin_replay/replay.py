@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pyarrow as pa
 from rlhf.errors import ConfigError, RolloutError
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Rollout, RolloutContext
-from rlhf.types import Row, Turn
+from rlhf.types import Image, Row, Turn
 
 Key = tuple[int, int]
 """(group number in the run, sample in the group)."""
@@ -136,6 +137,7 @@ def _turns(listed: Any) -> list[dict[str, Any]]:
 
 
 def _turn(recorded: dict[str, Any]) -> Turn:
-    turn = Turn(**recorded)
+    images = tuple(Image(**{**image, "data": b64decode(image["data"])}) for image in recorded.get("images") or ())
+    turn = Turn(**{**recorded, "images": images})
     turn.versions = tuple((first, version) for first, version in recorded["versions"])
     return turn
