@@ -10,6 +10,7 @@ from rlhf.errors import DataError
 from rlhf.types.images import short_ids
 from rlhf_hub.processors import load_processor
 from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data import dataset
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.tokenizer import load_tokenizer
@@ -225,6 +226,17 @@ def test_the_fingerprint_knows_the_files_of_images(data, tmp_path):
         (tmp_path / "red.png").write_bytes(RED[:-1] + b"x")
         assert before == again != data([row]).fingerprints()
         (tmp_path / "red.png").write_bytes(RED)
+
+
+def test_the_fingerprint_of_a_run_without_images_reads_no_row(data, monkeypatch):
+    def refuse(source, columns):
+        raise AssertionError("rows are read")
+
+    monkeypatch.setattr(dataset, "with_image_files", refuse)
+    assert data([{"prompt": "hi"}], max_images=0).fingerprints()
+    assert data([{"prompt": "hi"}], images="the policy is a model of text").fingerprints()
+    with pytest.raises(AssertionError, match="rows are read"):
+        data([{"prompt": "hi"}])
 
 
 def test_parquet_and_saved_datasets_hold_images(models, tmp_path):

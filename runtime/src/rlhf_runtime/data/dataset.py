@@ -295,7 +295,8 @@ class TrainData:
             try:
                 layout = self._layout(source, "demonstrations" if answered else self.form)
                 source.layout = replace(layout, folder=image_folder(source))
-                source.fingerprint = with_image_files(source, layout.columns)
+                if self.template.images.limit > 0:  # it reads every row
+                    source.fingerprint = with_image_files(source, layout.columns)
             except DataError as error:
                 problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
                 continue
