@@ -113,11 +113,13 @@ def _said(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         if block.get("type") == "text":
-            message["content"] += str(block.get("text"))
+            message["content"] += _written(number, block, "text")
         elif block.get("type") == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + str(block.get("thinking"))
+            message["reasoning_content"] = message.get("reasoning_content", "") + _written(number, block, "thinking")
         elif block.get("type") == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            if not isinstance(block.get("input"), Mapping):
+                raise invalid(f"messages[{number}].input", block.get("input"), "an object")
+            function = {"name": _written(number, block, "name"), "arguments": json.dumps(block["input"])}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         else:
@@ -135,10 +137,16 @@ def _heard(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         elif block.get("type") != "text":
             raise invalid(f"messages[{number}]", block, "blocks text and tool_result")
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n" + str(block.get("text"))
+            messages[-1]["content"] += "\n" + _written(number, block, "text")
         else:
-            messages.append({"role": "user", "content": str(block.get("text"))})
+            messages.append({"role": "user", "content": _written(number, block, "text")})
     return messages
+
+
+def _written(number: int, block: Mapping[str, Any], field: str) -> str:
+    if not isinstance(value := block.get(field), str):
+        raise invalid(f"messages[{number}].{field}", value, "a text")
+    return value
 
 
 def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:

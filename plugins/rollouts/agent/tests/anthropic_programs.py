@@ -34,6 +34,10 @@ def messages(task, base_url, api_key):
         client.messages.create(messages=asked, thinking={"type": "enabled", "budget_tokens": 1024}, **fields)
     with pytest.raises(BadRequestError, match="blocks text and tool_result"):
         client.messages.create(messages=[{"role": "user", "content": [{"type": "image"}]}], **fields)
+    for wrong in ({"type": "text"}, {"type": "tool_use", "id": "a", "name": "add", "input": None}):
+        asked_wrongly = [asked[0], {"role": "assistant", "content": [wrong]}, asked[0]]
+        with pytest.raises(BadRequestError, match=r"messages\[1\].(text|input) is None; allowed: "):
+            client.messages.create(messages=asked_wrongly, **fields)
     stopped = client.messages.create(
         messages=[{"role": "user", "content": "x"}], model="policy", max_tokens=12, stop_sequences=["e", "i"]
     )
