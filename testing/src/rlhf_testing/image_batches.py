@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image
-from rlhf_hub.processors import load_processor
+from rlhf_hub.processors import load_processor, open_image
 from torch import Tensor
 
 from rlhf_testing.image_models import FAMILIES, drawn
@@ -65,9 +64,7 @@ def processor_of(path: Path) -> Any:
 
 
 def _processed(path: Path, placeholder: str, parts: tuple[Part, ...]) -> dict[str, Tensor]:
-    from PIL import Image as Picture
-
-    pictures = [Picture.open(io.BytesIO(part)).convert("RGB") for part in parts if isinstance(part, bytes)]
+    pictures = [open_image(part) for part in parts if isinstance(part, bytes)]
     text = "".join(part if isinstance(part, str) else placeholder for part in parts)
     return dict(processor_of(path)(text=[text], images=pictures or None, return_tensors="pt"))
 

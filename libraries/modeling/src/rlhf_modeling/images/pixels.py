@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from rlhf.errors import TrainingError
+from rlhf.errors import ModelError, TrainingError
 from rlhf.types import Image
+from rlhf_hub.processors import open_image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,12 +52,10 @@ class PixelReader:
         return found
 
     def _read(self, data: bytes) -> Pixels:
-        from PIL import Image as Picture
-
         try:
-            picture = Picture.open(io.BytesIO(data)).convert("RGB")
-        except OSError as cause:
-            raise TrainingError(f"an image of {len(data)} bytes cannot be read: {cause}") from cause
+            picture = open_image(data)
+        except ModelError as cause:
+            raise TrainingError(str(cause)) from cause
         made = self.processor(images=[picture], return_tensors="pt")
         return {name: values for name, values in made.items() if name in self.names}
 
