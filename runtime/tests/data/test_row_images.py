@@ -137,6 +137,20 @@ def test_a_run_knows_whether_its_data_have_images(data):
     assert not data([{"prompt": "hi", "images": None}], max_images=0).has_images
 
 
+def test_the_first_row_with_an_image_may_come_late(data):
+    """Before the first step the run must know whether its models read images."""
+    shown = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
+    text = [{"role": "user", "content": "hi"}]
+    for late in ({"prompt": shown}, {"prompt": "look", "images": "red.png"}):
+        rows = data([{"prompt": text}, {"prompt": "more text"}, late])
+        assert rows.has_images
+        found = [rows.template.encode_prompt(row).images for row in rows.take(3)]
+        assert [[i.data for i in images] for images in found] == [[], [], [RED]]
+    turn = {"role": "assistant", "content": "yes"}
+    pair = {"prompt": text, "chosen": turn, "rejected": {**turn, "content": [PLACE | {"image": "red.png"}]}}
+    assert data([{**pair, "rejected": turn}, pair], form="pairs").has_images
+
+
 def test_plain_text_has_the_placeholders_of_the_model(data):
     rows = data([{"prompt": "a<|image_pad|>b", "images": "red.png"}], template="plain")
     turn = rows.template.encode_prompt(*rows.take(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from rlhf.errors import DataError
@@ -87,9 +88,9 @@ class TrainData:
         """``train`` and ``eval``, each source with its layout."""
         return {"train": self._train, "eval": self._eval}
 
-    @property
+    @cached_property
     def has_images(self) -> bool:
-        """Whether the run may have images and the first row of a source has one, or its column of images."""
+        """Whether the run may have images and a row of a source has one, or the source has a column of images."""
         return self.template.images.limit > 0 and any(map(has_images, (*self._train, *self._eval)))
 
     def fingerprints(self) -> dict[str, dict[str, dict[str, Any]]]:

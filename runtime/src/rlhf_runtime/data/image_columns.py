@@ -25,11 +25,13 @@ def image_folder(source: Source) -> Path | None:
 
 
 def has_images(source: Source) -> bool:
-    """Whether the source has a column of images, or the messages of its first row have one."""
+    """Whether the source has a column of images, or the messages of any row have one. Without such a column every row
+    is read."""
     columns = source.layout.columns if source.layout is not None else {}
-    first = source.read(0)
-    messages = [m for f in FIELDS[1:] if isinstance(v := first.get(columns.get(f, "")), list) for m in v]
-    return "images" in columns or any(part.get("type") != "text" for m in messages for part in _parts(m))
+    if "images" in columns:
+        return True
+    values = (value for field in FIELDS if field in columns for value in source.values(columns[field]))
+    return any(part.get("type") != "text" for value in values for part in _parts(value))
 
 
 def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
@@ -67,14 +69,14 @@ def _paths(value: Any, images: bool) -> Iterator[str]:
         for one in value if isinstance(value, list) else [value]:
             if path := image_path(one):
                 yield path
-    elif isinstance(value, list):
-        for message in value:
-            for part in _parts(message):
-                if part.get("type") != "text":
-                    yield from filter(None, (image_path(part.get(k)) for k in ("image", "url", "path")))
+    else:
+        for part in _parts(value):
+            if part.get("type") != "text":
+                yield from filter(None, (image_path(part.get(k)) for k in ("image", "url", "path")))
 
 
-def _parts(message: Any) -> list[Mapping[str, Any]]:
-    """The parts of a message's content, where it has parts."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The parts of the contents of messages, or of one message; none of other values."""
+    for message in value if isinstance(value, list) else [value]:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        yield from (part for part in content if isinstance(part, Mapping)) if isinstance(content, list) else ()
