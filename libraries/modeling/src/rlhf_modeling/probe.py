@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import use_attention, use_packed_attention
+from rlhf_modeling.images.architecture import NOT_HERE
 from rlhf_modeling.images.check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.logit_scale import find_logit_scale
@@ -215,10 +216,7 @@ def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> N
         why = _said(cause)
     if why:
         loaded.images = None
-        loaded.no_images = (
-            f"cannot be computed with images here, causally and packed ({why}). Models whose image tokens attend in "
-            "both directions, such as Gemma 3, are among these"
-        )
+        loaded.no_images = NOT_HERE.format(why)
 
 
 def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,7 @@ from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.suite_losses import NllLoss
 from rlhf_testing.tiny import tiny_model
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 FAMILY = "qwen2_5_vl"
 
@@ -170,6 +171,33 @@ def test_a_folder_without_a_processor_trains_on_text_only(path, batch, tmp_path)
         ModelError, match=r"the data have images, but Qwen2_5_VLForConditionalGeneration .* has no proc"
     ):
         trainer_of(tmp_path)
+
+
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 90}
+AHEAD = r"cannot be computed with images here, causally and packed .*mask lets an image token attend to later ones"
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "why"),
+    [
+        ("gemma3", {"text_config": TEXT}, AHEAD),
+        ("gemma4", {"text_config": {**TEXT, "use_bidirectional_attention": "vision"}}, AHEAD),
+        ("gemma4", {"text_config": TEXT}, None),
+        ("paligemma", {"text_config": {"model_type": "gemma", **TEXT}}, AHEAD),
+        ("mllama", {}, "its class has no get_image_features"),
+        ("kosmos-2", {}, "its config names no image_token_id"),
+        ("llava", {}, None),
+    ],
+)
+def test_models_whose_config_tells_that_images_are_not_computed_are_refused_before_they_are_loaded(
+    tmp_path, family, fields, why
+):
+    """The folder has a config only."""
+    AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
+    config = TorchTrainerConfig(device="cpu")
+    TorchTrainer.check(config, spec_of(tmp_path, images=False), None)
+    with pytest.raises(ModelError, match=f"the data have images, but .*{why}") if why else nullcontext():
+        TorchTrainer.check(config, spec_of(tmp_path), None)
 
 
 @pytest.mark.full

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
+import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from torch import nn
@@ -22,6 +25,12 @@ from transformers.models.auto.modeling_auto import (
 
 from rlhf_modeling.pretrained import read
 
+NOT_HERE = (
+    "cannot be computed with images here, causally and packed ({}). Models whose image tokens attend in both "
+    "directions, such as Gemma 3, are among these"
+)
+"""Of a model, with the reason."""
+
 
 def reads_images(config: Any, images: bool) -> bool:
     """Whether the model is loaded with its vision tower: the run has ``images``, or transformers has no language model
@@ -37,13 +46,50 @@ def language_model(config: Any, images: bool) -> Any:
 
 
 def require_images(spec: ModelSpec, config: Any) -> None:
-    """Raises ModelError where the run has images and the model with this config reads none."""
-    if spec.images and not reads_images(config, True):
+    """Raises ModelError where the run has images and the model with this config reads none, or reads them in a way that
+    is not computed here."""
+    if not spec.images:
+        return
+    advice = "Name an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
+    who = ", ".join(config.architectures or ()) or config.model_type
+    if not reads_images(config, True):
         raise ModelError(
-            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a "
-            f"{', '.join(config.architectures or ()) or config.model_type}, which reads text only. Name an image-text "
-            "model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
+            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {who}, which reads "
+            f"text only. {advice}"
         )
+    if why := _image_problem(config):
+        raise ModelError(f"the data have images, but {who} ({spec.path!r}, role {spec.role.name!r}) {why}. {advice}")
+
+
+def _image_problem(config: Any) -> str:
+    """Why an image-text model with this config is not computed with images, as far as the config tells; empty: it may
+    be."""
+    kind, here = type(config), "cannot be computed with images here: "
+    classes = [mapping[kind] for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING) if kind in mapping]
+    if not any(hasattr(each, "get_image_features") for each in classes):
+        return here + "its class has no get_image_features, so no tokens of a sequence stand for an image"
+    if not hasattr(config, "image_token_id"):
+        return here + "its config names no image_token_id, the token that stands for an image"
+    if attends_ahead(config):
+        return NOT_HERE.format("transformers' mask lets an image token attend to later ones")
+    return ""
+
+
+def attends_ahead(config: Any) -> bool:
+    """Whether an image-text model with this config lets any of four tokens, two of which are an image's, attend to a
+    later one. Classes with such masks make them in ``create_masks_for_generate``, which reads the config only."""
+    make = getattr(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], "create_masks_for_generate", None)
+    given = set(inspect.signature(make).parameters) if make is not None else set()
+    kinds = given & {"token_type_ids", "mm_token_type_ids"}
+    if make is None or not kinds:
+        return False
+    config = deepcopy(config)
+    config.get_text_config()._attn_implementation = "eager"  # it makes masks of numbers
+    first = {"is_first_iteration": True} if "is_first_iteration" in given else {}
+    kind_1T, position_1T = torch.tensor([[0, 1, 1, 0]]), torch.arange(4)[None]
+    made = make(config, torch.zeros(1, 4, 1), None, None, position_1T, **dict.fromkeys(kinds, kind_1T), **first)
+    masks = made.values() if isinstance(made, dict) else [made]
+    return any(bool((mask_11TT[0, 0] == 0).triu(1).any()) for mask_11TT in masks if mask_11TT is not None)
 
 
 def is_image_text(spec: ModelSpec) -> bool:
