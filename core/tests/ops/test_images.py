@@ -2,7 +2,7 @@
 
 import torch
 from rlhf.ops.batch import SequenceData, UnitData, concat, pack
-from rlhf.ops.prefixes import share_prefixes, unit_prefixes
+from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.trajectories import assemble
 from rlhf.types import GenerationRequest, Group, Image, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images, short_ids
@@ -48,14 +48,6 @@ def test_prefixes_are_shared_where_the_images_are_equal():
     assert sum(unit_prefixes(pack([unit(red), unit(red)])).shared) == 5
     assert sum(unit_prefixes(pack([unit(red), unit(blue)])).shared) == 0
     assert sum(unit_prefixes(pack([unit(red), unit()])).shared) == 0
-    shared = share_prefixes(
-        torch.tensor([1, 9, 9, 2, 3, 1, 9, 9, 2, 4, 1, 9, 9, 2, 3]), [5, 5, 5], ((red,), (red,), (blue,))
-    )
-    assert shared is not None
-    assert sorted(shared.ids_M.tolist()) == sorted([1, 9, 9, 2, 3, 4, 1, 9, 9, 2, 3])
-    first, second, third = shared.place_N.view(3, 5).tolist()
-    assert first[:4] == second[:4]
-    assert not set(third) & set(first)
 
 
 def test_turns_with_images_become_sequences_with_images():

@@ -6,7 +6,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
-from rlhf.ops.prefixes import share_prefixes
+from rlhf.ops.prefixes import sorted_by_prefix
 from rlhf.ops.reduce import weigh
 from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
 from rlhf_runtime.loop.learn import minibatches
@@ -23,8 +23,9 @@ class Bigram:
         self.skipped = []
 
     def _logprobs(self, micro):
-        shared = share_prefixes(micro.ids_N, micro.lens_B.tolist()) if self.shares else None
-        self.computed += micro.tokens if shared is None else len(shared.ids_M)
+        starts, lens = micro.starts_B.tolist(), micro.lens_B.tolist()
+        _, fronts = sorted_by_prefix(micro.ids_N, starts, lens, range(len(lens)))
+        self.computed += micro.tokens - sum(fronts) * self.shares
         return self.table[micro.ids_N.roll(1)] * micro.ids_N / 50
 
     def facts(self):

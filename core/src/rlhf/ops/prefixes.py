@@ -1,68 +1,33 @@
-"""Compute a prefix that sequences share only once: samples of one prompt, answers of a pair, a common preamble.
+"""Prefixes that sequences share: samples of one prompt, answers of a pair, a common preamble.
 
 Under causal attention, a model's outputs for a token depend on that token and the tokens before it. Tokens of
 different sequences with the same ids up to and including themselves therefore need one computation. They are found by
 their ids alone. After sorting, the longest prefix that a sequence shares with any earlier sequence is the prefix that
-it shares with its predecessor. So each sequence computes the tokens after its shared prefix, and attends to the places
-of all of its tokens::
+it shares with its predecessor.
 
-    a b c d e        5 tokens: places 0 1 2 3 4
-    a b c x y        2 more:          0 1 2 5 6
-    a b c x z w      2 more:          0 1 2 5 7 8
+The driver counts the computed tokens of units here, and a trainer lays out the tokens of a micro-batch by the same
+rules (:attr:`rlhf.interfaces.TrainerFacts.shares_prefixes`). The tokens of an image are equal where the image is
+(:func:`content_ids`).
 
-The tokens of an image are equal where the image is (:func:`content_ids`).
-
-Shape suffixes: N tokens of B sequences, M <= N computed tokens, U units.
+Shape suffixes: N tokens of B sequences, U units.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlhf.ops.batch import Batch
-from rlhf.ops.spans import owners
 from rlhf.types import Image
 
 LEAST = 4
 """Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
 GAIN = 1 / 50
 """Nothing is shared if less than this part of all tokens would be saved, for the same reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """The tokens of one sequence that are computed for it: all tokens after the prefix that another one computes."""
-
-    start: int
-    """Index of its first computed token among the M."""
-    skip: int
-    """Tokens of the shared prefix; 0 if it shares nothing."""
-    length: int
-    """Tokens of the whole sequence; ``length - skip`` are computed."""
-    at: int
-    """Index of the sequence's first token among the N."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The computed tokens of packed sequences; see the module's example."""
-
-    ids_M: Tensor
-    """int64."""
-    position_M: Tensor
-    """int64: position of each computed token in its sequence."""
-    place_N: Tensor
-    """int64: where each original token is computed."""
-    source_M: Tensor
-    """int64: an original token of each computed token."""
-    stretches: tuple[Stretch, ...]
-    """In the order of the M tokens. A sequence whose tokens are all computed by others has no stretch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,40 +62,6 @@ def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Ima
     return made_N
 
 
-def share_prefixes(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]] = ()) -> Shared | None:
-    """Which tokens to compute; None if no two sequences share a long enough prefix.
-
-    Args:
-        ids_N: int64, on any device; the result is on the same device.
-        lens: tokens of each sequence; they sum to N.
-        images_B: images of each sequence; empty: there are none.
-    """
-    plain = ids_N.cpu()
-    ids = content_ids(plain, lens, images_B)
-    starts = [0, *accumulate(lens)][:-1]
-    order, fronts = _sorted(ids, starts, lens, range(len(lens)))
-    if sum(fronts) < max(1, GAIN * len(ids)):
-        return None
-    place_N, every_N = torch.empty_like(ids), torch.arange(len(ids))
-    places, every = place_N.numpy(), every_N.numpy()
-    stretches: list[Stretch] = []
-    end, before = 0, 0
-    for b, front in zip(order, fronts, strict=True):
-        at, own = starts[b], lens[b] - front
-        places[at : at + front] = places[before : before + front]
-        places[at + front : at + lens[b]] = every[end : end + own]
-        if own:
-            stretches.append(Stretch(end, front, lens[b], at))
-        end, before = end + own, at
-    source_M = torch.empty(end, dtype=torch.int64)
-    source_M[place_N] = every_N  # any token of those that share a place, because their ids and positions are equal
-    position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]
-    device = ids_N.device
-    found = (plain[source_M], position_N[source_M], place_N, source_M)
-    ids_M, position_M, place_N, source_M = (x.to(device) for x in found)
-    return Shared(ids_M, position_M, place_N, source_M, tuple(stretches))
-
-
 def unit_prefixes(batch: Batch) -> UnitPrefixes:
     """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU."""
     lens, starts = batch.lens_B.tolist(), batch.starts_B.tolist()
@@ -141,24 +72,21 @@ def unit_prefixes(batch: Batch) -> UnitPrefixes:
     for b, unit in enumerate(units):
         first.setdefault(unit, b)
     if len(first) < len(lens):
-        order, fronts = _sorted(ids_N, starts, lens, range(len(lens)), units)
+        order, fronts = sorted_by_prefix(ids_N, starts, lens, range(len(lens)), units)
         for b, front in zip(order, fronts, strict=True):
             tokens[units[b]] -= front
-    order, fronts = _sorted(ids_N, starts, lens, list(first.values()))
-    if batch.tokens - sum(tokens) + sum(fronts) < GAIN * batch.tokens:
+    order, fronts = sorted_by_prefix(ids_N, starts, lens, list(first.values()))
+    if not worth_sharing(batch.tokens - sum(tokens) + sum(fronts), batch.tokens):
         return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
     return UnitPrefixes(tokens, [units[b] for b in order], fronts)
 
 
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]`` along the first dimension. The gradient of a row that is taken several times is the sum.
-
-    On a CPU ``index_select`` takes half the time, forward and backward; on a GPU only indexing adds in a fixed order.
-    """
-    return x.index_select(0, index) if x.device.type == "cpu" else x[index]
+def worth_sharing(saved: int, tokens: int) -> bool:
+    """Whether to share prefixes, so that ``saved`` of ``tokens`` need no computation."""
+    return saved >= max(1, GAIN * tokens)
 
 
-def _sorted(
+def sorted_by_prefix(
     ids: Tensor, starts: Sequence[int], lens: Sequence[int], which: Sequence[int], group: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:
     """The sequences ``which`` in an order in which those with a common prefix are neighbours, and the number of tokens

@@ -9,8 +9,8 @@ transformers' own packed path compares every token with every other of the row (
 
 The name is registered with ``AttentionInterface`` and has no mask function, so transformers builds no mask at all.
 
-Where sequences share prefixes (:mod:`rlhf.ops.prefixes`), the row holds each prefix once. A sequence's queries are then
-those of its own tokens, and its keys are those of the whole sequence.
+Where sequences share prefixes (:mod:`rlhf_modeling.shared_prefixes`), the row holds each prefix once. A sequence's
+queries are then those of its own tokens, and its keys are those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from rlhf.errors import ModelError
-from rlhf.ops.prefixes import Shared, Stretch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -32,6 +31,7 @@ from rlhf_modeling.flash_attention import Lines
 from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
+from rlhf_modeling.shared_prefixes import Shared, Stretch
 
 NAME = "rlhf_packed"
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from rlhf.errors import CapabilityError
-from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 
 from rlhf_modeling.sdpa_attention import Options
+from rlhf_modeling.shared_prefixes import Stretch, take_rows
 
 LARGEST_HEAD = 256
 """Head size of the kernel, which must also be a multiple of 8."""

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
-from rlhf.ops.prefixes import take_rows
 from rlhf.types import Head
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rlhf_modeling.shared_prefixes import take_rows
 from rlhf_modeling.token_parts import Part
 
 LAST_TOKEN = "last_token"

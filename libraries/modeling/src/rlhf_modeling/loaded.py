@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from rlhf.errors import ModelError, TrainingError
 from rlhf.ops.heads import OutputHead, shape_logits
-from rlhf.ops.prefixes import Shared, share_prefixes
 from rlhf.types import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 from rlhf_modeling.attention import attend_with, packed
 from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
+from rlhf_modeling.shared_prefixes import Shared, share_prefixes
 from rlhf_modeling.stored import fp32_head
 from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
 

@@ -2,7 +2,7 @@
 
 torch's fused CPU kernel is built for long sequences; for 70 tokens this takes half of its time. A sequence's padded
 length depends on its own length only, so its result does not depend on the other sequences of the pack. A sequence with
-a shared prefix (:mod:`rlhf.ops.prefixes`) has query rows for its own tokens only.
+a shared prefix (:mod:`rlhf_modeling.shared_prefixes`) has query rows for its own tokens only.
 
 Shape suffixes: N tokens (those of ``q``, ``k``, ``v``), G sequences of a bucket, P padded length, Q <= P query rows, H
 query heads, K key heads, R = H / K, D head size.
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from rlhf_modeling.shared_prefixes import Stretch, take_rows
 
 LONGEST = {torch.float32: 160, torch.bfloat16: 512}
 """Beyond this many tokens the fused kernel is faster (measured: 2 cores, head size 32)."""

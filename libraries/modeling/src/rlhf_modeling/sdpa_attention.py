@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from rlhf.ops.prefixes import Stretch, take_rows
 from torch import Tensor
 from torch.nn import functional as F
+
+from rlhf_modeling.shared_prefixes import Stretch, take_rows
 
 MASKED = 0.65
 """Where a sequence has a smaller share of own tokens than this, masked attention of the own tokens is faster than

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError, ModelError
-from rlhf.ops.prefixes import Shared
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlhf_modeling.attention import PackedAttention
+from rlhf_modeling.shared_prefixes import Shared
 
 
 @dataclass(frozen=True)

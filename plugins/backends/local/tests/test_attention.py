@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ModelError
-from rlhf.ops.prefixes import Stretch
 from rlhf_modeling.attention import NAME, PackedAttention, packed, use_packed_attention
 from rlhf_modeling.matmul_attention import lay_out, matmul_attention, padded
+from rlhf_modeling.shared_prefixes import Stretch
 from rlhf_testing.tiny import tiny_model
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM

@@ -12,10 +12,10 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
-from rlhf.ops.prefixes import Stretch, share_prefixes
 from rlhf.types import RoleSpec
 from rlhf_modeling import flash_attention, sdpa_attention
 from rlhf_modeling.sdpa_attention import Options
+from rlhf_modeling.shared_prefixes import Stretch, share_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.models import model_path

@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf.errors import ModelError
-from rlhf.ops import prefixes as shared_prefixes
+from rlhf.ops import prefixes as rules
 from rlhf.ops.batch import SequenceData, UnitData, pack
-from rlhf.ops.prefixes import Stretch, share_prefixes, unit_prefixes
+from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
+from rlhf.types import Image
 from rlhf_modeling.attention import PackedAttention
 from rlhf_modeling.matmul_attention import lay_out, matmul_attention
+from rlhf_modeling.shared_prefixes import Stretch, share_prefixes
 from rlhf_testing.tiny import tiny_model
 
 PROMPT, OTHER = [10, 11, 12, 13, 14, 15, 16], [20, 21, 22, 23, 24, 25, 26, 27, 28]
@@ -38,8 +40,8 @@ CASES = {
 @pytest.fixture(autouse=True)
 def share_all(monkeypatch):
     """Share all prefixes, also short ones."""
-    monkeypatch.setattr(shared_prefixes, "LEAST", 1)
-    monkeypatch.setattr(shared_prefixes, "GAIN", 0.0)
+    monkeypatch.setattr(rules, "LEAST", 1)
+    monkeypatch.setattr(rules, "GAIN", 0.0)
 
 
 @pytest.fixture
@@ -108,6 +110,16 @@ def test_short_prefixes_are_not_shared(as_it_is):
     assert shared_of(long) is None
     units = unit_prefixes(batch_of(long))
     assert (units.tokens, units.shared) == ([304, 304], [0, 0])
+
+
+def test_prefixes_with_other_images_are_not_shared(as_it_is):
+    red, blue = Image(b"red", 1, 2, [9]), Image(b"blue", 1, 2, [9])
+    ids_N = torch.tensor([1, 9, 9, 2, 3, 1, 9, 9, 2, 4, 1, 9, 9, 2, 3])
+    shared = share_prefixes(ids_N, [5, 5, 5], ((red,), (red,), (blue,)))
+    assert sorted(shared.ids_M.tolist()) == sorted([1, 9, 9, 2, 3, 4, 1, 9, 9, 2, 3])
+    first, second, third = shared.place_N.view(3, 5).tolist()
+    assert first[:4] == second[:4]
+    assert not set(third) & set(first)
 
 
 @settings(max_examples=100, deadline=None)

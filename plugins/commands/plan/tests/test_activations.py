@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.ops.prefixes import share_prefixes
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic, activations, copies, layer_saved
 from rlhf_modeling.adapters import LoraOptions, train_adapters_only
 from rlhf_modeling.attention import packed
 from rlhf_modeling.fused import LAYERS, restore_layers
 from rlhf_modeling.model import load_model
+from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.tiny import tiny_model
 from torch.autograd.graph import saved_tensors_hooks

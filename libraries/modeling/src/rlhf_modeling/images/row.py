@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from rlhf.errors import TrainingError
-from rlhf.ops.prefixes import Shared
 from rlhf.types import Image
 from torch import Tensor, nn
 
 from rlhf_modeling.images.pixels import PixelReader, Pixels, joined
+from rlhf_modeling.shared_prefixes import Shared
 
 BLANK = 32
 """Height and width in pixels of the image that stands for none."""
