@@ -74,7 +74,7 @@ def _of_sequence(case: RowCase, ours: list[Any], trl: list[Any], decode: Decode)
 
 def compare(ours: dict[str, Any], trl: dict[str, Any], work: Path) -> list[dict[str, Any]]:
     """One row per case that was run: ``wrong`` is empty, or names the row and how it differs from what is stated."""
-    from rlhf.steps import decoder_of
+    from rlhf_runtime.data.tokenizer import decoder_of
     from transformers import AutoTokenizer
 
     found = []

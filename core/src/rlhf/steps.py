@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 STEP_SEPARATOR = "step_separator"
 """Key in the ``config.json`` of a model trained on labelled steps: the separator that followed each step."""
@@ -20,7 +19,8 @@ class StepEnds:
     text was split into tokens, so tokens of a training row and of a policy are treated alike.
 
     Args:
-        decode: text of token ids, special tokens kept (:func:`decoder_of`), because a separator may be a special token.
+        decode: text of token ids with special tokens, because the separator may be one
+            (:attr:`rlhf.interfaces.Tokens.decode`).
         separator: text after each step; not empty.
     """
 
@@ -70,18 +70,3 @@ class StepEnds:
         if piece is None:
             piece = self._pieces[token] = self.decode([token])
         return self.separator[-1] in piece or _BROKEN in piece or not piece
-
-
-def step_ends(ids: Sequence[int], decode: Callable[[Sequence[int]], str], separator: str) -> list[int]:
-    """:class:`StepEnds` for one list of tokens. For many lists, keep one instance."""
-    return StepEnds(decode, separator)(ids)
-
-
-def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """``decode(ids)`` of a tokenizer, with special tokens kept and spaces not cleaned up."""
-
-    def decode(ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode

@@ -5,7 +5,7 @@ from rlhf.ops.batch import SequenceData, UnitData, concat, pack
 from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.trajectories import assemble
 from rlhf.types import GenerationRequest, Group, Image, Row, Sampling, Trajectory, Turn
-from rlhf.types.images import joined_images, short_ids
+from rlhf.types.images import joined_images
 
 RED, BLUE = b"red", b"blue"
 
@@ -14,13 +14,6 @@ def unit(*images: Image) -> UnitData:
     mask = {"loss_mask": [False] * 4 + [True]}
     answer = SequenceData([4, 5], {"loss_mask": [True] * 2})
     return UnitData([SequenceData([1, 9, 9, 2, 3], mask, images=images), answer])
-
-
-def test_an_engine_gets_the_short_form_of_each_image():
-    images = Image(RED, 1, 2, [8]), Image(BLUE, 4, 3, [7, 8])
-    request = GenerationRequest([1, 9, 9, 2, 9, 9, 9, 3], 0, Sampling(), images)
-    assert list(short_ids(request.ids, request.images)) == [1, 8, 2, 7, 8, 3]
-    assert list(short_ids(request.ids, ())) == list(request.ids)
 
 
 def test_equal_tokens_with_other_images_are_another_context():

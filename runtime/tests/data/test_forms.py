@@ -7,9 +7,10 @@ import json
 
 import pytest
 from rlhf.errors import DataError
-from rlhf.steps import StepEnds, decoder_of
+from rlhf.steps import StepEnds
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.tokenizer import decoder_of
 
 USER = [{"role": "user", "content": "1+1=?"}]
 

@@ -7,7 +7,6 @@ import json
 import pytest
 from PIL import Image
 from rlhf.errors import DataError
-from rlhf.types.images import short_ids
 from rlhf_hub.processors import load_processor
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data import dataset
@@ -52,6 +51,14 @@ def data(models, tmp_path):
 
 def url(data):
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def short_ids(ids, images):
+    """``ids`` with ``Image.short`` in place of the tokens of each image."""
+    made = ids.tolist()
+    for image in reversed(images):
+        made[image.at : image.at + image.tokens] = image.short
+    return made
 
 
 def opened(*files):

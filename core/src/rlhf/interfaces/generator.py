@@ -59,7 +59,6 @@ class Proof:
     """{tensor name: fingerprint of the bytes as they arrived}, computed by the receiver (``accept:tensors``)."""
     dtype: str = ""
     """``fp32`` | ``bf16``: the arithmetic of sampling; empty: the trainer's own."""
-    detail: str = ""
 
 
 class Generator(Component):

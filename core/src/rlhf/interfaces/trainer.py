@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,7 +55,6 @@ class ModelSpec:
     world_size: int = 1
     rendezvous: str = ""
     """``tcp://HOST:PORT`` for the rendezvous of the role's ranks; empty if there is one rank."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
     storage: str = "fp32"
     """``fp32`` | ``bf16``: number format of the weights. A trained role that is stored in ``bf16`` has fp32 masters in
     its optimizer. Weights in ``bf16`` are computed with in bf16. A trainer without the capability ``storage:bf16`` gets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ class Image:
     """Number of its tokens, with those that the model's processor writes around the image."""
     short: IntArray
     """What stands for the image before the model's processor expands it. Engines that expand images themselves get
-    these tokens in place of the ``tokens`` others (:func:`short_ids`)."""
+    these tokens in place of the ``tokens`` others."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the field has
 
@@ -46,12 +45,3 @@ def joined_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image
         found += [image.moved(start) for image in images]
         start += tokens
     return tuple(found)
-
-
-def short_ids(ids: IntArray, images: Sequence[Image]) -> IntArray:
-    """``ids`` with :attr:`Image.short` in place of the tokens of each image; ``images`` in order."""
-    made, end = array("i"), 0
-    for image in images:
-        made += ids[end : image.at] + image.short
-        end = image.at + image.tokens
-    return made + ids[end:]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rlhf.steps import decoder_of
 from rlhf.types import Image, Row
 from rlhf.types.examples import Example
 
@@ -14,6 +13,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.row_rules import Verdict
 from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.tokenizer import decoder_of
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _NAMED = 10

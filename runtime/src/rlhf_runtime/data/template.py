@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf.errors import DataError
-from rlhf.steps import StepEnds, decoder_of
+from rlhf.steps import StepEnds
 from rlhf.types import Row, Turn
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
@@ -20,6 +20,7 @@ from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
 from rlhf_runtime.data.token_spans import Span, edges_are_between
+from rlhf_runtime.data.tokenizer import decoder_of
 
 
 class Template(Prompts):

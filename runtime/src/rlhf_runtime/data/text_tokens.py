@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from rlhf.errors import DataError
-from rlhf.steps import decoder_of
+
+from rlhf_runtime.data.tokenizer import decoder_of
 
 ANCHORS = (".", "x", "\n")
 """A continuation is tokenised after one of these characters."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces.tokens import Tokens
-from rlhf.steps import decoder_of
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import model_folder, require_folder
 
@@ -52,6 +51,16 @@ def tokens_of(tokenizer: Any) -> Tokens:
         return ids
 
     return Tokens(encode, decoder_of(tokenizer))
+
+
+def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """``decode(ids)`` of a tokenizer, with special tokens kept and spaces not cleaned up."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
 
 
 def check_stops(stops: Sequence[str], tokenizer: Any) -> None:

@@ -115,7 +115,7 @@ class TransformersGenerator(Generator):
         self._decoder.read_images(getattr(getattr(source, "loaded", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
         self.version = version
-        return Proof(version, detail="samples from the trainer's own module: nothing was copied")
+        return Proof(version)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after

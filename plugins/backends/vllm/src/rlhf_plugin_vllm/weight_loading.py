@@ -100,8 +100,7 @@ class WeightLoading(ReceivesOverLinks, Generator):
                 )
         self.version, self._not_ready, self._given_up = version, "", False
         self._change_version(version)
-        dtype, detail = self.engine.dtype, self.engine.where.distribution
-        return [Proof(version, who, told.nbytes, told.received, dtype, detail) for who, told in loaded.items()]
+        return [Proof(version, who, told.nbytes, told.received, self.engine.dtype) for who, told in loaded.items()]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""
