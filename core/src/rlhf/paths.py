@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+from rlhf.errors import ConfigError
+
 _BELOW = "checkpoints/.saving-step-000000/roles/reference/optimizer.safetensors"
 """About the length of the longest path that a run makes below its folder. A path must leave room for it."""
 _NAME_BYTES = 255
@@ -33,6 +35,20 @@ def check_path(text: str) -> str:
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).rstrip(".")
         raise ValueError(f"the path {shown} cannot be used: {why}. Give another path.") from None
     return text
+
+
+def require_possible(folder: Path, option: str) -> None:
+    """Raises ConfigError, naming the option, if ``folder`` cannot be created: it is a file, or a parent is a file, or
+    the path is invalid. Creates nothing."""
+    try:
+        check_path(str(folder))
+    except ValueError as cause:
+        raise ConfigError(f"{option}: {cause}") from None
+    for place in (folder, *folder.absolute().parents):
+        if place.is_dir():
+            return
+        if place.exists():
+            raise ConfigError(f"{option}: {folder} cannot be a folder, as {place} is a file. Name another.")
 
 
 def path_argument(text: str) -> Path:

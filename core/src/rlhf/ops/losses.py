@@ -41,11 +41,9 @@ class LossInput:
         self.coef = dict(coef)
         self.answer_B = batch.answer_B
         self.sequence_A = self.answer_B[batch.seq_N][mask_N]
-        """int64 [A]: which sequence each token belongs to."""
         self.sequences = batch.answers
         self.units = batch.units
         self.unit_A = batch.unit_N[mask_N]
-        """int64 [A]: which unit each token belongs to."""
         self.tokens = int(self.sequence_A.numel())
 
     def __getitem__(self, name: str) -> Tensor:

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 from rlhf.errors import ConfigError
-from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
+from rlhf.paths import require_possible
 from rlhf.samples import first_samples
 from rlhf.secrets import redact
 from rlhf.types import Group

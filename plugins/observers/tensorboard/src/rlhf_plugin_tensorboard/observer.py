@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.folders import require_possible
 from rlhf.interfaces import ComponentConfig, Observer, RunInfo
+from rlhf.paths import require_possible
 from rlhf.samples import Sample, first_samples
 from rlhf.secrets import redact
 from rlhf.types import Group
