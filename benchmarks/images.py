@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer

@@ -89,7 +89,7 @@ def rank(
 ) -> None:
     """One rank; the last line that it prints is its figures."""
     import torch
-    from rlhf.ops.batch import SequenceData, UnitData, pack
+    from rlhf.ops.packing import SequenceData, UnitData, pack
     from rlhf.ops.reduce import weigh
     from rlhf.plugins import Plugins
     from rlhf_testing.optimizer_batch import columns, slim_batch

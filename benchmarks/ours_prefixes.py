@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from model import CHARS, make_model
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec

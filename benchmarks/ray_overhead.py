@@ -25,8 +25,9 @@ import torch
 from ray.actor import ActorMethod
 from rlhf.interfaces import GENERATOR, ApplyResult, GeneratorSpec, Launcher, Loss, ModelSpec, Place, TrainerFacts
 from rlhf.interfaces.generator import Generator, Proof
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling, Turn, Update

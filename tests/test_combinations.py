@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 from rlhf_runtime.loop.saves import Saves
 from rlhf_testing.tiny import tiny_model

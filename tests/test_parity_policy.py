@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.loss_value import evaluate
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf_algorithms.kl_loss import WithKL

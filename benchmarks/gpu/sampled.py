@@ -11,8 +11,8 @@ import torch
 from parts import Part
 from recorded import VOCABULARY, Recorded
 from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator

@@ -16,7 +16,7 @@ import shapes
 import torch
 from parts import NotRun, Part, Section
 from rlhf.interfaces import Loss, ModelSpec, Trainer
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec

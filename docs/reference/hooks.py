@@ -250,6 +250,7 @@ BUILDING = (
     "rlhf.ops.returns",
     "rlhf_algorithms.ratios",
     "rlhf.ops.pairs",
+    "rlhf.ops.packing",
     "rlhf.ops.batch",
     "rlhf.ops.rows",
     "rlhf.ops.trajectories",

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Slot
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.groups import group_center
 from rlhf.ops.heads import LOGPROBS
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.returns import return_to_go
 from rlhf.ops.trajectories import assemble, compress, expand
 from rlhf.types import Annotation, Head, Lent, LossOutput, Needs, Reduce, RoleSpec, Update

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weights
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Reduce, RewardResult, Row, Trajectory, Turn

@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from rlhf.ops.batch import SequenceData, UnitData, concat, pack
+from rlhf.ops.batch import concat
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf_testing import fabricate
 
 

@@ -1,7 +1,8 @@
 """Images stay with the tokens that stand for them."""
 
 import torch
-from rlhf.ops.batch import SequenceData, UnitData, concat, pack
+from rlhf.ops.batch import concat
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.trajectories import assemble
 from rlhf.types import GenerationRequest, Group, Image, Row, Sampling, Trajectory, Turn

@@ -8,10 +8,10 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Loss
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import BUILTIN, ENTROPY, LOGPROBS, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums, over_mask, required_columns
 from rlhf.ops.losses import LossInput
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh, weights
 from rlhf.types import Head, LossOutput, Reduce
 

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from rlhf.ops.batch import SequenceData, UnitData
-from rlhf.ops.batch import pack as pack_units
+from rlhf.ops.packing import SequenceData, UnitData
+from rlhf.ops.packing import pack as pack_units
 from rlhf_workers.process.payload import Payload, pack, unpack
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlhf.interfaces import Loss
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Group, LossOutput, Reduce, Row, Sampling, Snapshot, Trajectory, Turn, Update
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts

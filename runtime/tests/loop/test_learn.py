@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, LossOutput, Reduce, Update
 from rlhf_runtime.loop.learn import learn, minibatches, train
 

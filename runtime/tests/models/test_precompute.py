@@ -6,8 +6,8 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts, WorkerGroup
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import ENTROPY, LOGPROBS
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Needs, RoleSpec, Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence

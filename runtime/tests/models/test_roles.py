@@ -4,8 +4,8 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, TrainerFacts, WorkerGroup
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.prefixes import sorted_by_prefix
 from rlhf.ops.reduce import weigh
 from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update

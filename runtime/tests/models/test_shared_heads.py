@@ -4,8 +4,9 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ModelSpec, TrainerFacts, WorkerGroup
-from rlhf.ops.batch import SequenceData, UnitData, concat, pack
+from rlhf.ops.batch import concat
 from rlhf.ops.heads import HIDDEN, OutputHead
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Head, Lent, RoleSpec
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_heads import lend, problems_of

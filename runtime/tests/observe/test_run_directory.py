@@ -8,7 +8,7 @@ import tomllib
 import pytest
 import torch
 from rlhf.errors import ConfigError
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf_runtime.observe import RunDirectory, read_metrics
 from rlhf_runtime.observe import run_directory as module
 from rlhf_runtime.observe.folder_lock import FolderLock

@@ -178,7 +178,7 @@ def batch(
         fresh: every third trajectory is two sequences of one role (a context rewritten half-way).
         empty: the last unit has no token under the mask.
     """
-    from rlhf.ops.batch import SequenceData, UnitData, pack
+    from rlhf.ops.packing import SequenceData, UnitData, pack
 
     rng = random.Random(seed)
     made = []

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image
 from rlhf_hub.processors import load_processor, open_image

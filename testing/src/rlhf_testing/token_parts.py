@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from safetensors.torch import save_file
 from torch import Tensor

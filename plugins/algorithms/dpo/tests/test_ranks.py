@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
 from rlhf.ops.loss_value import add_sums, evaluate, required_columns
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_plugin_dpo import DPOLoss, ranks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlhf.errors import TrainingError
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.loss_value import evaluate, finish_sums
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_algorithms.correction import CorrectionConfig
 from rlhf_algorithms.kl_loss import WithKL

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig

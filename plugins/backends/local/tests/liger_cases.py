@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import Batch, SequenceData, UnitData, pack
+from rlhf.ops.batch import Batch
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_modeling import liger

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import ModelSpec, Place
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Reduce, RoleSpec, Update
 from rlhf_modeling.experts import load_balance

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rlhf.interfaces import GeneratorSpec, ModelSpec
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.fused import _FusedLayer

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rlhf.errors import ModelError
 from rlhf.ops import prefixes as rules
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image

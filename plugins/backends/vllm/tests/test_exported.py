@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import SequenceData, UnitData, pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rlhf.errors import ModelError, SyncError
 from rlhf.interfaces import Loss, ModelSpec
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket

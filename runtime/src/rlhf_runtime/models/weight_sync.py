@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rlhf.errors import SyncError
 from rlhf.interfaces import Generator, Proof
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import resolve_head
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.seeds import derive_seed
 from torch import Tensor
 

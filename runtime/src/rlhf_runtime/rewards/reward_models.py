@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import RewardError
 from rlhf.interfaces import ReadRole, ScoreWithRole
-from rlhf.ops.batch import SequenceData, UnitData, pack
 from rlhf.ops.heads import SCORES
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 
 from rlhf_runtime.workers.deadlines import waiting

@@ -13,7 +13,8 @@ from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Snapshot, Up
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 
 if TYPE_CHECKING:
-    from rlhf.ops.batch import Batch, UnitData
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.packing import UnitData
     from rlhf.types.examples import Example
 
 
@@ -68,7 +69,7 @@ class KTO(Algorithm):
         return [(0, example.values["label"])]
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        from rlhf.ops.batch import pack
+        from rlhf.ops.packing import pack
 
         rows, answers, sources = [], 0, set()
         for number, example in enumerate(examples):
@@ -128,7 +129,7 @@ class KTOPair(KTO):
 
 def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) -> UnitData:
     """``twinned``: with the column ``twin_mask``, whether or not there is a twin."""
-    from rlhf.ops.batch import SequenceData, UnitData
+    from rlhf.ops.packing import SequenceData, UnitData
 
     before, answer = [False] * len(row.prompt), list(row.mask)
     masks = {"loss_mask": before + answer, **({TWIN_MASK: before + [False] * len(answer)} if twinned else {})}

@@ -22,7 +22,7 @@ def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
     """The suite's units, each but the first with a mismatched answer behind a prompt of one token (``assembled`` of
     :class:`rlhf_testing.loss.LossContract`)."""
     import torch
-    from rlhf.ops.batch import SequenceData, UnitData, pack
+    from rlhf.ops.packing import SequenceData, UnitData, pack
 
     units = []
     for u in range(batch.units):

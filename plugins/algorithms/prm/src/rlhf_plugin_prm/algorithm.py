@@ -83,7 +83,7 @@ class ProcessRewardModel(Algorithm):
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         """Token columns ``step_end`` (bool) and ``step_label`` (the label there, 0 elsewhere)."""
-        from rlhf.ops.batch import SequenceData, UnitData, pack
+        from rlhf.ops.packing import SequenceData, UnitData, pack
 
         units = []
         for example in examples:

@@ -54,7 +54,7 @@ class RewardModel(Algorithm):
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
         """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` if rows have one."""
-        from rlhf.ops.batch import SequenceData, UnitData, pack
+        from rlhf.ops.packing import SequenceData, UnitData, pack
 
         units = [
             UnitData(
