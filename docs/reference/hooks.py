@@ -33,6 +33,10 @@ COMPONENT = (
 EXTENSION = "It also has what [`Extension`](component.md) gives it: `name` and `source`."
 
 
+BESIDE = {"trainer": ("rlhf.interfaces.model",)}
+"""Files of the interfaces that the page of a kind shows too."""
+
+
 def reference(kind: str) -> str:
     """Markdown: the hook's exact signature, the interface's own members, and the classes defined beside it."""
     hook, interface = getattr(hookspecs, f"rlhf_register_{kind}"), KINDS[kind]
@@ -45,10 +49,10 @@ def reference(kind: str) -> str:
         *section(interface),
         COMPONENT if issubclass(interface, Component) else EXTENSION,
     ]
-    module = inspect.getmodule(interface)
-    for cls in vars(module).values():
-        if inspect.isclass(cls) and cls.__module__ == interface.__module__ and cls is not interface:
-            parts += section(cls)
+    for name in (interface.__module__, *BESIDE.get(kind, ())):
+        for cls in vars(importlib.import_module(name)).values():
+            if inspect.isclass(cls) and cls.__module__ == name and cls is not interface:
+                parts += section(cls)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

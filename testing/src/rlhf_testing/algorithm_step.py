@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.trainer import ModelSpec
+from rlhf.interfaces.model import ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.loss_value import finish_sums, over_mask, required_columns

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from rlhf.interfaces.generator import GeneratorSpec
-from rlhf.interfaces.trainer import ModelSpec
+from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rlhf.interfaces.trainer import ModelSpec
+from rlhf.interfaces.model import ModelSpec
 from rlhf.types import RoleSpec, Sampling
 
 from rlhf_testing.contract import expect

@@ -18,7 +18,8 @@ from typing import Any
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
 from rlhf.interfaces.launcher import GENERATOR, Place
-from rlhf.interfaces.trainer import ApplyResult, ModelSpec, Trainer
+from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.trainer import ApplyResult, Trainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 
 from rlhf_testing.contract import Contract, Nonconformance, expect

@@ -16,7 +16,8 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.trainer import ApplyResult, LendsHead, ModelSpec, Sums, Trainer
+from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.trainer import ApplyResult, LendsHead, Sums, Trainer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.trainer import ModelSpec
+from rlhf.interfaces.model import ModelSpec
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
     from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
     from rlhf.interfaces.loss import Loss
+    from rlhf.interfaces.model import ModelSpec, Precision, TrainerFacts
     from rlhf.interfaces.observer import Observer, RunControl, RunInfo
     from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
     from rlhf.interfaces.rollout import Rollout, RolloutContext
     from rlhf.interfaces.tokens import Tokens
-    from rlhf.interfaces.trainer import ApplyResult, LendsHead, ModelSpec, Precision, Sums, Trainer, TrainerFacts
+    from rlhf.interfaces.trainer import ApplyResult, LendsHead, Sums, Trainer
 
     KINDS: dict[str, type[Component | Extension]]
     """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
@@ -43,14 +44,15 @@ _FILES = {
     "generator": "Generator GeneratorSpec Proof",
     "launcher": "GENERATOR Launcher Place WorkerGroup",
     "loss": "Loss",
+    "model": "ModelSpec Precision TrainerFacts",
     "observer": "Observer RunControl RunInfo",
     "reward": "ReadRole Reward RewardContext ScoreWithRole",
     "rollout": "Rollout RolloutContext",
     "tokens": "Tokens",
-    "trainer": "ApplyResult LendsHead ModelSpec Precision Sums Trainer TrainerFacts",
+    "trainer": "ApplyResult LendsHead Sums Trainer",
 }
 """{file: the names that are offered here}. A file is called after its kind."""
-_NO_KIND = ("component", "extension", "tokens")
+_NO_KIND = ("component", "extension", "model", "tokens")
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rlhf.errors import ConfigError
 from rlhf.interfaces.component import Component
 from rlhf.interfaces.generator import Generator, GeneratorSpec
-from rlhf.interfaces.trainer import ModelSpec, Trainer
+from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlhf.plugins.resolved import Resolved

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rlhf.interfaces.trainer import ModelSpec
+from rlhf.interfaces.model import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_testing.generator import GeneratorContract, Sampled
