@@ -15,8 +15,7 @@ from rlhf.errors import ConfigError, PluginNotFound, RlhfError, did_you_mean
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
-from rlhf.plugins.entry import KINDS
-from rlhf.plugins.registry import distribution_of
+from rlhf.plugins.entry import KINDS, distribution_of
 
 from rlhf_cli import isolate
 from rlhf_cli.scaffold import LIKE, write_plugin

@@ -31,3 +31,8 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} ({self.owner})"
+
+
+def distribution_of(name: str) -> str:
+    """Conventional name of a plugin's distribution."""
+    return f"rlhf-plugin-{name.replace('_', '-')}"

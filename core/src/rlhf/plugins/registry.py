@@ -16,11 +16,11 @@ from rlhf.errors import (
     PluginVersionMismatch,
     RlhfError,
     boundary,
-    did_you_mean,
 )
 from rlhf.plugins import installed
 from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
+from rlhf.plugins.not_found import not_found
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
 from rlhf.plugins.requirements import check_requirements, published
@@ -163,38 +163,8 @@ class Plugins:
                 f"{' or '.join(repr(f'{owner}/{name}') for owner in owners)}"
             )
         if not found:
-            raise PluginNotFound(self._missing(reference))
+            raise PluginNotFound(not_found(reference, self._all(), self.how_to_install))
         return found[0]
-
-    def _missing(self, reference: Reference) -> str:
-        kind, name, wanted = reference.kind, reference.name, reference.distribution
-        if wanted == IN_PROCESS:
-            return (
-                f"{kind} {reference.text!r} is a function or class of the Python process that started the run, and "
-                "this process has none of that name. Give it to rlhf.train again, or put it into a file and name the "
-                "file: 'file:PATH.py'."
-            )
-        if wanted is not None:
-            offered = [
-                f"{e.kind} {e.name}"
-                for e in self._all()
-                if canonicalize_name(e.distribution) == canonicalize_name(wanted)
-            ]
-            if offered:
-                return f"{wanted} offers no {kind} {name!r}; it offers: {', '.join(offered)}"
-            near = did_you_mean(wanted, {e.distribution for e in self._all()})
-            what = f"{kind} {reference.text!r}: the distribution {wanted} is not installed, or offers no plugins."
-            return what + (near or self.how_to_install(wanted))
-        names = sorted({e.name for e in self._all() if e.kind == kind})
-        line = self.how_to_install(distribution_of(name))
-        installed = f" Installed: {', '.join(names) or 'none'}."
-        if reference.options:
-            served = f"is served by the plugin {name!r}, which is not installed."
-            return f"{kind} {reference.text!r} {served}{installed}{line}"
-        text = f"no {kind} named {name!r}.{did_you_mean(name, names)}{installed}"
-        if others := [e for e in self._all() if e.name == name]:
-            return f"{text} {name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
-        return text + line
 
     def _import(self, entry: Entry) -> type[Any]:
         if entry.status != "ok":
@@ -268,11 +238,6 @@ class Plugins:
         if getattr(cls, "name", None) == "":
             cls.name = source.name
         return check_class(kind, cls, f"{kind} {reference.text!r}, adapted by {entry}")
-
-
-def distribution_of(name: str) -> str:
-    """Conventional name of a plugin's distribution."""
-    return f"rlhf-plugin-{name.replace('_', '-')}"
 
 
 def _order(entry: Entry) -> tuple[int, str, str]:

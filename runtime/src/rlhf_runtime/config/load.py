@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, PluginInvalid, PluginNotFound, did_you_mean
 from rlhf.plugins import Plugins
-from rlhf.plugins.registry import distribution_of
+from rlhf.plugins.entry import distribution_of
 from rlhf.secrets import find_secrets
 
 from rlhf_runtime.config.components import chosen_by, option_problems
