@@ -32,12 +32,10 @@ from torch import Tensor
 
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
+from rlhf.ops.sample_values import check_reward, name_of, step_rewards_of, temperature_of, wrong_logprobs
 from rlhf.ops.spans import masked, sums
 from rlhf.types import Group, Image, Trajectory, Turn
 from rlhf.types.images import joined_images
-
-ENV = "env"
-"""Key of ``step_sources`` for the rewards that an environment gives to its turns."""
 
 
 def assemble(
@@ -68,8 +66,8 @@ def assemble(
     layout = _Layout()
     for trajectory in kept:
         if scored:
-            _check_reward(trajectory)
-        layout.add(trajectory, _sequences(trajectory), _step_rewards(trajectory, step_sources or {}))
+            check_reward(trajectory)
+        layout.add(trajectory, _sequences(trajectory), step_rewards_of(trajectory, step_sources or {}))
     lens_B, unit_B = torch.tensor(layout.lens), torch.tensor(layout.units)
     batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(kept, scored))
     tok = layout.columns(with_logprobs)
@@ -134,7 +132,7 @@ class _Layout:
                 self.turns.append((trajectory, number))
                 self.tokens += len(trajectory.turns[number].ids)
             if self.tokens == before:
-                raise ValueError(f"{_name(trajectory)}: a sequence of the turns {list(numbers)} has no token")
+                raise ValueError(f"{name_of(trajectory)}: a sequence of the turns {list(numbers)} has no token")
             self.lens.append(self.tokens - before)
             self.units.append(unit)
         for (number, token), reward in steps.items():
@@ -175,7 +173,7 @@ class _Layout:
         columns = {
             "loss_mask": per_token([t.turns[n].sampled for t, n in self.turns], bool),
             "step_reward": step_reward_N,
-            "temperature": per_token([_temperature(t, t.turns[n]) for t, n in self.turns], np.float32),
+            "temperature": per_token([temperature_of(t, t.turns[n]) for t, n in self.turns], np.float32),
         }
         return {"gen_logprobs": self._logprobs(), **columns} if with_logprobs else columns
 
@@ -186,13 +184,13 @@ class _Layout:
         for trajectory, number in self.turns:
             turn = trajectory.turns[number]
             if turn.sampled and len(turn.logprobs or ()) != len(turn.ids):
-                raise _wrong_logprobs(trajectory, number)
+                raise wrong_logprobs(trajectory, number)
             parts.append(np.asarray(turn.logprobs) if turn.sampled and turn.logprobs else zeros[: len(turn.ids)])
         values_N = torch.from_numpy(np.concatenate(parts))
         lowest, highest = values_N.aminmax()  # NaN if one of them is
         if not (lowest.isfinite() and highest.isfinite()):
             wrong = ((t, n) for t, n in self.turns if not all(map(math.isfinite, t.turns[n].logprobs or ())))
-            raise _wrong_logprobs(*next(wrong))
+            raise wrong_logprobs(*next(wrong))
         return values_N
 
 
@@ -220,8 +218,8 @@ def _sequences(trajectory: Trajectory) -> list[list[int]]:
         if turn.fresh or not contexts:
             if turn.sampled:
                 raise TrainingError(
-                    f"{_name(trajectory)}: turn {number} starts a sequence but was sampled; a sequence starts with the "
-                    "context that the policy saw"
+                    f"{name_of(trajectory)}: turn {number} starts a sequence but was sampled; a sequence starts with "
+                    "the context that the policy saw"
                 )
             contexts.append([])
         contexts[-1].append(number)
@@ -231,71 +229,3 @@ def _sequences(trajectory: Trajectory) -> list[list[int]]:
         if sampled:
             taught.append(numbers[: sampled[-1] + 1])
     return taught or [contexts[0][:1]]
-
-
-def _wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
-    turn = trajectory.turns[number]
-    values = turn.logprobs or ()
-    return TrainingError(
-        f"{_name(trajectory)}: turn {number} needs {len(turn.ids)} finite log-probs from the generator, "
-        f"got {len(values)}, of which {sum(map(math.isfinite, values))} finite"
-    )
-
-
-def _temperature(trajectory: Trajectory, turn: Turn) -> float:
-    if not turn.sampled:
-        return 1.0
-    if not turn.temperature > 0:
-        raise TrainingError(
-            f"{_name(trajectory)} was sampled at temperature {turn.temperature}: training needs a temperature above 0, "
-            "because log-probs are of the distribution that tokens are sampled from"
-        )
-    return float(turn.temperature)
-
-
-def _step_rewards(trajectory: Trajectory, step_sources: Mapping[str, float]) -> dict[tuple[int, int], float]:
-    placed: dict[tuple[int, int], float] = {}
-    for source, weight in step_sources.items():
-        if source == ENV:
-            steps = _turn_rewards(trajectory)
-        else:
-            steps = trajectory.rewards[source].steps if source in trajectory.rewards else ()
-        for number, token, value in steps:
-            turn = trajectory.turns[number] if 0 <= number < len(trajectory.turns) else None
-            if turn is None or not turn.sampled or not 0 <= token < len(turn.ids):
-                what = "no such turn" if turn is None else f"{len(turn.ids)} tokens, sampled = {turn.sampled}"
-                raise TrainingError(
-                    f"{_name(trajectory)}: reward source {source!r} rewards token {token} of turn {number} ({what}); "
-                    "a step reward belongs to a token that the policy sampled"
-                )
-            value = _finite(trajectory, f"step reward of {source!r}", float(value))
-            placed[number, token] = placed.get((number, token), 0.0) + weight * value
-    return placed
-
-
-def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
-    """(turn, token, reward) of each reward that the environment gave."""
-    found, last = [], None
-    for number, turn in enumerate(trajectory.turns):
-        if turn.sampled and turn.ids:
-            last = (number, len(turn.ids) - 1)
-        if turn.sampled and turn.reward is not None and last is not None:
-            found.append((*last, float(turn.reward)))
-    return tuple(found)
-
-
-def _check_reward(trajectory: Trajectory) -> None:
-    _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
-    if trajectory.score is not None:
-        _finite(trajectory, "score", float(trajectory.score))
-
-
-def _finite(trajectory: Trajectory, what: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise TrainingError(f"{_name(trajectory)}: its {what} is {value}; it must be a finite number")
-    return value
-
-
-def _name(trajectory: Trajectory) -> str:
-    group, sample = trajectory.index
-    return f"sample {sample} of group {group} (row {trajectory.row.index} of {trajectory.row.source!r})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.ops.batch import Batch
-from rlhf.ops.trajectories import ENV, assemble
+from rlhf.ops.sample_values import ENV
+from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_algorithms.pipeline import KLPenalty, credit
 from rlhf_algorithms.shaping import overlong_penalty

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
-from rlhf.ops.trajectories import ENV
+from rlhf.ops.sample_values import ENV
 from rlhf.plugins import Plugins, Resolved, check_requirements
 from rlhf.types import RoleSpec, RunOptions
 from rlhf_hub.hub import Commits

@@ -1,0 +1,85 @@
+"""Rewards, log-probs and temperatures of a sample, checked before they enter a batch. Errors name the sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from rlhf.errors import TrainingError
+from rlhf.types import Trajectory, Turn
+
+ENV = "env"
+"""Key of ``step_sources`` for the rewards that an environment gives to its turns."""
+
+
+def name_of(trajectory: Trajectory) -> str:
+    """What messages call a sample."""
+    group, sample = trajectory.index
+    return f"sample {sample} of group {group} (row {trajectory.row.index} of {trajectory.row.source!r})"
+
+
+def check_reward(trajectory: Trajectory) -> None:
+    """Raises TrainingError unless the reward, and the score if there is one, are finite numbers."""
+    _finite(trajectory, "reward", float(trajectory.reward if trajectory.reward is not None else math.nan))
+    if trajectory.score is not None:
+        _finite(trajectory, "score", float(trajectory.score))
+
+
+def wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
+    """The error for turn ``number``, whose log-probs are too few, too many or not finite."""
+    turn = trajectory.turns[number]
+    values = turn.logprobs or ()
+    return TrainingError(
+        f"{name_of(trajectory)}: turn {number} needs {len(turn.ids)} finite log-probs from the generator, "
+        f"got {len(values)}, of which {sum(map(math.isfinite, values))} finite"
+    )
+
+
+def temperature_of(trajectory: Trajectory, turn: Turn) -> float:
+    """The temperature at which a turn was sampled, 1 for other turns. Raises TrainingError for 0."""
+    if not turn.sampled:
+        return 1.0
+    if not turn.temperature > 0:
+        raise TrainingError(
+            f"{name_of(trajectory)} was sampled at temperature {turn.temperature}: training needs a temperature above "
+            "0, because log-probs are of the distribution that tokens are sampled from"
+        )
+    return float(turn.temperature)
+
+
+def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -> dict[tuple[int, int], float]:
+    """{(turn, token): weighted sum of the step rewards there}, as :func:`rlhf.ops.trajectories.assemble` says."""
+    placed: dict[tuple[int, int], float] = {}
+    for source, weight in step_sources.items():
+        if source == ENV:
+            steps = _turn_rewards(trajectory)
+        else:
+            steps = trajectory.rewards[source].steps if source in trajectory.rewards else ()
+        for number, token, value in steps:
+            turn = trajectory.turns[number] if 0 <= number < len(trajectory.turns) else None
+            if turn is None or not turn.sampled or not 0 <= token < len(turn.ids):
+                what = "no such turn" if turn is None else f"{len(turn.ids)} tokens, sampled = {turn.sampled}"
+                raise TrainingError(
+                    f"{name_of(trajectory)}: reward source {source!r} rewards token {token} of turn {number} ({what}); "
+                    "a step reward belongs to a token that the policy sampled"
+                )
+            value = _finite(trajectory, f"step reward of {source!r}", float(value))
+            placed[number, token] = placed.get((number, token), 0.0) + weight * value
+    return placed
+
+
+def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
+    """(turn, token, reward) of each reward that the environment gave."""
+    found, last = [], None
+    for number, turn in enumerate(trajectory.turns):
+        if turn.sampled and turn.ids:
+            last = (number, len(turn.ids) - 1)
+        if turn.sampled and turn.reward is not None and last is not None:
+            found.append((*last, float(turn.reward)))
+    return tuple(found)
+
+
+def _finite(trajectory: Trajectory, what: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise TrainingError(f"{name_of(trajectory)}: its {what} is {value}; it must be a finite number")
+    return value
