@@ -11,7 +11,7 @@ from rlhf.errors import (
     PluginVersionMismatch,
 )
 from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
-from rlhf.plugins import Entry, Plugins, check_requirements
+from rlhf.plugins import Entry, Plugins
 from rlhf.types import RewardResult
 
 
@@ -382,4 +382,4 @@ def test_check_requirements_names_all_that_are_unmet(site, published):
     with pytest.raises(
         ConfigError, match=r"run.requires: 'a b' is not a requirement .*write e.g. 'rlhf-plugin-math>=0.1'"
     ):
-        check_requirements(["a b"])
+        Plugins().check_requirements(["a b"])

@@ -13,7 +13,6 @@ import rlhf.plugins.pickling  # noqa: F401 - registers how plugins pickle
 from rlhf.plugins.entry import Entry
 from rlhf.plugins.references import Reference, parse_reference
 from rlhf.plugins.registry import Plugins
-from rlhf.plugins.requirements import check_requirements
 from rlhf.plugins.resolved import Resolved
 
-__all__ = ["Entry", "Plugins", "Reference", "Resolved", "check_requirements", "parse_reference"]
+__all__ = ["Entry", "Plugins", "Reference", "Resolved", "parse_reference"]

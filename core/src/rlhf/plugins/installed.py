@@ -12,8 +12,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from rlhf.errors import did_you_mean
-from rlhf.plugins import requirements
 from rlhf.plugins.entry import KINDS, Entry
+from rlhf.plugins.requirements import installed_version, unmet
 
 
 def entries(path: Sequence[str] | None = None) -> list[Entry]:
@@ -35,20 +35,12 @@ def entries(path: Sequence[str] | None = None) -> list[Entry]:
         own = [Entry(p.group.removeprefix("rlhf."), p.name, name, its_version, p.value) for p in points]
         offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or found.requires or [], own)
         versions[canonicalize_name(name)] = its_version
-    version_of = cache(lambda name: versions.get(name) or version(name, path))
+    version_of = cache(lambda name: versions.get(name) or installed_version(name, path))
     read: list[Entry] = []
     for texts, own in offers.values():
         status = _unmet(texts, offers, version_of) or "ok"
         read += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
     return read
-
-
-def version(distribution: str, path: Sequence[str] | None = None) -> str | None:
-    """Version of an installed distribution; None where there is none. ``path`` as for :func:`entries`."""
-    if path is not None and canonicalize_name(distribution) != "rlhf-core":  # the core is the running one
-        for found in importlib.metadata.distributions(name=distribution, path=[*path]):
-            return found.version
-    return requirements.installed_version(distribution)
 
 
 _requirement = cache(Requirement)
@@ -64,7 +56,7 @@ def _unmet(texts: Iterable[str], providers: Collection[str], version_of: Callabl
             return f"has the unreadable requirement {text!r}"
         name = canonicalize_name(requirement.name)
         ours = name.startswith("rlhf-") or name in providers
-        if ours and (problem := requirements.unmet(requirement, version_of(name))):
+        if ours and (problem := unmet(requirement, version_of(name))):
             return problem
     return ""
 

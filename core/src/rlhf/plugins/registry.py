@@ -133,8 +133,8 @@ class Plugins:
             raise PluginVersionMismatch("the plugins here are not those of the run: " + "; ".join(problems))
 
     def check_requirements(self, texts: Iterable[str]) -> None:
-        """Check ``run.requires``; see :func:`rlhf.plugins.check_requirements`."""
-        check_requirements(texts, lambda name: installed.version(name, self._path), self._path)
+        """Check ``run.requires``; see :func:`rlhf.plugins.requirements.check_requirements`."""
+        check_requirements(texts, self._path)
 
     def how_to_install(self, distribution: str) -> str:
         """`` Try: pip install DISTRIBUTION``; empty if it is installed, or not known to exist."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -16,10 +16,17 @@ META = "rlhf-kit"
 """The distribution that requires all others. (``rlhf`` on the public index is another project.)"""
 
 
-def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution. For ``rlhf-core`` it is the version of the running code."""
+def installed_version(distribution: str, path: Sequence[str] | None = None) -> str | None:
+    """Version of an installed distribution; None if there is none. For ``rlhf-core`` it is that of the running code.
+
+    Args:
+        path: folders in which to look for the distribution before ``sys.path``.
+    """
     if canonicalize_name(distribution) == "rlhf-core":
         return rlhf.__version__
+    if path is not None:
+        for found in importlib.metadata.distributions(name=distribution, path=[*path]):
+            return found.version
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -52,15 +59,11 @@ def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str
     return ""
 
 
-def check_requirements(
-    requirements: Iterable[str],
-    version_of: Callable[[str], str | None] = installed_version,
-    path: Sequence[str] | None = None,
-) -> None:
+def check_requirements(requirements: Iterable[str], path: Sequence[str] | None = None) -> None:
     """Check ``run.requires`` of a run file, e.g. ``["rlhf-plugin-math>=0.1"]``.
 
     Args:
-        path: as for :func:`published`.
+        path: as for :func:`published` and :func:`installed_version`.
 
     Raises:
         ConfigError: a text that is not a requirement.
@@ -71,7 +74,7 @@ def check_requirements(
     for text in requirements:
         try:
             requirement = Requirement(text)
-            version = version_of(requirement.name)
+            version = installed_version(requirement.name, path)
             problem = unmet(requirement, version)
         except ValueError as cause:  # InvalidRequirement is one; so is a version number of thousands of digits
             why = str(cause).splitlines()[0]

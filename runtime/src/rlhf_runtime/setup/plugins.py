@@ -9,7 +9,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.sample_values import ENV
-from rlhf.plugins import Plugins, Resolved, check_requirements
+from rlhf.plugins import Plugins, Resolved
 from rlhf.types import RoleSpec, RunOptions
 from rlhf_hub.hub import Commits
 from rlhf_hub.published import pinned
@@ -141,7 +141,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
 
     Raises ConfigError or PluginError, with a message that says what to change.
     """
-    check_requirements(config.run.requires)
+    plugins.check_requirements(config.run.requires)
     config = resolved_run(plugins, config)
     algorithm, used = build_algorithm(plugins, config.algorithm, config.origins, run_options(config))
     parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
