@@ -334,7 +334,7 @@ def test_manifest_is_verified_without_importing(site, write):
     site.reward("good")
     path = write("score.py", "def score(prompt, completion, row): return 1.0")
     plugins = site.plugins()
-    manifest = plugins.manifest([plugins.resolve("reward", "good"), plugins.resolve("reward", f"file:{path}")])
+    manifest = [plugins.resolve("reward", ref).manifest() for ref in ("good", f"file:{path}")]
     assert manifest[0] == {
         "kind": "reward", "name": "good", "distribution": "rlhf-plugin-good", "version": "0.1.0",
     }  # fmt: skip

@@ -27,7 +27,6 @@ from rlhf.plugins.requirements import check_requirements, published
 from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved, source_sha256
 
 Entries = list[Entry]
-Manifest = list[dict[str, str]]
 Classes = list[type[Any]]
 Texts = list[str]  # inside the class, ``list`` is its method
 
@@ -117,13 +116,8 @@ class Plugins:
         """Resolve a ``file:`` reference from text that another process read."""
         return self._resolve_file(parse_reference(kind, ref), SourceFile.of(path, text))
 
-    @staticmethod
-    def manifest(resolved: Iterable[Resolved]) -> Manifest:
-        """The identity of a run's plugins: kind, name, distribution, version; for files also SHA-256."""
-        return [r.manifest() for r in resolved]
-
     def verify(self, manifest: Iterable[Mapping[str, str]]) -> None:
-        """Compare a manifest with the installed plugins, without importing any.
+        """Compare a manifest, :meth:`Resolved.manifest` of each plugin, with the installed plugins. None is imported.
 
         Raises PluginVersionMismatch, naming every plugin that is missing, has another version or, for files, other
         content.

@@ -41,7 +41,7 @@ class Resolved:
         return f"{self.kind} {self.name!r} ({f'{self.distribution} {self.version}'.strip()})"
 
     def manifest(self) -> dict[str, str]:
-        """Identity of this plugin in a run's ``manifest.json``."""
+        """Identity of this plugin in a run's ``manifest.json``. Plugins that are not installed have a SHA-256."""
         item = {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
         if self.distribution == FILE:
             item |= {"ref": self.ref, "sha256": self.sha256}

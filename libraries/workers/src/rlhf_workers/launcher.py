@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
-from rlhf.plugins import Plugins, Resolved
+from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import FILE
 from rlhf_transport.receiving import receives_over_links
 
@@ -212,4 +212,4 @@ class WorkerLauncher(Launcher):
 def divide_plugins(plugins: Sequence[Resolved]) -> tuple[list[Resolved], list[dict[str, str]]]:
     """(plugins from files, which are sent as text; the manifest of the installed ones)."""
     installed = [p for p in plugins if p.distribution != FILE and p.version]
-    return [p for p in plugins if p not in installed], Plugins.manifest(installed)
+    return [p for p in plugins if p not in installed], [p.manifest() for p in installed]

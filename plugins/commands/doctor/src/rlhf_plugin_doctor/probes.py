@@ -95,4 +95,4 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
             used.append(found.resolve(kind, choice.use))
     for kind in ("reward", "observer"):
         used += [found.resolve(kind, choice.use) for choice in getattr(config, kind)]
-    report({"manifest": found.manifest(used), "launcher": config.launcher.options})
+    report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})
