@@ -83,7 +83,7 @@ def test_a_real_batch_of_pairs_has_the_columns_that_its_table_lists(tmp_path, ma
         for level, columns in (("token", batch.tok), ("sequence", batch.seq), ("unit", batch.unit))
         for name, values in columns.items()
     }
-    page = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8").partition("## `rlhf.ops.pairs`")[2]
+    page = (FOLDER / "building-algorithms.md").read_text(encoding="utf-8").partition("## `rlhf_algorithms.pairs`")[2]
     listed = re.findall(r"^``(\w+)`` +(\w+) +(\w+),", page.partition("\n### ")[0], re.MULTILINE)
     assert laid == {line for line in listed if margin or line[0] != "margin"}
     assert len(listed) == 2

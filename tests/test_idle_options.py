@@ -103,8 +103,8 @@ def test_what_is_read_is_not(tiny: Workshop, algorithm: str, changes: dict[str, 
 
 OWN = """
 from rlhf.interfaces import Loss, Slot
-from rlhf.ops.pairs import logistic_loss
 from rlhf_algorithms.pair_learning import PairLearning
+from rlhf_algorithms.pairs import logistic_loss
 from rlhf.types import LossOutput, Reduce, Update
 
 

@@ -33,8 +33,8 @@ class PairLearning(Algorithm):
         return Needs((RoleSpec("policy", trained=True),))
 
     def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
-        """:func:`rlhf.ops.pairs.pack_pairs`, and the number of pairs that were left out. None if no pair is left."""
-        from rlhf.ops.pairs import pack_pairs
+        """See :func:`rlhf_algorithms.pairs.pack_pairs`; and the number of pairs that were left out."""
+        from rlhf_algorithms.pairs import pack_pairs
 
         batch = pack_pairs(examples)
         if batch is None:

@@ -228,7 +228,7 @@ def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
         raise ConfigError(
             f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
             f"{algorithm.name} does not create it. Remove data.margin. The author of the algorithm can use "
-            'rlhf.ops.pairs.pack_pairs, or add Example.values["margin"] as a unit column.'
+            'rlhf.ops.rows.pack_rows, or add Example.values["margin"] as a unit column.'
         )
 
 

@@ -72,7 +72,7 @@ class CPOLoss(Loss):
         return terms
 
     def __call__(self, x: LossInput) -> LossOutput:
-        from rlhf.ops.pairs import pair_metrics
+        from rlhf_algorithms.pairs import pair_metrics
 
         from rlhf_plugin_cpo.rewards import shaped
 
@@ -89,7 +89,7 @@ class CPOLoss(Loss):
         return LossOutput(terms, metrics)
 
     def _contrast(self, difference_U: Any) -> Any:
-        from rlhf.ops.pairs import hinge_loss, logistic_loss
+        from rlhf_algorithms.pairs import hinge_loss, logistic_loss
 
         c = self.config
         if c.loss_type == "ipo":

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from rlhf.interfaces import Loss
-from rlhf.ops.pairs import pair_metrics
 from rlhf.types import Annotation, Head, Level, LossOutput, Reduce
+from rlhf_algorithms.pairs import pair_metrics
 from torch import Tensor
 
 from rlhf_plugin_dpo import objectives, ranks

@@ -14,7 +14,7 @@ import math
 from typing import Literal
 
 import torch
-from rlhf.ops.pairs import hinge_loss, logistic_loss
+from rlhf_algorithms.pairs import hinge_loss, logistic_loss
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 

@@ -56,7 +56,7 @@ class ORPOLoss(Loss):
         }
 
     def __call__(self, x: LossInput) -> LossOutput:
-        from rlhf.ops.pairs import logistic_loss, pair_metrics
+        from rlhf_algorithms.pairs import logistic_loss, pair_metrics
 
         from rlhf_plugin_orpo.odds import log_odds
 

@@ -61,7 +61,7 @@ class SimPOLoss(Loss):
         return terms
 
     def __call__(self, x: LossInput) -> LossOutput:
-        from rlhf.ops.pairs import hinge_loss, logistic_loss, pair_metrics
+        from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pair_metrics
 
         c = self.config
         mean_S = x.mean_per_sequence(x["logprobs"])

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rlhf.ops.pairs import hinge_loss, logistic_loss, pack_pairs, pair_metrics
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
+from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pack_pairs, pair_metrics
 
 
 def pair(*masks: list[bool]) -> Example:

@@ -1,6 +1,6 @@
 """Pairs of answers to one prompt: packing rows as units, losses of a margin, and metrics of pairs.
 
-Columns of the batch that :class:`rlhf_algorithms.pair_learning.PairLearning` makes, before any annotation:
+Columns of the batch that :class:`~rlhf_algorithms.pair_learning.PairLearning` makes, before any annotation:
 
 =============  =====  ===================================================================================
 ``loss_mask``  token  bool, the token is trained on: tokens of the answers, as ``data.loss_on`` says
@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
-
 from rlhf.ops.batch import Batch
 from rlhf.ops.rows import pack_rows
 from rlhf.types import Level
+from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from rlhf.types.examples import Example
