@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import torch
-from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Reduce, Row, Trajectory, Turn
@@ -38,6 +37,7 @@ from rlhf_algorithms import pipeline
 from rlhf_plugin_policy_gradient.advantages import GroupNorm
 from rlhf_runtime.checkpoint import saved_groups
 from rlhf_runtime.models.dispatch import plan
+from rlhf_runtime.models.unit_prefixes import unit_prefixes
 
 PROMPT, ANSWER, SAMPLES = 700, 2000, 8
 RANKS, BUDGET, REPEATS = 8, 65536, 3

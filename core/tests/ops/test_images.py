@@ -3,7 +3,6 @@
 import torch
 from rlhf.ops.batch import concat
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.trajectories import assemble
 from rlhf.types import GenerationRequest, Group, Image, Row, Sampling, Trajectory, Turn
 from rlhf.types.images import joined_images
@@ -34,14 +33,6 @@ def test_operations_on_batches_keep_images_with_their_sequences():
     assert concat([batch.between(1, 2), batch.between(0, 1)]).images_B == ((), (), (red,), ())
     assert batch.to("cpu").only([]).images_B == batch.images_B
     assert pack([unit()]).images_B == ()
-
-
-def test_prefixes_are_shared_where_the_images_are_equal():
-    red, blue = Image(RED, 1, 2, [9]), Image(BLUE, 1, 2, [9])
-    assert sum(unit_prefixes(pack([unit(), unit()])).shared) == 5
-    assert sum(unit_prefixes(pack([unit(red), unit(red)])).shared) == 5
-    assert sum(unit_prefixes(pack([unit(red), unit(blue)])).shared) == 0
-    assert sum(unit_prefixes(pack([unit(red), unit()])).shared) == 0
 
 
 def test_turns_with_images_become_sequences_with_images():

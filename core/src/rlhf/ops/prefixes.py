@@ -5,42 +5,27 @@ different sequences with the same ids up to and including themselves therefore n
 their ids alone. After sorting, the longest prefix that a sequence shares with any earlier sequence is the prefix that
 it shares with its predecessor.
 
-The driver counts the computed tokens of units here, and a trainer lays out the tokens of a micro-batch by the same
-rules (:attr:`rlhf.interfaces.TrainerFacts.shares_prefixes`). The tokens of an image are equal where the image is
-(:func:`content_ids`).
+The driver plans micro-batches by these rules, and a trainer that shares prefixes
+(:attr:`rlhf.interfaces.TrainerFacts.shares_prefixes`) lays out its rows by them. The tokens of an image are equal where
+the image is (:func:`content_ids`).
 
-Shape suffixes: N tokens of B sequences, U units.
+Shape suffixes: N tokens of B sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
-from rlhf.ops.batch import Batch
 from rlhf.types import Image
 
 LEAST = 4
 """Shortest prefix, in tokens, that is shared. For a shorter one, fetching its keys costs as much as is saved."""
 GAIN = 1 / 50
 """Nothing is shared if less than this part of all tokens would be saved, for the same reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPrefixes:
-    """Number of computed tokens of units, alone and next to each other."""
-
-    tokens: list[int]
-    """[U]: computed tokens of each unit alone."""
-    order: list[int]
-    """The units, ordered so that units that share a prefix are neighbours."""
-    shared: list[int]
-    """[U]: tokens that unit ``order[i]`` need not compute if ``order[i - 1]`` is in the same micro-batch. All are zero
-    if the total is too small to matter."""
 
 
 def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]]) -> Tensor:
@@ -60,25 +45,6 @@ def content_ids(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Ima
             made_N[first : first + image.tokens] = numbers.setdefault(image.data, -1 - len(numbers))
         start += length
     return made_N
-
-
-def unit_prefixes(batch: Batch) -> UnitPrefixes:
-    """The computed tokens of every unit, and an order in which units share prefixes. ``batch`` is on the CPU."""
-    lens, starts = batch.lens_B.tolist(), batch.starts_B.tolist()
-    ids_N = content_ids(batch.ids_N, lens, batch.images_B)
-    units = batch.unit_B.tolist()
-    tokens = batch.tokens_per_unit()
-    first: dict[int, int] = {}
-    for b, unit in enumerate(units):
-        first.setdefault(unit, b)
-    if len(first) < len(lens):
-        order, fronts = sorted_by_prefix(ids_N, starts, lens, range(len(lens)), units)
-        for b, front in zip(order, fronts, strict=True):
-            tokens[units[b]] -= front
-    order, fronts = sorted_by_prefix(ids_N, starts, lens, list(first.values()))
-    if not worth_sharing(batch.tokens - sum(tokens) + sum(fronts), batch.tokens):
-        return UnitPrefixes(batch.tokens_per_unit(), list(range(batch.units)), [0] * batch.units)
-    return UnitPrefixes(tokens, [units[b] for b in order], fronts)
 
 
 def worth_sharing(saved: int, tokens: int) -> bool:

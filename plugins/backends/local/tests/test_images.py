@@ -6,10 +6,10 @@ import pytest
 import torch
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.images.architecture import vision_parameters
+from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
@@ -91,7 +91,7 @@ def test_equal_images_in_prefixes_are_computed_once(folder, family, monkeypatch)
     others = [("which colours? ", SMALL, RED, " say: ", "one"), ("which colours? ", RED, BLUE, " say: ", "no")]
     rows = (*((*front, answer) for answer in ("red", "blue, red", "?")), *others, ("text",))
     plain, one, batch = PlainImageModel(path, family), trainer_of(path), image_batch(path, family, rows)
-    assert unit_prefixes(batch).shared.count(0) < batch.units
+    assert share_prefixes(batch.ids_N, batch.lens_B.tolist(), batch.images_B) is not None
     computed = []
     body, whole = one.loaded.body, one.loaded.body.forward
     monkeypatch.setattr(body, "forward", lambda **given: computed.append(given) or whole(**given))

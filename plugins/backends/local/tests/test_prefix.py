@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from rlhf.errors import ModelError
 from rlhf.ops import prefixes as rules
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image
 from rlhf_modeling.attention import PackedAttention
@@ -108,8 +107,6 @@ def test_short_prefixes_are_not_shared(as_it_is):
     assert shared_of([[1, 2, 3, 4, 5], [1, 2, 3, 4, 7]]) is not None
     long = [[1, 2, 3, 4, *[n] * 300] for n in (5, 6)]
     assert shared_of(long) is None
-    units = unit_prefixes(batch_of(long))
-    assert (units.tokens, units.shared) == ([304, 304], [0, 0])
 
 
 def test_prefixes_with_other_images_are_not_shared(as_it_is):
@@ -120,22 +117,6 @@ def test_prefixes_with_other_images_are_not_shared(as_it_is):
     first, second, third = shared.place_N.view(3, 5).tolist()
     assert first[:4] == second[:4]
     assert not set(third) & set(first)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(rows_of_ids.filter(lambda rows: len(rows) <= 3), min_size=1, max_size=6), st.data())
-def test_the_cost_of_units_is_at_least_what_the_trainer_computes(units, data):
-    batch = pack([UnitData([SequenceData(r, role=i) for i, r in enumerate(rows)]) for rows in units])
-    found = unit_prefixes(batch)
-    assert found.tokens == [len(prefixes(rows)) for rows in units]
-    assert sorted(found.order) == list(range(len(units)))
-    start = data.draw(st.integers(0, len(units) - 1))
-    end = data.draw(st.integers(start + 1, len(units)))
-    together = prefixes([r for u in found.order[start:end] for r in units[u]])
-    planned = sum(found.tokens[u] for u in found.order[start:end]) - sum(found.shared[start + 1 : end])
-    assert len(together) <= planned
-    if all(len(rows) == 1 for rows in units):
-        assert len(together) == planned
 
 
 # ------------------------------------------------------------------------------------------------------- attention

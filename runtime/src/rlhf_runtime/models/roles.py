@@ -11,13 +11,13 @@ from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, Wo
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import gives, resolve_head
 from rlhf.ops.loss_value import FILLER, add_sums, over_mask, required_columns
-from rlhf.ops.prefixes import unit_prefixes
 from rlhf.ops.reduce import WEIGHT
 from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Update
 from torch import Tensor
 
 from rlhf_runtime.models.dispatch import Plan, fillers, plan
+from rlhf_runtime.models.unit_prefixes import unit_prefixes
 
 
 class Role:
