@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rlhf_runtime.observe import read_metrics
 from rlhf_testing.image_models import drawn, tiny_image_model
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
-from tests.runs import Workshop, assert_same_run, merged
+from tests.runs import PROMPTS, Workshop, assert_same_run, merged
 
 COLOURS = ("red", "blue", "green", "black")
 SHOWS = """
@@ -43,10 +45,8 @@ VLLM: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Half of the rows have an image, one has two."""
-    folder = tmp_path_factory.mktemp("images")
+def drawn_rows(folder: Path) -> Path:
+    """Half of the rows have an image, one has two. Writes ``rows.jsonl`` and, for pairs, ``pairs.jsonl``."""
     rows = []
     for number, colour in enumerate(COLOURS * 2):
         (folder / f"{colour}.png").write_bytes(drawn(32, 32 + 16 * (number % 2), colour))
@@ -57,7 +57,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = [{**row, "chosen": row["response"], "rejected": "none"} for row in rows]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    return Workshop(folder, tiny_image_model(folder / "model", "qwen3_vl"), data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("images")
+    return Workshop(folder, tiny_image_model(folder / "model", "qwen3_vl"), drawn_rows(folder))
 
 
 def changes(shop: Workshop, algorithm: str, **more: Any) -> dict[str, Any]:
@@ -112,6 +118,37 @@ def test_an_environment_answers_with_an_image(images):
     observed = [turn for sample in samples for turn in sample["turns"][2:] if not turn["sampled"]]
     assert observed
     assert all(len(turn["images"]) == 1 for turn in observed)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("generator", ["transformers", "vllm"])
+def test_a_run_of_text_has_the_log_probs_of_transformers(images, generator, monkeypatch):
+    """Rows without images: vLLM loads the text part of the model, and gets tokens only."""
+    more: dict[str, Any] = {}
+    engines: list[dict[str, Any]] = []
+    if generator == "vllm":
+        pytest.importorskip("vllm")
+        from rlhf_plugin_vllm.engine import engine
+
+        of_engine = engine.arguments
+        monkeypatch.setattr(engine, "arguments", lambda *given: engines.append(of_engine(*given)) or engines[-1])
+        monkeypatch.setattr(engine.ImagePrompts, "prompt", lambda *given: pytest.fail("a prompt with images"))
+        more["generator"] = VLLM["generator"]
+    shop = Workshop(images.folder, tiny_image_model(images.folder / "qwen2_5_vl"), images.rows("text.jsonl", PROMPTS))
+    run = shop.train("grpo", f"text-{generator}", **more)
+    assert all(abs(line["policy/kl_generator"]) < 1e-8 and line["policy/grad_norm"] > 0 for line in run.lines())
+    assert [made["limit_mm_per_prompt"]["image"] for made in engines] == [0] * (generator == "vllm")
+    model = AutoModelForImageTextToText.from_pretrained(shop.model, dtype=torch.float32).eval()
+    samples = list(run.samples_of("step-000001.arrow"))
+    assert len(samples) == 12
+    for sample in samples:  # of the first step, by the weights of the file
+        prompt, answer = sample["turns"]
+        ids_1T = torch.tensor([[*prompt["ids"], *answer["ids"]]])
+        with torch.no_grad():
+            every_TV = model(input_ids=ids_1T).logits[0, len(prompt["ids"]) - 1 : -1].log_softmax(-1)
+        plain_T = every_TV.gather(1, torch.tensor(answer["ids"])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(answer["logprobs"]), plain_T, atol=2e-5, rtol=0)  # other order of sums
 
 
 @pytest.mark.full

@@ -150,14 +150,30 @@ def test_more_images_than_the_engine_was_started_for_are_refused(qwen):
         qwen.sample(qwen.request(RED, RED, RED))
 
 
+def as_published(path):
+    """Published checkpoints of LLaVA have these names of weights; transformers saves a new model under others."""
+    weights = load_file(path / "model.safetensors")
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_slept_engine_samples_from_images_as_before(qwen):
+    """On a CPU sleep gives no memory back, but keys, values and features of images are dropped and computed again."""
+    asked = [qwen.request(*parts, seed=n) for n, parts in enumerate(PROMPTS)]
+    before = qwen.sample(*asked)
+    qwen.generator.sleep()
+    qwen.generator.wake()
+    turns = qwen.sample(*asked)
+    assert [turn.ids for turn in turns] == [turn.ids for turn in before]
+    assert max(qwen.apart(turn, *parts) for turn, parts in zip(turns, PROMPTS, strict=True)) < TOLERANCE
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_vl", "idefics3", "llava"])
 def test_other_families(engines, tmp_path, family):
     made = Setup(tiny_image_model(tmp_path / "model", family), family)
-    if family == "llava":  # published checkpoints have these names; transformers saves a new model under others
-        weights = load_file(made.path / "model.safetensors")
-        named = {name.replace("vision_tower.", "vision_tower.vision_model."): weights[name] for name in weights}
-        save_file(named, made.path / "model.safetensors", metadata={"format": "pt"})
+    if family == "llava":
+        as_published(made.path)
     generator = made.start(engines)
     try:
         made.load(0, lambda name, tensor: tensor * 1.1)
@@ -168,8 +184,11 @@ def test_other_families(engines, tmp_path, family):
 
 
 @pytest.mark.full
-def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path):
-    made = Setup(tiny_image_model(tmp_path / "model"), "qwen2_5_vl")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path, family):
+    made = Setup(tiny_image_model(tmp_path / "model", family), family)
+    if family == "llava":
+        as_published(made.path)
     generator = made.generator = VllmGenerator(engines.small, engines.spec(made.path))
     try:
         made.load(0, lambda name, tensor: tensor * 1.1)

@@ -106,7 +106,7 @@ def launch_sampler(
         config.sync.timeout,
         config.sync.in_flight,
         config.sync.keys,
-        template.images.limit,
+        min(template.images.limit, prepared.engine_images(policy.spec)),
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)

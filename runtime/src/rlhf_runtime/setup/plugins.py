@@ -12,6 +12,7 @@ from rlhf.ops.sample_values import ENV
 from rlhf.plugins import Plugins, Resolved
 from rlhf.types import RoleSpec, RunOptions
 from rlhf_hub.hub import Commits
+from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
 
 from rlhf_runtime.config.components import Selection, build_algorithm, resolved_run, select
@@ -91,6 +92,12 @@ class RunPlugins:
             storage=storage,
             images="policy" in (role, declared.like) and (images or data.images is not None or bool(data.max_images)),
         )
+
+    def engine_images(self, policy: ModelSpec) -> int:
+        """Most images of a request to the generator. 0 if nothing says that there are any: neither the run file nor the
+        rows, and no environment or program that may show some."""
+        shown = self.rollout is not None and (self.rollout.needs_env or self.rollout.needs_messages)
+        return self.config.data.image_limit if (policy.images or shown) and reads_images(policy.path) else 0
 
     def places_on(self, device: str) -> dict[str, Place]:
         """The placement of every role, and of the generator where there is one.

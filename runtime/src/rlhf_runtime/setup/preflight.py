@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
-from rlhf_hub.processors import reads_images
 
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.problems import origin
@@ -42,7 +41,7 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
             policy.trust_remote_code,
             data.max_tokens,
             config.run.seed,
-            max_images=data.image_limit if reads_images(policy.path) else 0,
+            max_images=made.engine_images(policy),
         )
         samplings = [evaluation_sampling(config)] if data.eval else []
         samplings += [training_sampling(config)] if made.online else []
