@@ -129,6 +129,16 @@ class Forgets(Counted):
         pass
 
 
+class ForgetsTheBatch(Counted):
+    """Does not save where the unfinished batch began."""
+
+    def choose(self, n, step):
+        if step != getattr(self, "step", None):
+            self.step, self.began = step, self.drawn
+        self.drawn += n
+        return [(self.began + i) % self.rows for i in range(self.drawn - n, self.drawn)]
+
+
 class NotJson(Counted):
     """Has a set in its state."""
 
@@ -195,6 +205,7 @@ class Large(Counted):
         ),
         (Chance, "reproducible", "chose other rows in a second run with the same seed: .* at step 0. Derive random"),
         (Forgets, "resume", r"resumed after step 1 with staleness 0 it chose other rows: \[.*\] and \[.*\] at step 1"),
+        (ForgetsTheBatch, "resume_inside_a_batch", "for the rest of a batch in the middle of which it resumed"),
         (NotJson, "resume", r"state_dict\(\) must hold JSON values only"),
         (ReadsInSecret, "scores", "chose other rows for other scores: .* Set min_scores = 1"),
         (NeedsScores, "rows", "raised ZeroDivisionError: division by zero"),

@@ -246,6 +246,21 @@ class CurriculumContract(Contract):
                         "uninterrupted run",
                     )
 
+    def test_resume_inside_a_batch(self) -> None:
+        """A continuous stream may save between two calls of ``choose`` for one step. A fresh instance that loads the
+        state chooses the same rows of the rest."""
+        for config in self.grid() if self.cls.repeats else ():  # others are refused there
+            whole = self.play(config, 5).curriculum
+            whole.choose(BATCH // 2, 5)
+            fresh = self.build(config)
+            fresh.load_state_dict(_through_json(whole.state_dict(), self.about(config)))
+            rest, again = ([*map(_position, made.choose(BATCH // 2, 5))] for made in (whole, fresh))
+            expect(
+                rest == again,
+                f"{self.about(config)} chose {again} for the rest of a batch in the middle of which it resumed, and "
+                f"{rest} without the resume. state_dict() must hold what it knows of an unfinished batch",
+            )
+
     def test_scores(self) -> None:
         """A curriculum that declares to read no scores chooses the same rows for any scores, and also without
         results."""

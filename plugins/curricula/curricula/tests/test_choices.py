@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -214,6 +215,22 @@ def test_one_source_and_too_large_a_least_share_are_refused():
 
 
 # --------------------------------------------------------------------------------------------- state
+
+
+def test_a_batch_that_is_chosen_in_parts_is_the_same_after_a_resume_between_them():
+    """A continuous stream saves at any moment, also where a batch has a part of its rows."""
+
+    def begun() -> PassRate:
+        made = pass_rate(4)
+        made.choose(4, 0)
+        made.finished([group(row, *scores) for row, scores in enumerate([(1, 0), (1, 0), (0, 0), (0, 0)])])
+        assert made.choose(2, 1) == [0, 1], "the band"
+        return made
+
+    whole, stopped, fresh = begun(), begun(), pass_rate(4)
+    fresh.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert whole.choose(2, 1) == fresh.choose(2, 1) == [2, 3], "no row of the band twice in a batch"
+    assert fresh.metrics() == whole.metrics() == {"from_band": 0.5, "from_unseen": 0.0, "rows_in_band": 2.0}
 
 
 def test_state_of_other_data_is_refused():

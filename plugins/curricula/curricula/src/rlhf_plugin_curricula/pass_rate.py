@@ -94,6 +94,9 @@ class PassRate(Curriculum):
     def state_dict(self) -> dict[str, Any]:
         return {
             "draws": self._draws,
+            "step": self._step,
+            "first": self._first,
+            "origins": dict(self._origins),
             "last": to_text(self._last),
             "scored": to_text(self._scored),
             "passed": to_text(self._passed),
@@ -101,6 +104,9 @@ class PassRate(Curriculum):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._draws = state["draws"]
+        # A continuous stream may be saved in the middle of a batch. Older checkpoints lack its part.
+        self._step, self._first = state.get("step", -1), state.get("first", 0)
+        self._origins = {**self._origins, **state.get("origins", {})}
         self._last = from_text(state["last"], self._last)
         self._scored = from_text(state["scored"], self._scored)
         self._passed = from_text(state["passed"], self._passed)
