@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlhf.types import Turn
+from rlhf.types.images import joined_images
 
 Message = Mapping[str, Any]
 Reason = Literal["conversation", "rewritten", "tools", "reasoning", "template", "again"]
@@ -136,7 +137,8 @@ def context_of(node: Node | None, context: Turn) -> list[Turn]:
         return [*before, context]
     parts = [*before, context]
     ids = array("i", b"".join(t.ids for t in parts))
-    return [Turn(ids, sampled=False, text="".join(t.text for t in parts))]
+    images = joined_images((len(t.ids), t.images) for t in parts)
+    return [Turn(ids, sampled=False, text="".join(t.text for t in parts), images=images)]
 
 
 def has_reasoning(messages: Sequence[Message]) -> bool:

@@ -10,7 +10,7 @@ from rlhf_testing.image_models import drawn, tiny_image_model
 
 RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue")
 
-SHOWS = """
+SHOWN = """
 def shown(image):
     url = f"data:image/png;base64,{image}"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "colour?"}]
@@ -23,8 +23,14 @@ def say(messages):
 
 red, blue = IMAGES
 said = say([shown(red)])
+"""
+SHOWS = """
 say([*said, shown(blue)])
 say([shown(blue)])
+"""
+GOES_ON_TWICE = """
+say([*said, shown(blue)])
+say([*said, {"role": "user", "content": "and now?"}])
 """
 
 
@@ -37,9 +43,26 @@ def lab(laboratory, tmp_path):
     lab.close()
 
 
-def test_equal_texts_with_other_images_are_other_conversations(lab, program):
+def shows(then: str) -> str:
     images = [base64.b64encode(image).decode() for image in (RED, BLUE)]
-    trajectory = lab.one(program(SHOWS.replace("IMAGES", repr(images))))
+    return (SHOWN + then).replace("IMAGES", repr(images))
+
+
+def test_equal_texts_with_other_images_are_other_conversations(lab, program):
+    trajectory = lab.one(program(shows(SHOWS)))
     assert trajectory.status != "failed", trajectory.error
     assert trajectory.info["rollout/sequences/conversation"] == 1
     assert [[i.data for i in t.images] for t in trajectory.turns if not t.sampled] == [[RED], [BLUE], [BLUE]]
+
+
+def test_a_conversation_that_goes_on_twice_from_one_answer_keeps_its_images(lab, program):
+    """The second time, the answer is context, in one turn with what came before it."""
+    trajectory = lab.one(program(shows(GOES_ON_TWICE)))
+    assert trajectory.status != "failed", trajectory.error
+    first, answer, second, _, again, _ = trajectory.turns
+    assert [t.sampled for t in trajectory.turns] == [False, True] * 3
+    assert again.fresh
+    assert again.ids[: len(first.ids) + len(answer.ids)] == first.ids + answer.ids
+    assert [i.data for i in second.images] == [BLUE]
+    assert again.images == first.images
+    assert first.images[0].data == RED
