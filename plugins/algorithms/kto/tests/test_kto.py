@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rlhf.errors import TrainingError
 from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.reduce import weigh
-from rlhf.types import Row, RunOptions, Snapshot, Update
+from rlhf.types import Image, Row, RunOptions, Snapshot, Update
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
@@ -100,6 +100,25 @@ def test_a_mismatched_answer_is_cut_at_the_longest_sequence_allowed_and_counted(
     assert twin_of(batch) == [[1, 2, 3, 15, 16], [4, 11], [5, 6, 12, 13, 14]]
     assert metrics == {}
     assert max(len(ids) for ids in twin_of(make().assemble(rows)[0])) == 5, "without a limit, whole"
+
+
+def test_images_after_the_first_answer_go_with_the_answer():
+    """With data.loss_on = "assistant" a later message may show an image. 77 is a token of an image of two tokens."""
+
+    def shown(before, after, index):
+        ids = [77, 77, 1, 11, 77, 77, 12 + index]
+        mask = [False, False, False, True, False, False, True]
+        images = (Image(before, 0, 2, [77]), Image(after, 4, 2, [77]))
+        return Example(Row({}, "data", index), [TokenSequence(ids, mask, images=images)], {"label": True})
+
+    rows = [shown(b"a", b"b", 0), shown(b"c", b"d", 1)]
+    batch = make().assemble(rows)[0]
+    assert twin_of(batch) == [[77, 77, 1, 11, 77, 77, 13], [77, 77, 1, 11, 77, 77, 12]]
+    seen = [[(image.data, image.at) for image in images] for images in batch.images_B]
+    assert seen == [[(b"a", 0), (b"b", 4)], [(b"a", 0), (b"d", 4)], [(b"c", 0), (b"d", 4)], [(b"c", 0), (b"b", 4)]]
+    cut = make(max_tokens=5).assemble(rows)[0]
+    assert twin_of(cut) == [[77, 77, 1, 11]] * 2, "no part of an image"
+    assert [len(images) for images in cut.images_B] == [2, 1, 2, 1]
 
 
 def test_an_empty_prompt_gives_no_mask_at_a_first_token():

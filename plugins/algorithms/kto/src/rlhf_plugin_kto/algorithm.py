@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
@@ -94,7 +93,7 @@ class KTO(Algorithm):
             room = None if self.run.max_tokens is None else self.run.max_tokens - len(row.prompt)
             if twin is not None and room is not None and len(twin.answer) > room:
                 cut += 1
-                twin = replace(twin, answer=twin.answer[:room], mask=twin.mask[:room])
+                twin = twin.cut(room)
             units.append(_unit(row, twin, twinned=True))
         return units, {"labels/without_twin": chosen.count(None), "labels/cut_twins": cut}
 
@@ -133,10 +132,10 @@ def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) ->
 
     before, answer = [False] * len(row.prompt), list(row.mask)
     masks = {"loss_mask": before + answer, **({TWIN_MASK: before + [False] * len(answer)} if twinned else {})}
-    sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER, row.images)]
+    sequences = [SequenceData(row.prompt + row.answer, masks, ANSWER, row.images_before(row))]
     if twin is not None:
         mask = before + list(twin.mask)
         mask[0] = False  # nothing predicts a sequence's first token
         masks = {"loss_mask": [False] * len(mask), TWIN_MASK: mask}
-        sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN, row.images))
+        sequences.append(SequenceData(row.prompt + twin.answer, masks, TWIN, row.images_before(twin)))
     return UnitData(sequences, {"label": row.desirable})

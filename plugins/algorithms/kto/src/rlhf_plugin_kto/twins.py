@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.types import Image
 from rlhf.types.examples import Sequence as TokenSequence
@@ -27,13 +27,27 @@ class Labelled:
     """Position that depends on the row only, not on the order in a batch: side of a pair, source, index."""
     images: tuple[Image, ...] = ()
     """Of the prompt."""
+    later_images: tuple[Image, ...] = ()
+    """Of ``answer``, in which other messages may stand between answers. Places count from its first token."""
 
     @classmethod
     def of(cls, sequence: TokenSequence, desirable: bool, place: tuple[int, str, int]) -> Labelled:
         """Of a sequence with at least one trained token."""
         start = sequence.loss_mask.index(True)
         ids, mask = tuple(sequence.ids), tuple(sequence.loss_mask)
-        return cls(ids[:start], ids[start:], mask[start:], desirable, place, sequence.images)
+        before = tuple(image for image in sequence.images if image.at < start)
+        later = tuple(image.moved(-start) for image in sequence.images if image.at >= start)
+        return cls(ids[:start], ids[start:], mask[start:], desirable, place, before, later)
+
+    def cut(self, room: int) -> Labelled:
+        """With at most ``room`` tokens of the answer, and none of an image that is not whole."""
+        end = next((image.at for image in self.later_images if image.at + image.tokens > room), room)
+        later = tuple(image for image in self.later_images if image.at < end)
+        return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=later)
+
+    def images_before(self, other: Labelled) -> tuple[Image, ...]:
+        """The images of this prompt followed by the answer of ``other``."""
+        return (*self.images, *(image.moved(len(self.prompt)) for image in other.later_images))
 
     @property
     def asked(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
