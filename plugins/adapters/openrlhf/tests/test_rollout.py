@@ -10,7 +10,7 @@ import rlhf
 from pydantic import ValidationError
 from rlhf.errors import PluginInvalid, RolloutError
 from rlhf.plugins import Plugins
-from rlhf.types import Row, Sampling, Turn
+from rlhf.types import Image, Row, Sampling, Turn
 from rlhf_testing.rollout import ScriptedContext
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -81,6 +81,13 @@ def test_turns_are_what_was_sampled(file, model: str) -> None:
     assert list(context.calls[1].context) == [i for t in turns[:3] for i in t.ids]
     assert [c.sampling.max_new_tokens for c in context.calls] == [5, 5]
     assert (turns[1].reward, turns[3].reward) == (None, pytest.approx((len(turns[1].text) + len(turns[3].text)) / 10))
+
+
+def test_a_row_with_images_fails_the_sample(file, model: str, monkeypatch) -> None:
+    image = Image(b"png", at=1, tokens=1, short=[6])
+    monkeypatch.setattr(Context, "encode_prompt", lambda self, row: Turn([5, 6], sampled=False, images=(image,)))
+    with pytest.raises(RolloutError, match="row 0 of unit has images"):
+        run(file(EXECUTOR), model)
 
 
 def test_arguments_of_the_executor_come_from_the_run_file(file, model: str) -> None:

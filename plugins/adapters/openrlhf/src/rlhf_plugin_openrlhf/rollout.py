@@ -6,6 +6,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from rlhf.errors import RolloutError
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Turn
 
@@ -39,9 +40,13 @@ class _ExecutorRollout(Rollout):
     gives_rewards = True
 
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        prompt = ctx.encode_prompt(row)
+        if prompt.images:
+            where = f"row {row.index} of {row.source}"
+            raise RolloutError(f"{where} has images, which an executor's execute() does not get; use an environment")
         executor, engine = self.config.built_executor(), Engine(ctx)
         given = {
-            "prompt": ctx.tokenizer.decode(list(ctx.encode_prompt(row).ids), skip_special_tokens=False),
+            "prompt": ctx.tokenizer.decode(list(prompt.ids), skip_special_tokens=False),
             "label": label_of(row, self.config.label),
             "sampling_params": to_params(ctx.sampling),
             "max_length": ctx.max_tokens,
