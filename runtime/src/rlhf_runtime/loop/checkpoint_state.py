@@ -91,14 +91,14 @@ class RunState:
         def keep(kept: Collection[str]) -> None:
             components.update({name: c.state_dict() for name, c in self.components.items() if name in kept})
 
-        chooses = {"curriculum"} & set(self.components)
-        keep(set(self.components) - chooses)
+        asked = {name for name in self.components if name == "curriculum" or name.startswith("reward.")}
+        keep(set(self.components) - asked)
         values: dict[str, Any] = {"step": step, "updates": self.updates, "components": components}
         pending: list[Group] = []
-        if self.stream is not None:  # a continuous stream asks the curriculum for rows at any time
-            values["stream"], pending = self.stream.snapshot(partial(keep, chooses))
+        if self.stream is not None:  # a continuous stream asks for rows and scores samples at any time
+            values["stream"], pending = self.stream.snapshot(partial(keep, asked))
         else:
-            keep(chooses)
+            keep(asked)
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)
