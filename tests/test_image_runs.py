@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rlhf.interfaces import ModelSpec
+from rlhf.types import Image, RoleSpec
+from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.model import load_model
 from rlhf_runtime.observe import read_metrics
 from rlhf_testing.image_models import drawn, tiny_image_model
 from safetensors.torch import load_file
@@ -92,6 +97,31 @@ def test_embedded(images, algorithm):
     assert (run.path / "model" / "processor_config.json").exists()
     if algorithm in ("grpo", "ppo"):
         assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # the trainer read the sampler's images
+
+
+@pytest.mark.full
+def test_a_reward_model_sees_the_images_of_samples(images):
+    """Its outputs are those of the model for each sample with its images, and not those without."""
+    offline = {"sampling": None, "reward": None, "run": {"steps": 1}, "trainer": {"lr": 0.01}}
+    pairs = {"data": {"train": str(images.folder / "pairs.jsonl")}}
+    path = images.train("reward_model", "judge", **changes(images, "reward_model", **merged(offline, pairs))).path
+    run = images.train("grpo", "judged", **changes(images, "grpo", reward=[{"use": f"model:{path / 'model'}"}]))
+    loaded = load_model(ModelSpec(RoleSpec("judge", head="scalar"), str(path / "model")), torch.device("cpu"))
+    shown = 0
+    for sample in run.samples():
+        ids, output = [i for turn in sample["turns"] for i in turn["ids"]], sample["rewards"]["model"]["value"]
+        own = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in sample["turns"][0]["images"])
+        seen, blind = (_score(loaded, torch.tensor(ids), given) for given in (own, ()))
+        assert output == pytest.approx(seen, abs=1e-4)
+        assert not own or abs(output - blind) > 1e-3
+        shown += bool(own)
+    assert shown
+
+
+@torch.no_grad()
+def _score(loaded: LoadedModel, ids_T: torch.Tensor, images: tuple[Image, ...]) -> float:
+    hidden_TH = loaded.hidden(ids_T, torch.arange(len(ids_T)), [len(ids_T)], (images,) if images else ())
+    return float(loaded.logits(hidden_TH[-1:]))
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import torch
 from rlhf.errors import RewardError
 from rlhf.interfaces import ModelSpec, WorkerGroup
 from rlhf.ops.heads import LOGPROBS, VALUES
-from rlhf.types import Head, RoleSpec
+from rlhf.types import Head, Image, RoleSpec
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.workers.deadlines import DeadlineExpired, within
@@ -187,6 +187,36 @@ def test_calls_made_at_once_are_one_pass_with_the_values_of_single_calls() -> No
         expected = [[float(model.logits(one)[p, 0]) for p in at] for one, at in zip(ids, read, strict=True)]
         assert [list(map(float, values)) for values in found] == [pytest.approx(values) for values in expected]
     assert late == pytest.approx(scores[0])
+
+
+def test_calls_made_at_once_keep_their_images() -> None:
+    """Of three calls in one pass, the second has an image, in its second sequence."""
+    model, main, seen = Model("scalar"), MainThread(), []
+    begin = model.role.begin_forward
+
+    def noted(batch, heads, view="live"):
+        seen.append(batch.images_B)
+        return begin(batch, heads, view)
+
+    model.role.begin_forward = noted  # type: ignore[method-assign]
+    image = Image(b"file", 1, 2, [4])
+    after = Head("after", VALUES.fn, over="steps", at="at")
+
+    async def scenario():
+        roles = {"judge": model.role}
+        score, read = together(score_with_role(roles, main), read_role(roles, main))
+        await asyncio.gather(
+            score("judge", IDS[:1]), score("judge", [IDS[1], IDS[2]], [(), (image,)]), score("judge", IDS[:2])
+        )
+        await asyncio.gather(read("judge", after, IDS[:1], [[0]]), read("judge", after, IDS[2:], [[0]], [(image,)]))
+        await score("judge", IDS, [(image,)])
+
+    try:
+        with pytest.raises(RewardError, match="3 sequences and images of 1"):
+            main.run(scenario())
+    finally:
+        main.close()
+    assert seen == [((), (), (image,), (), ()), ((), (image,))]
 
 
 def test_a_call_that_is_not_allowed_fails_alone_and_a_failing_model_all_that_asked_it() -> None:

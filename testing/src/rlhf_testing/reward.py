@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from rlhf.interfaces import Component, Reward, RewardContext, Tokens
+from rlhf.interfaces.reward import Images
 from rlhf.types import Group, Head, RewardResult, RoleSpec
 
 from rlhf_testing import fabricate
@@ -71,13 +72,17 @@ class RewardContract(Contract):
             expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {named}")
             return roles[role]
 
-        async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
+        async def score(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
             tokens = all(not isinstance(sequence, str) and all(type(i) is int for i in sequence) for sequence in ids)
             expect(tokens, f"{self.about(config)} gives role {role!r} {ids!r:.80}, not lists of token ids (Turn.ids)")
             return [_number(declared(role).name, sequence) for sequence in ids]
 
         async def read(
-            role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+            role: str,
+            head: Head,
+            ids: Sequence[Sequence[int]],
+            positions: Sequence[Sequence[int]],
+            images: Images = (),
         ) -> list[list[Any]]:
             return fabricate.read(declared(role), head, ids, positions)
 

@@ -9,25 +9,39 @@ from typing import Any, Literal, Protocol
 
 from rlhf.interfaces.component import Component
 from rlhf.interfaces.tokens import Tokens
-from rlhf.types import Group, Head, RewardResult, RoleSpec
+from rlhf.types import Group, Head, Image, RewardResult, RoleSpec
+
+Images = Sequence[tuple[Image, ...]]
+"""The images of each sequence, or none at all."""
 
 
 class ScoreWithRole(Protocol):
-    """``await score(role, texts or token lists) -> values``: a reward model held by the run."""
+    """``await score(role, token lists, images) -> values``: a reward model held by the run.
 
-    def __call__(self, role: str, ids: Sequence[Sequence[int]], /) -> Awaitable[list[float]]: ...
+    ``images[b]`` are those of ``ids[b]`` in their order; :attr:`rlhf.types.Image.at` counts from its first token. No
+    ``images``: none have any.
+    """
+
+    def __call__(self, role: str, ids: Sequence[Sequence[int]], images: Images = (), /) -> Awaitable[list[float]]: ...
 
 
 class ReadRole(Protocol):
-    """``await read(role, head, ids, positions) -> values``: the outputs of a head on a model held by the run.
+    """``await read(role, head, ids, positions, images) -> values``: the outputs of a head on a model held by the run.
 
     ``positions[b]``, increasing, are the tokens of ``ids[b]`` at which the head is computed (:attr:`rlhf.types.Head.at`
     says whether from the outputs that predict the token or from those after it). ``values[b]`` holds one number, or
     list of numbers, per position. The head's ``over`` is not used; its ``columns`` must be empty.
+    ``images`` are as for :class:`ScoreWithRole`.
     """
 
     def __call__(
-        self, role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], /
+        self,
+        role: str,
+        head: Head,
+        ids: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
+        images: Images = (),
+        /,
     ) -> Awaitable[list[list[Any]]]: ...
 
 

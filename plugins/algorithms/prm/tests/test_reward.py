@@ -10,7 +10,7 @@ import sys
 import pytest
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Tokens
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_plugin_prm.reward import ProcessReward, _probability
 from rlhf_testing.scoring import score_groups
 
@@ -75,6 +75,24 @@ def test_steps_are_scored_at_their_ends_in_sampled_turns(model) -> None:
     assert one.rewards["prm"].steps == ((1, 1, pytest.approx(sigma(0.5))), (1, 4, pytest.approx(sigma(0.8))))
     assert (one.reward, one.score) == (0.0, pytest.approx(sigma(0.5))), "the steps go to their tokens, filters see min"
     assert (two.reward, two.rewards["prm"].value) == (None, None)
+
+
+@pytest.mark.parametrize("without_steps", ["skip", "last_token"])
+def test_the_model_sees_the_images_of_each_context(model, without_steps) -> None:
+    text = "a;" if without_steps == "skip" else "a"
+    turns = [turn("q?", sampled=False), turn(text), turn("xy", sampled=False), turn(text)]
+    turns[0].images, turns[2].images = (Image(b"one", 1, 1, [9]),), (Image(b"two", 0, 2, [9]),)
+    asked, seen = group("b;", turns), []
+
+    async def read(role, head, ids, positions, images=()):
+        seen.extend(zip([bytes(i).decode() for i in ids], images, strict=True))
+        return [[0.0] * len(p) for p in positions]
+
+    options = {"separator": ";", "model": model(), "without_steps": without_steps}
+    score_groups("prm", asked, options=options, read_role=read, tokens=BYTES)
+    at = len(f"q?{text}")
+    images = (Image(b"one", 1, 1, [9]), Image(b"two", at, 2, [9]))
+    assert seen == [("q;?b;", ()), (f"q?{text}xy{text}", images)]
 
 
 def test_several_turns_and_rewritten_contexts(model) -> None:

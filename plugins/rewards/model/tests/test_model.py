@@ -9,7 +9,7 @@ import sys
 import pytest
 from rlhf.errors import ConfigError, ModelError
 from rlhf.plugins import Plugins
-from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_plugin_model import ModelReward
 from rlhf_testing.scoring import score_groups
 
@@ -45,6 +45,22 @@ def test_the_role_gets_the_tokens_of_the_last_context(model) -> None:
     asked = group(6, 7)
     assert score(asked, model=model()) == [("reward_model", [4, 5, 6]), ("reward_model", [4, 5, 7])]
     assert [t.reward for t in asked.trajectories] == [15.0, 16.0]
+
+
+def test_the_role_gets_the_images_of_the_last_context(model) -> None:
+    """At their places in it: the image of an earlier context is not among them."""
+    asked = group(6, 7)
+    first, last = Image(b"first", 0, 1, [2]), Image(b"last", 1, 1, [5])
+    asked.trajectories[0].turns[0].images, asked.trajectories[0].turns[2].images = (first,), (last,)
+    asked.trajectories[0].turns.insert(3, Turn([8, 9, 9], False, images=(Image(b"more", 1, 2, [9]),)))
+    seen = []
+
+    async def score_with_role(role, ids, images=()):
+        seen.append((ids, images))
+        return [1.0] * len(ids)
+
+    score_groups("model", asked, options={"model": model()}, score_with_role=score_with_role)
+    assert seen == [([[4, 5, 8, 9, 9, 6], [4, 5, 7]], [(last, Image(b"more", 3, 2, [9])), ()])]
 
 
 def test_a_model_of_steps_is_refused_before_it_is_loaded(model) -> None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import RewardError
 from rlhf.interfaces import ReadRole, ScoreWithRole
+from rlhf.interfaces.reward import Images
+from rlhf.ops.batch import Batch
 from rlhf.ops.heads import SCORES
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
@@ -28,8 +30,8 @@ POSITIONS = "positions"
 def score_with_role(roles: Mapping[str, Role], main: MainThread) -> ScoreWithRole:
     """A function that returns one score per sequence. Its forward pass runs on the main thread."""
 
-    async def score(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
-        batch = pack([UnitData([SequenceData(sequence)]) for sequence in ids])
+    async def score(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
+        batch = _packed(ids, images)
         with waiting():
             outputs = await main.call(lambda: roles[role].forward(batch, [SCORES]))
         return [float(v) for v in outputs["scores"].tolist()]
@@ -41,12 +43,12 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
     """A function that returns a head's values at given positions. Without positions it skips the forward pass."""
 
     async def read(
-        role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+        role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], images: Images = ()
     ) -> list[list[Any]]:
         _check(head, ids, positions)
         if not any(positions):
             return [[] for _ in ids]
-        batch = pack([UnitData([SequenceData(sequence)]) for sequence in ids])
+        batch = _packed(ids, images)
         mask_N = torch.zeros(batch.tokens, dtype=torch.bool)
         for start, read in zip(batch.starts_B.tolist(), positions, strict=True):
             mask_N[[start + i for i in read]] = True
@@ -66,6 +68,7 @@ class _Call:
 
     ids: Sequence[Sequence[int]]
     positions: Sequence[Sequence[int]]
+    images: Images
     done: asyncio.Future[list[Any]]
 
 
@@ -117,12 +120,14 @@ def together(
             if not calls:
                 return
             ids = [one for call in calls for one in call.ids]
+            images = [one for call in calls for one in call.images or [()] * len(call.ids)]
             passed(len(ids))
             try:
                 if asked.head is None:
-                    found: list[Any] = await score(asked.role, ids)
+                    found: list[Any] = await score(asked.role, ids, images)
                 else:
-                    found = await read(asked.role, asked.head, ids, [p for call in calls for p in call.positions])
+                    positions = [p for call in calls for p in call.positions]
+                    found = await read(asked.role, asked.head, ids, positions, images)
             except Exception as error:
                 for call in calls:
                     if not call.done.done():
@@ -140,8 +145,10 @@ def together(
         task.add_done_callback(tasks.discard)
 
     async def join(
-        role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+        role: str, head: Head | None, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], images: Images
     ) -> list[Any]:
+        if images and len(images) != len(ids):  # else those of other calls would be at the wrong sequences
+            raise RewardError(f"{len(ids)} sequences and images of {len(images)}")
         loop = asyncio.get_running_loop()
         asked = next((a for a in open_ if a.role == role and a.head is head and not a.full.is_set()), None)
         if asked is not None and largest is not None and asked.sequences + len(ids) > largest:
@@ -151,23 +158,29 @@ def together(
             asked = _Asked(role, head)
             open_.append(asked)
             loop.call_soon(begin, asked)
-        call = _Call(ids, positions, loop.create_future())
+        call = _Call(ids, positions, images, loop.create_future())
         asked.calls.append(call)
         if largest is not None and asked.sequences >= largest:
             asked.full.set()
         with waiting():
             return await call.done
 
-    async def score_together(role: str, ids: Sequence[Sequence[int]]) -> list[float]:
-        return await join(role, None, ids, ())
+    async def score_together(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
+        return await join(role, None, ids, (), images)
 
     async def read_together(
-        role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]
+        role: str, head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]], images: Images = ()
     ) -> list[list[Any]]:
         _check(head, ids, positions)
-        return await join(role, head, ids, positions)
+        return await join(role, head, ids, positions, images)
 
     return score_together, read_together
+
+
+def _packed(ids: Sequence[Sequence[int]], images: Images) -> Batch:
+    """A unit for each sequence."""
+    sequences = zip(ids, images or [()] * len(ids), strict=True)
+    return pack([UnitData([SequenceData(one, images=own)]) for one, own in sequences])
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:

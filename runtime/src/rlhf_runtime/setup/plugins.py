@@ -80,9 +80,10 @@ class RunPlugins:
         like = self.section(declared.like) if declared.like is not None else own
         storage = own.storage or like.storage or "fp32"
         dtype = own.dtype if own.dtype != "auto" else like.dtype
+        model, seen = self.model(role), images or data.images is not None or bool(data.max_images)
         return ModelSpec(
             declared,
-            self.model(role),
+            model,
             "bf16" if dtype == "auto" and storage == "bf16" else dtype,
             own.gradient_checkpointing,
             own.trust_remote_code or (own.model is None and like.trust_remote_code),
@@ -90,7 +91,7 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
-            images="policy" in (role, declared.like) and (images or data.images is not None or bool(data.max_images)),
+            images=seen and ("policy" in (role, declared.like) or reads_images(model)),
         )
 
     def engine_images(self, policy: ModelSpec) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rlhf.steps import StepEnds
-from rlhf.types import Trajectory
+from rlhf.types import Image, Trajectory
+from rlhf.types.images import joined_images
 
 
 @dataclass(slots=True)
@@ -17,6 +18,7 @@ class Context:
     """Positions in ``ids`` of the tokens that end a step."""
     places: list[tuple[int, int]] = field(default_factory=list)
     """The same tokens as (turn, token in turn)."""
+    images: tuple[Image, ...] = ()
 
 
 def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
@@ -34,6 +36,7 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
             for token in dict.fromkeys(ends(turn.ids)):
                 context.positions.append(len(context.ids) + token)
                 context.places.append((number, token))
+        context.images += tuple(image.moved(len(context.ids)) for image in turn.images)
         context.ids += turn.ids
     return made
 
@@ -45,5 +48,7 @@ def last_token(trajectory: Trajectory) -> list[Context]:
         return []
     last = sampled[-1]
     start = max((n for n, turn in enumerate(trajectory.turns[: last + 1]) if turn.fresh), default=0)
-    ids = [i for turn in trajectory.turns[start : last + 1] for i in turn.ids]
-    return [Context(ids, [len(ids) - 1], [(last, len(trajectory.turns[last].ids) - 1)])]
+    turns = trajectory.turns[start : last + 1]
+    ids = [i for turn in turns for i in turn.ids]
+    images = joined_images((len(turn.ids), turn.images) for turn in turns)
+    return [Context(ids, [len(ids) - 1], [(last, len(trajectory.turns[last].ids) - 1)], images)]

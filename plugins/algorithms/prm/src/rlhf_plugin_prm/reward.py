@@ -65,8 +65,8 @@ class ProcessReward(Reward):
     the score that the dynamic filter reads. With ``credit = "outcome"`` the aggregate is the answer's value. No step
     counts twice.
 
-    The model is a role of the run and reads the same tokens as the policy: of a trajectory with several turns, all that
-    the policy saw up to each step.
+    The model is a role of the run and reads the same tokens and images as the policy: of a trajectory with several
+    turns, all that the policy saw up to each step.
     """
 
     name = "prm"
@@ -126,8 +126,13 @@ class ProcessReward(Reward):
             raise RewardError(f"this run does not hold the role {self.config.role!r}")
         asked = [self._contexts(t) for t in group.trajectories]
         flat = [context for found in asked for context in found if context.positions]
+        images = [c.images for c in flat]
         logits = await self._context.read_role(
-            self.config.role, self._read, [c.ids for c in flat], [c.positions for c in flat]
+            self.config.role,
+            self._read,
+            [c.ids for c in flat],
+            [c.positions for c in flat],
+            *([images] if any(images) else []),
         )
         values = iter(logits)
         return [

@@ -11,7 +11,8 @@ from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.interfaces.reward import ScoreWithRole
 from rlhf.steps import STEP_SEPARATOR
-from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+from rlhf.types import Group, RewardResult, RoleSpec, Trajectory, Turn
+from rlhf.types.images import joined_images
 from rlhf_hub.published import settings_of
 
 
@@ -29,8 +30,9 @@ class ModelConfig(ComponentConfig):
 class ModelReward(Reward):
     """The model is a role of the run: placed, loaded and put to sleep like the others.
 
-    It reads the tokens of the trajectory (from the last rewritten context on). Nothing is decoded and encoded again, so
-    the model must have been trained with the policy's tokenizer and chat template.
+    It reads the tokens and images of the trajectory (from the last rewritten context on). Nothing is decoded and
+    encoded again, so the model must have been trained with the policy's tokenizer and chat template. A model of text
+    refuses trajectories with images.
     """
 
     name = "model"
@@ -86,18 +88,20 @@ class ModelReward(Reward):
     async def score(self, group: Group) -> list[RewardResult]:
         if self._score is None:
             raise RewardError(f"this run does not hold the role {self.config.role!r}")
-        ids = [_tokens(t) for t in group.trajectories]
+        contexts = [_last_context(t) for t in group.trajectories]
+        ids = [[i for turn in turns for i in turn.ids] for turns in contexts]
         largest = max(max(i) for i in ids)
         if largest >= self._vocabulary:
             raise RewardError(
                 f"token {largest} is outside the vocabulary of {self.config.model!r} "
                 f"({self._vocabulary} tokens); a reward model must share the policy's tokenizer"
             )
-        outputs = await self._score(self.config.role, ids)
+        images = [joined_images((len(turn.ids), turn.images) for turn in turns) for turns in contexts]
+        outputs = await self._score(self.config.role, ids, *([images] if any(images) else []))
         return [RewardResult((float(v) - self._mean) / self._std, info={"output": float(v)}) for v in outputs]
 
 
-def _tokens(trajectory: Trajectory) -> list[int]:
-    """All tokens of the last context: prompt, observations and answers."""
+def _last_context(trajectory: Trajectory) -> list[Turn]:
+    """The turns of the last context: prompt, observations and answers."""
     start = max((i for i, t in enumerate(trajectory.turns) if t.fresh), default=0)
-    return [i for t in trajectory.turns[start:] for i in t.ids]
+    return trajectory.turns[start:]
