@@ -45,12 +45,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_rank_checkpoint(folder: Path) -> None:
-    """Train two steps on one rank, and save the checkpoint from which the two ranks continue."""
-    from fsdp_cases import trainer
+    """Train two steps on one rank, and save the checkpoints from which the two ranks continue."""
+    from fsdp_cases import STORED, trainer
     from rlhf_testing.rank_batches import batch, spec
     from rlhf_testing.suite_losses import TokenLoss
 
-    one = trainer(spec(folder), ema_decay=0.9)
-    for number in range(2):
-        one.update([batch(number)], TokenLoss(), {}, {})
-    one.save(folder / "from_one")
+    for name, options in (("from_one", {}), ("from_one_stored", STORED)):
+        one = trainer(spec(folder, **options), ema_decay=0.9)
+        for number in range(2):
+            one.update([batch(number)], TokenLoss(), {}, {})
+        one.save(folder / name)

@@ -8,6 +8,7 @@ from rlhf.interfaces import ModelSpec
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 
 DORA: dict[str, Any] = {"rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ("lm_head",)}
+STORED: dict[str, Any] = {"dtype": "bf16", "storage": "bf16"}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"reshard_after_forward": False},
@@ -18,15 +19,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dora": {"lora": DORA, "gradient_checkpointing": True},
     "bf16": {"dtype": "bf16"},
     "bf16-checkpointing": {"dtype": "bf16", "gradient_checkpointing": True, "head_fp32": False},
+    "stored": STORED,
+    "stored-checkpointing": {**STORED, "gradient_checkpointing": True},
+    "stored-lora": {**STORED, "lora": {"rank": 4}},
+    "stored-muon": {**STORED, "optimizer": "muon"},
 }
-"""Options added to those of the case ``equal``; ``dtype`` and ``gradient_checkpointing`` are the role's."""
+"""Options added to those of the case ``equal``; those in :data:`OF_ROLE` are the role's."""
 IMAGES: dict[str, dict[str, Any]] = {
     "whole": {},
     "frozen": {"freeze_vision": True, "ema_decay": 0.9},
     "lora": {"lora": {"rank": 4}},
 }
 """Options of the cases with an image-text model."""
-OF_ROLE = ("gradient_checkpointing", "dtype")
+OF_ROLE = ("gradient_checkpointing", "dtype", "storage")
 
 
 def trainer(of: ModelSpec, **options: Any) -> FsdpTrainer:

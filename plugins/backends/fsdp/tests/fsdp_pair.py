@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsdp_cases import DORA, IMAGES, OF_ROLE, VARIANTS, trainer
+from fsdp_cases import DORA, IMAGES, OF_ROLE, STORED, VARIANTS, trainer
 from rlhf.errors import WorkerError
 from rlhf_testing.image_batches import image_batch, image_shares
 from rlhf_testing.rank_batches import STEPS, batch, shares, spec
@@ -26,6 +26,7 @@ from rlhf_testing.token_parts import CASES as CASES_ON_PARTS
 from rlhf_testing.token_parts import kept_bytes, run_case
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 RANK, RANKS, PORT, FOLDER = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
 CASES: dict[str, Callable[[], Any]] = {}
@@ -67,6 +68,20 @@ def held(of: Any, view: str = "live") -> dict[str, Tensor]:
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+class GatheredBytes(TorchDispatchMode):
+    """Bytes of the buffers into which this rank gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), str(func)
+        if "allgather_base" in name or "all_gather" in name:
+            self.bytes += (args[0] if "allgather_base" in name else result).nbytes
+        return result
 
 
 @case("equal")
@@ -239,6 +254,39 @@ def resume() -> Any:
     numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
     bits = bits and same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
     return {"bits": bits, "steps": numbers, "files": sorted(p.name for p in (FOLDER / "saved").iterdir())}
+
+
+@case("resume-stored")
+def resume_stored() -> Any:
+    """With weights that are stored in bf16: the masters are saved, and loaded from one rank's files."""
+    one, other = (trainer(here(**STORED), ema_decay=0.9) for _ in range(2))
+    steps(one, range(2))
+    one.save(FOLDER / "saved-stored")
+    save_file(own_masters(one), FOLDER / f"masters-{RANK}.safetensors")
+    other.load(FOLDER / "saved-stored")
+    numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
+    pairs = [(own_masters(one), own_masters(other)), *((held(one, v), held(other, v)) for v in one.views)]
+    other.load(FOLDER / "from_one_stored")
+    save_file(own_masters(other), FOLDER / f"masters-from-one-{RANK}.safetensors")
+    return {"steps": numbers, "bits": all(same(a, b) for a, b in pairs)}
+
+
+def own_masters(of: Any) -> dict[str, Tensor]:
+    return {f"{p.name}:{p.start}": flat.data.clone() for flat in of.partition.flats for p in flat.pieces}
+
+
+@case("bytes")
+def gathered_bytes() -> Any:
+    """{number format: [bytes that an update's passes gather, bytes that a sync gathers, bytes that it sends]}."""
+    found = {}
+    for stored in ("fp32", "bf16"):
+        one = trainer(here(dtype="bf16", storage=stored))
+        with GatheredBytes() as passes:
+            one.accumulate(mine(0), TokenLoss(), {}, {})
+        with GatheredBytes() as sync:
+            sent = sum(t.nbytes for _, t in one.weights(every_rank=True))
+        found[stored] = [passes.bytes, sync.bytes, sent]
+    return found
 
 
 for kind in CASES_ON_PARTS:

@@ -11,6 +11,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
     }),
+    "7B": ("llama", {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "vocab_size": 32000, "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    }),
     "70B": ("llama", {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
@@ -32,7 +36,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "671B": ("deepseek_v3", {}),
     "gpt2": ("gpt2", {}),
 }  # fmt: skip
-"""{name: (model_type, fields of its config)}: Llama 3 8B and 70B, Qwen3 0.6B and 30B-A3B, Mixtral 8x7B, DeepSeek V3."""
+"""{name: (model_type, fields of its config)}: Llama 3 8B and 70B, Llama 2 7B, Qwen3 0.6B and 30B-A3B, Mixtral 8x7B,
+DeepSeek V3."""
 
 
 @pytest.fixture(scope="session")

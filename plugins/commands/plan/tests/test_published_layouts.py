@@ -55,6 +55,14 @@ def published_storage(offload: bool = False) -> Memory:
     return memory
 
 
+def storage_of_2023(name: str, place: Place, size: ModelSize, work: TrainerWork) -> TrainerMemory:
+    """ZeRO-2 with Adam offload: the weights are whole on every rank."""
+    trained, tokens = name in ("policy", "critic"), work.micro_tokens or 0
+    stored = replace(zero3(place.ranks, offload=trained), weight_ranks=1)
+    a = Arithmetic(tokens, work.longest, device="cuda", bf16=True, checkpointing=trained)
+    return trainer_memory(stored, a, size, work, trained=trained)
+
+
 def our_storage(stored: str = "fp32", **options: object) -> Memory:
     """As the trainer ``deepspeed`` states it for ZeRO-3; ``options`` are those of trained roles."""
     trainer = Plugins.discover().resolve("trainer", "deepspeed").cls
@@ -63,7 +71,7 @@ def our_storage(stored: str = "fp32", **options: object) -> Memory:
         trained = name in ("policy", "critic")
         role = RoleSpec(name, "scalar" if size.outputs == 1 else "lm", trained)
         spec = ModelSpec(role, "", dtype="bf16", gradient_checkpointing=True, world_size=place.ranks, storage=stored)
-        config = trainer.Config(stage=3, **(options if trained else {}))
+        config = trainer.Config(**{"stage": 3, **(options if trained else {})})
         return trainer.memory(config, spec, size, work, "cuda")
 
     return memory
@@ -84,11 +92,11 @@ def roles(places: Mapping[str, Place], path: str, tokens: int, memory: Memory) -
     return tuple(found)
 
 
-def engines(place: Place, path: str, share: float) -> EngineLayout:
+def engines(place: Place, path: str, share: float, device: str = "80GiB") -> EngineLayout:
     """vLLM in bf16, as the generator ``vllm`` states it."""
     generator = Plugins.discover().resolve("generator", "vllm").cls
     config, size = generator.Config(tensor_parallel=place.devices, memory_share=share), read_size(path)
-    held = generator.memory(config, "bf16", size, SamplingWork(256, 256, 2048, 1024), "cuda", 80 * GIB)
+    held = generator.memory(config, "bf16", size, SamplingWork(256, 256, 2048, 1024), "cuda", parse(device, "memory"))
     return EngineLayout(place, size, held, 2048, place.devices)
 
 
@@ -107,14 +115,14 @@ def seventy_on(devices: int, published, memory: Memory) -> Layout:
     return Layout(roles(places, path, 2048, memory), engines(Place(each // 4, 4), path, 0.9), machine)
 
 
-def eight_on(devices: int, published, memory: Memory) -> Layout:
+def eight_on(devices: int, published, memory: Memory, model: str = "8B", device: str = "80GiB") -> Layout:
     """The hybrid engine of train_ppo_llama_ray_hybrid_engine.sh: ``--colocate_all_models`` with 8 GPUs for each of the
     four roles, engines of ``--vllm_tensor_parallel_size 2``, ``--vllm_gpu_memory_utilization 0.5``, ZeRO-3, both sleep
     flags, ``--gradient_checkpointing``, packed micro-batches of 8 x 2048 tokens."""
-    path, on = published("8B"), Place(devices, share="policy")
+    path, on = published(model), Place(devices, share="policy")
     places = {"policy": Place(devices), "critic": on, "reference": on, "reward": on}
-    engine = engines(Place(devices // 2, 2, share="policy"), path, 0.5)
-    machine = Machine("cuda", parse("80GiB", "memory"), None, 8, True)
+    engine = engines(Place(devices // 2, 2, share="policy"), path, 0.5, device)
+    machine = Machine("cuda", parse(device, "memory"), None, 8, True)
     return Layout(roles(places, path, 8 * 2048, memory), engine, machine)
 
 
@@ -176,6 +184,30 @@ def test_8b_does_not_fit_without_sleep(published):
     awake = replace(layout.engines, memory=replace(layout.engines.memory, sleeps=False))
     plan = make_plan(replace(layout, engines=awake))
     assert "train" in {s.phase for s in plan.shortages}
+
+
+def test_7b_of_2023_fits_on_8_devices(published):
+    """The layout in OpenRLHF's README and train_ppo_llama_ray.sh of October 2023, of A100 with 80 GiB: 4 for the actor,
+    2 for the critic, 1 each for the reward model and the reference; ``--zero_stage 2 --adam_offload
+    --gradient_checkpointing``, micro-batches of 8 x 2048 tokens. There were no engines yet: the actor sampled."""
+    places = {"policy": Place(4), "critic": Place(2), "reference": Place(1), "reward": Place(1)}
+    machine = Machine("cuda", parse("80GiB", "memory"), parse("1TiB", "host"), 8, True)
+    for memory in (storage_of_2023, our_storage("bf16", stage=2, offload_optimizer="cpu")):
+        layout = Layout(roles(places, published("7B"), 8 * 2048, memory), None, machine)
+        plan = make_plan(layout)
+        assert layout.devices == 8
+        assert plan.fits, [s.message for s in plan.shortages]
+        assert plan.groups[0].moments["train"].rows["policy"]["weights"] == pytest.approx(6_738_415_616 * 2, abs=1)
+
+
+def test_7b_on_8_devices_of_40_gib_needs_the_offload(published):
+    """In the hybrid engine's layout of 8B, which is published for devices of 80 GiB only."""
+    plan = make_plan(eight_on(8, published, our_storage("bf16"), "7B", "40GiB"))
+    assert {s.phase for s in plan.shortages} == {"train"}
+    assert round(plan.groups[0].peak.total / GIB, 1) == 52.8
+    plan = make_plan(eight_on(8, published, our_storage("bf16", offload_optimizer="cpu"), "7B", "40GiB"))
+    assert plan.fits, [s.message for s in plan.shortages]
+    assert round(plan.groups[0].peak.total / GIB, 1) == 36.9
 
 
 def test_8b_fits_on_8_devices_with_fp32_weights(published):

@@ -38,6 +38,10 @@ class NamedTensors(ABC):
     def shape(self, name: str, held: Tensor) -> torch.Size:
         """Shape of the whole tensor."""
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format in which the tensor is sent and exported."""
+        return self.objects[name].dtype
+
     @abstractmethod
     def whole(self, name: str) -> Tensor:
         """The whole tensor, detached. The ranks that hold parts of it all call this method."""
@@ -49,7 +53,7 @@ class NamedTensors(ABC):
     def published(self, fp32: bool = False) -> dict[str, int]:
         """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints;
         ``fp32``: of masters."""
-        size = 4 if fp32 else next(iter(self.parameters.values())).element_size()  # that of a buffer may differ
+        size = 4 if fp32 else self.dtype(next(iter(self.parameters))).itemsize  # that of a buffer may differ
         return {name: shape.numel() * size for name, shape in self._published.shapes.items()}
 
     def stream(self, first: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:

@@ -70,8 +70,8 @@ class ShardedWeights(PackedTrainer):
             copy_processor(self.spec, path)
             limit = self.config.export_shard_bytes
             export.write_weights(path, self._exported(view), self.tensors.published(self._exports_masters), limit)
-            if self._exports_masters:
-                set_exported_dtype(path, torch.float32)
+            if self.spec.storage == "bf16":  # of divided masters transformers would name fp32
+                set_exported_dtype(path, torch.float32 if self._exports_masters else torch.bfloat16)
         else:
             for _ in self._exported(view):
                 pass

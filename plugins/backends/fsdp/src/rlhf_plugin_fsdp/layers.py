@@ -3,18 +3,24 @@
 The group of everything else (embedding, last norm, head) is the root. It is whole from the start of a forward pass to
 the end of its backward pass. So the head can compute its logits in chunks, and again in the backward pass, without a
 further gathering, and ranks may have different numbers of chunks.
+
+Trained weights that are stored in bf16 are divided in fp32, as masters: the optimizer steps them, and a rank rounds its
+rows to bf16 before they are gathered. So no rank holds both. Their gradients are bf16 and are added in fp32, over ranks
+and micro-batches.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+import torch
 import torch.distributed as dist
 from rlhf.errors import CapabilityError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -59,8 +65,11 @@ def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     try:
         for layer in layers:
-            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+            policy = _with_masters(layer.named_parameters(), type(layer).__name__)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        rest = ((name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor))
+        policy = _with_masters(rest, "the part outside of the layers")
+        fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     except ValueError as cause:
         raise CapabilityError(f"trainer 'fsdp' cannot divide {type(module).__name__}: {cause}") from cause
     for part in root.modules():
@@ -69,3 +78,25 @@ def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool)
             part.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
             # else ranks that use different parameters would reduce different elements
             part.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def _with_masters(parameters: Iterable[tuple[str, nn.Parameter]], where: str) -> MixedPrecisionPolicy:
+    """Replace a group's trained parameters that are stored in bf16 by their masters. Returns how FSDP rounds the group.
+    Frozen parameters are gathered as they are stored.
+
+    Raises CapabilityError where the model keeps some of the group's trained parameters in fp32: FSDP rounds all of them
+    or none.
+    """
+    trained = {name: p for name, p in parameters if p.requires_grad}
+    stored = {name: p for name, p in trained.items() if p.dtype == torch.bfloat16}
+    if not stored:
+        return MixedPrecisionPolicy()
+    if wide := sorted(trained.keys() - stored.keys()):
+        raise CapabilityError(
+            f"storage = 'bf16' with trainer 'fsdp': {where} has {wide[0]!r} in fp32 beside {min(stored)!r} in bf16, "
+            "and FSDP gathers trained weights that belong together in one number format. Set storage = 'fp32' for "
+            "this role, or use trainer 'torch'."
+        )
+    for p in stored.values():
+        p.data = p.data.float()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -6,15 +6,17 @@ of the flattened parameter too. The optimizer steps plain tensors that share mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from rlhf_modeling.sharded.partition import Flat, Partition, Piece
+from rlhf_modeling.sharded.split import Split
 from rlhf_modeling.sharded.tensors import NamedTensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 
 class LocalParts(Partition):
@@ -63,18 +65,28 @@ class LocalParts(Partition):
 
 
 class DividedTensors(NamedTensors):
+    """``rounded``: names of the parameters that are masters of weights in bf16."""
+
+    def __init__(self, module: PreTrainedModel, split: Split, rounded: Collection[str] = ()) -> None:
+        self.rounded = frozenset(rounded)
+        super().__init__(module, split)
+
     def shape(self, name: str, held: Tensor) -> torch.Size:
         return torch.Size(held.shape)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16 if name in self.rounded else super().dtype(name)
+
     @torch.no_grad()
     def whole(self, name: str) -> Tensor:
-        return gathered(self.objects[name])
+        return gathered(self.objects[name], self.dtype(name))
 
 
 @torch.no_grad()
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor. Every rank must call this function."""
-    values = tensor.detach()
+def gathered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole tensor. Each rank rounds its part to ``dtype`` before it sends it. Every rank must call this
+    function."""
+    values = tensor.detach().to(dtype)
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from rlhf.interfaces import Component, Loss, ModelSpec, Sums
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
@@ -24,6 +25,7 @@ from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.split import Replicas, Split
 from rlhf_modeling.sharded.trainer import ShardedTrainer
+from rlhf_modeling.stored import DTYPES
 from torch import Tensor
 
 from rlhf_plugin_fsdp import memory
@@ -34,14 +36,15 @@ from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered
 
 
 class FsdpTrainer(ShardedTrainer):
-    """fp32 weights, gradients and optimizer state, all divided over the ranks, with AdamW or Muon; bf16 is autocast.
-    The numbers are those of the trainer ``torch``, on any number of ranks. Frozen roles are divided too."""
+    """fp32 weights, gradients and optimizer state, all divided over the ranks, with AdamW or Muon; bf16 is autocast. Of
+    trained weights that are stored in bf16 the ranks hold the fp32 masters, and gather bf16. The numbers are those of
+    the trainer ``torch``, on any number of ranks. Frozen roles are divided too."""
 
     name = "fsdp"
     source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
     Config = FsdpTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "resume:exact", "images"}
+        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}
@@ -80,13 +83,14 @@ class FsdpTrainer(ShardedTrainer):
             self.prepare(loaded, spec, device)
             outside = [p for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()]
             outer = {name for name, p in self.parameters.items() if any(p is o for o in outside)}
+            stored = {name for name, p in self.parameters.items() if trained and p.dtype == torch.bfloat16}
             divide(self.packed, self.module, device.type, self.config.reshard_after_forward)
             divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
         self._compute_together(divided=True)
         divided = dict(self.module.named_parameters())
         self.parameters = {name: divided[name] for name in self.parameters}
         self.split = Split(Replicas(spec.rank, spec.world_size))
-        self.tensors = DividedTensors(self.module, self.split)
+        self.tensors = DividedTensors(self.module, self.split, stored)
         self.partition = LocalParts(self.parameters, self.packed, spec.rank, spec.world_size)
         if not trained:
             return
@@ -147,9 +151,9 @@ class FsdpTrainer(ShardedTrainer):
 
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         with self._guard("lend_head"), self._view(view):
-            head = self.loaded.output_head
-            bias_V = None if head.bias_V is None else gathered(head.bias_V)
-            head = replace(head, weight_VH=gathered(head.weight_VH), bias_V=bias_V)
+            head, dtype = self.loaded.output_head, DTYPES[self.spec.storage]
+            bias_V = None if head.bias_V is None else gathered(head.bias_V, dtype)
+            head = replace(head, weight_VH=gathered(head.weight_VH, dtype), bias_V=bias_V)
         if self.spec.rank == 0:
             yield head
 
