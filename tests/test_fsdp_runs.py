@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from rlhf_testing.tiny import tiny_model
+from safetensors.torch import load_file
 
 from tests.forks import Forks
 from tests.runs import Workshop, merged
@@ -48,6 +50,27 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
     assert all(line["sync/canary"] < 1e-5 for line in lines)
     assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
     assert (resumed.path / "model" / "config.json").exists()
+
+
+def test_two_ranks_send_weights_in_bf16_to_vllm(tiny: Workshop, tmp_path: Path, forks: Forks):
+    """Their bytes arrive whole, the engine computes with them what the trainer does, and the export holds them."""
+    place = Workshop(tmp_path, tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32), tiny.data)
+    config = place.config(
+        "grpo",
+        "run",
+        run={"steps": 2},
+        policy={"dtype": "auto", "storage": "bf16"},
+        launcher={"cpus": 2},
+        trainer={"lr": 1e-2},
+        generator={"kv_cache_gib": 0.25},
+        placement={"policy": {"ranks": 2}, "generator": {"share": "policy"}},
+    )
+    run = Training(forks, place, config, "--backend", "fsdp").finish()
+    assert run.code == 0, run.said
+    lines = run.lines()
+    assert [line["sync/version"] for line in lines] == [1, 2]
+    assert all(line["sync/canary"] < 0.05 for line in lines)
+    assert {t.dtype for t in load_file(run.path / "model" / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_a_run_is_not_resumed_with_another_trainer(shop: Workshop):

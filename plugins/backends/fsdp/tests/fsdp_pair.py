@@ -79,8 +79,10 @@ class GatheredBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), str(func)
-        if "allgather_base" in name or "all_gather" in name:
-            self.bytes += (args[0] if "allgather_base" in name else result).nbytes
+        if "_allgather_base_" in name:  # of FSDP
+            self.bytes += args[0].nbytes
+        elif "all_gather_into_tensor" in name:  # of DTensor.full_tensor
+            self.bytes += result.nbytes
         return result
 
 
