@@ -12,6 +12,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf_runtime.observe import RunDirectory, read_metrics
 from rlhf_runtime.observe import run_directory as module
 from rlhf_runtime.observe.folder_lock import FolderLock
+from rlhf_runtime.observe.run_folder import check_folder
 from safetensors import safe_open
 
 PLUGINS = [{"kind": "reward", "name": "math", "distribution": "rlhf-plugin-math", "version": "0.1.0"}]
@@ -113,7 +114,7 @@ def test_a_check_says_what_a_start_says_and_changes_nothing(tmp_path, resume):
     places = [tmp_path / name for name in ("file", "file/below", "empty", "new/deep", "holds a run", "taken", "locked")]
     before = sorted(tmp_path.rglob("*"))
     try:
-        checked = [answered(RunDirectory.check, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
+        checked = [answered(check_folder, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
         assert sorted(tmp_path.rglob("*")) == before
         started = [answered(RunDirectory.create, place, resume) for place in [*places, "/proc/self", "/proc/self/run"]]
     finally:
@@ -122,7 +123,7 @@ def test_a_check_says_what_a_start_says_and_changes_nothing(tmp_path, resume):
         held.close()
     assert checked == started
     assert [not text for text in checked].count(True) == (1 if resume else 2)
-    assert RunDirectory.check(tmp_path / "holds a run", resume=True) is None
+    assert check_folder(tmp_path / "holds a run", resume=True) is None
 
 
 def test_foreign_files_in_the_folder_are_left_alone(tmp_path):
@@ -252,7 +253,7 @@ def test_a_run_without_a_finished_step_is_replaced(tmp_path):
         (tmp_path / name / "a").touch()
     (tmp_path / "notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    RunDirectory.check(tmp_path)
+    check_folder(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before, "a check deletes nothing"
     RunDirectory.create(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", "precomputed"]
@@ -266,7 +267,7 @@ def test_a_saved_run_is_not_replaced_without_overwrite(tmp_path, saved):
     with pytest.raises(ConfigError, match=r"already holds a run.*delete it with --overwrite"):
         RunDirectory.create(tmp_path)
     assert (tmp_path / saved).exists()
-    RunDirectory.check(tmp_path, overwrite=True)
+    check_folder(tmp_path, overwrite=True)
     RunDirectory.create(tmp_path, overwrite=True).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt"]
 
@@ -319,7 +320,7 @@ def test_a_check_leaves_the_lock_of_an_earlier_run_as_it_is(tmp_path):
     lock = tmp_path / ".lock"
     lock.write_text("process 1 on another-machine\n")
     os.utime(lock, (1e9, 1e9))  # `rlhf runs` shows when a killed run was last at work
-    RunDirectory.check(tmp_path, overwrite=True)
+    check_folder(tmp_path, overwrite=True)
     assert (lock.read_text(), lock.stat().st_mtime) == ("process 1 on another-machine\n", 1e9)
 
 

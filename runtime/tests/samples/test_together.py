@@ -6,7 +6,7 @@ import pytest
 from rlhf.errors import RolloutError
 from rlhf.plugins import Plugins
 from rlhf.types import Row, Sampling, Turn
-from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.config.sample_sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings

@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, EnvError
 from rlhf.interfaces import Env
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
-from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.config.sample_sections import EnvSection
 from rlhf_runtime.data.layouts import Layout
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes

@@ -17,7 +17,7 @@ import pytest
 from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, Row
-from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.config.sample_sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.workers.worker import Worker

@@ -10,16 +10,12 @@ computed both ways, with every window and chunk of the model set shorter than th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf.seeds import derive_seed
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import use_attention, use_packed_attention
 from rlhf_modeling.images.architecture import NOT_HERE
@@ -28,23 +24,8 @@ from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.logit_scale import find_logit_scale
 from rlhf_modeling.noise import noise_settings
 from rlhf_modeling.pretrained import quiet
+from rlhf_modeling.probe_rows import MOST_OFF, probe_rows, share_off, short_lengths, wrong
 from rlhf_modeling.stored import in_bf16, in_fp32
-
-TOLERANCE = 1e-3
-"""A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
-gives 1e-6 to 1e-5; a leak from another sequence gives 1e-2 and more."""
-MOST_OFF = 1 / 8
-"""A larger share of wrong tokens is an error. Rounding may send a single token to another expert."""
-SHORT = 4
-"""Windows, chunks and thresholds of attention while the model is probed; the sequences are longer."""
-LENGTHS_OF_CONFIGS = (
-    "sliding_window", "attention_chunk_size", "attention_window_size", "local_attn_window", "index_topk",
-    "index_topk_blocks", "floor_scale", "log_scaling_n_floor",
-)  # fmt: skip
-"""Names of windows, chunks and thresholds in configs and modules."""
-FRONT = 6
-"""Length of the prefix that some of the probe's sequences share."""
-LENGTHS = (9, 14, 3, 14, 12)
 
 
 def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
@@ -114,37 +95,9 @@ def _who(loaded: LoadedModel, spec: ModelSpec) -> str:
     return f"{type(loaded.module).__name__} ({spec.path!r}, role {spec.role.name!r})"
 
 
-def probe_rows(loaded: LoadedModel) -> list[Tensor]:
-    """Sequences of the probe: int64, on the model's device, without ids that the config uses as special tokens."""
-    config = loaded.module.config
-    known = {**config.to_dict(), **config.get_text_config().to_dict()}
-    special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
-    plain = [i for i in range(min(loaded.vocabulary, 1000)) if i not in special] or [0]
-    generator = torch.Generator().manual_seed(derive_seed(0, "probe"))
-    device = next(loaded.module.parameters()).device
-
-    def draw(count: int) -> Tensor:
-        return torch.tensor(plain)[torch.randint(len(plain), (count,), generator=generator)]
-
-    front = draw(FRONT)
-    shared = (1, 3, 4)
-    rows = [torch.cat([front, draw(n - FRONT)]) if i in shared else draw(n) for i, n in enumerate(LENGTHS)]
-    return [ids[: loaded.positions].to(device) for ids in rows]
-
-
 def _alone(loaded: LoadedModel, ids_T: Tensor) -> Tensor:
     """fp32 [T, H]."""
     return loaded.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device), [len(ids_T)]).float()
-
-
-def wrong(got_NH: Tensor, want_NH: Tensor) -> bool:
-    """Whether more tokens than rounding explains have other hidden states."""
-    return _share_off(got_NH, want_NH) > MOST_OFF
-
-
-def _share_off(got_NH: Tensor, want_NH: Tensor) -> float:
-    close_N = (got_NH.float() - want_NH).norm(dim=-1) <= TOLERANCE * want_NH.norm(dim=-1)  # False of NaN
-    return 1.0 - float(close_N.float().mean())
 
 
 # ------------------------------------------------------------------------------------------------ layouts
@@ -187,7 +140,7 @@ def _choose_attention(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) 
     if use_attention(loaded.module, "sdpa") and not wrong(loaded.hidden(ids_N, ids_N, lens), want_NH):
         return
     use_attention(loaded.module, "eager")
-    share = _share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)
+    share = share_off(loaded.hidden(ids_N, ids_N, lens), want_NH)
     if share > MOST_OFF:
         raise ModelError(
             f"{type(loaded.module).__name__} gives other hidden states for sequences of equal length in one call than "
@@ -210,7 +163,7 @@ def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> N
     """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
     try:
         found = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
-        share = max(_share_off(got_TH, want_TH) for got_TH in found)
+        share = max(share_off(got_TH, want_TH) for got_TH in found)
         why = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
     except Exception as cause:  # any exception: the model's code is not ours
         why = _said(cause)
@@ -223,7 +176,7 @@ def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor
     """What is wrong with ``compute`` under packed attention; empty where it is correct."""
     try:
         use_packed_attention(loaded.module)
-        share = _share_off(compute(), want_NH)
+        share = share_off(compute(), want_NH)
     except Exception as cause:  # any exception: some classes of transformers take other arguments or shapes
         return _said(cause)
     return f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
@@ -232,27 +185,6 @@ def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor
 def _said(cause: Exception) -> str:
     said = str(cause).split("\n")[0]
     return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
-
-
-@contextmanager
-def short_lengths(module: PreTrainedModel) -> Iterator[None]:
-    """Every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens inside."""
-    holders: dict[int, Any] = {id(part): part for part in module.modules()}
-    for part in [part for part in holders.values() if isinstance(part, PreTrainedModel)]:
-        for config in (part.config, part.config.get_text_config()):
-            holders[id(config)] = config
-    changed = []
-    for holder in holders.values():
-        for name in LENGTHS_OF_CONFIGS:
-            value = vars(holder).get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > SHORT:
-                changed.append((holder, name, value))
-                setattr(holder, name, SHORT)
-    try:
-        yield
-    finally:
-        for holder, name, value in changed:
-            setattr(holder, name, value)
 
 
 # ------------------------------------------------------------------------------------------------- noise

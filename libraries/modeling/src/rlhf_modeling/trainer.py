@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from typing import ClassVar
 
 import torch
-from rlhf.errors import CapabilityError, ModelError, TrainingError
+from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import LendsHead, Loss, ModelSpec, Sums, Trainer, TrainerFacts
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
-from rlhf.ops.heads import OutputHead, gives, resolve_head
+from rlhf.ops.heads import OutputHead
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
 from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
-from rlhf_modeling.adapters import train_adapters_only, without_adapters
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.ema import SecondValues
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
-from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import (
     arithmetic,
@@ -43,20 +39,19 @@ from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
+from rlhf_modeling.role_heads import comparable_head, head_of_role
 from rlhf_modeling.skeleton import check_files
+from rlhf_modeling.trained_parameters import choose_parameters
+from rlhf_modeling.weight_views import WeightViews
 
 
-class PackedTrainer(LendsHead, Trainer):
+class PackedTrainer(WeightViews, LendsHead, Trainer):
     """Padding-free forward and backward of one role's model; bf16 arithmetic is autocast on top of the weights."""
 
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
     layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
     config: TrainingConfig
-    average: SecondValues | None = None
-    """The moving average of the weights, where ``ema_decay`` is set."""
-    first: SecondValues | None = None
-    """The first weights, where the view ``base`` needs them."""
 
     @classmethod
     def precision_on_processor(cls) -> Precision:
@@ -94,8 +89,6 @@ class PackedTrainer(LendsHead, Trainer):
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self.borrowed: dict[str, OutputHead] = {}
         """{lending role: output head}."""
-        self.current_view = "live"
-        """The view that ``live`` means (:meth:`use_view`)."""
         self._active_view = ExitStack()
         self.updates = 0
         """Optimizer steps so far, including skipped ones and scheduled ones that were not taken."""
@@ -103,15 +96,7 @@ class PackedTrainer(LendsHead, Trainer):
         self._micros = 0  # micro-batches since the last step; part of the dropout seeds
         self._bad_loss = ""
         self._coverage: dict[str, list[str]] | None = None
-        self.module.requires_grad_(spec.role.trained)
-        if spec.role.trained and self.config.lora is not None:
-            own_head = loaded.head if loaded.kind != "lm" else None
-            train_adapters_only(self.module, own_head, self.config.lora.modules_to_save)
-        if spec.role.trained and self.config.freeze_vision:
-            for name in vision_parameters(self.module):
-                self.module.get_parameter(name).requires_grad_(False)
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or not spec.role.trained}
-        self.parameters: dict[str, nn.Parameter] = trained
+        self.parameters: dict[str, nn.Parameter] = choose_parameters(loaded, spec, self.config)
         """{name: trained parameter}; of a frozen role, all parameters."""
         if spec.role.trained and spec.gradient_checkpointing:
             checkpoint_gradients(self.module)
@@ -129,31 +114,9 @@ class PackedTrainer(LendsHead, Trainer):
             )
 
     @property
-    def has_adapters(self) -> bool:
-        return self.spec.role.trained and self.config.lora is not None
-
-    @property
-    def keeps_first_weights(self) -> bool:
-        """The view ``base`` needs the first values of weights that are trained in place."""
-        lora = self.config.lora
-        return self.has_adapters and lora is not None and bool(lora.modules_to_save)
-
-    @property
-    def views(self) -> tuple[str, ...]:
-        """:attr:`rlhf.interfaces.TrainerFacts.views`."""
-        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
-
-    @property
     def precision_note(self) -> str:
         """The arithmetic, and the reason for the choice."""
         return self.precision.note
-
-    def use_view(self, view: str) -> None:
-        self._active_view.close()
-        self.current_view = "live"
-        if view != "live":
-            self._active_view.enter_context(self._view(view))
-        self.current_view = view
 
     def facts(self) -> TrainerFacts:
         dtype, device = self.precision.name, str(self.device)
@@ -269,19 +232,7 @@ class PackedTrainer(LendsHead, Trainer):
             return self.packed(batch, resolved)
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
-        head = resolve_head(output, over)
-        if isinstance(output, str) and not gives(self.loaded.kind, output):
-            raise TrainingError(
-                f"role {self.spec.role.name!r} has a {self.loaded.kind!r} head, which does not give {output!r}"
-            )
-        if not head.lent:
-            return head
-        if absent := [role for role in head.lent if role not in self.borrowed]:
-            raise TrainingError(
-                f"head {head.name!r} computes with the output head of {', '.join(absent)}, which role "
-                f"{self.spec.role.name!r} was not lent: the algorithm must declare it in Needs.lent"
-            )
-        return replace(head, constants={**head.constants, **{role: self.borrowed[role] for role in head.lent}})
+        return head_of_role(output, over, self.spec.role.name, self.loaded.kind, self.borrowed)
 
     # ----------------------------------------------------------------------------------------- lending
 
@@ -291,21 +242,12 @@ class PackedTrainer(LendsHead, Trainer):
         yield head
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
-        """Models of one family may pad their vocabularies differently. The borrowed head is cut to the rows that this
-        role's head has too, if every token of the tokenizer is among them. It is in bf16 where this role's logits are.
-
-        Raises ModelError where either head has no row for some token.
-        """
-        own, tokens = self.loaded.head.out_features, len(self.tokenizer or load_tokenizer(self.spec))
-        rows = min(own, head.vocabulary)
-        if own != head.vocabulary and rows < tokens:
-            raise ModelError(
-                f"role {role!r} gives logits for {head.vocabulary} tokens and role {self.spec.role.name!r} "
-                f"({self.spec.path!r}) for {own}, of a tokenizer with {tokens}. They cannot be compared: name a model "
-                f"with the same tokenizer for {role!r}."
-            )
+        """It is in bf16 where this role's logits are. Raises ModelError where either head has no row for some token
+        (:func:`rlhf_modeling.role_heads.comparable_head`)."""
+        tokens = len(self.tokenizer or load_tokenizer(self.spec))
+        found = comparable_head(head, role, self.loaded.head.out_features, self.spec, tokens)
         bf16 = self.precision.bf16 and not self.config.head_fp32
-        self.borrowed[role] = head.first(rows).to(self.device, torch.bfloat16 if bf16 else torch.float32)
+        self.borrowed[role] = found.to(self.device, torch.bfloat16 if bf16 else torch.float32)
 
     # ------------------------------------------------------------------------------------ internals
 
@@ -317,24 +259,6 @@ class PackedTrainer(LendsHead, Trainer):
         """Whether the next step is examined: the first one, and each one as long as no parameter got a gradient."""
         return self._coverage is None or len(self._coverage["without_gradient"]) == len(self.parameters)
 
-    def _view(self, view: str) -> AbstractContextManager[None]:
-        """Inside, the module computes a view of the weights. Raises CapabilityError where there is no such view."""
-        if view == "live":
-            return nullcontext()
-        if view == "ema" and self.average is not None:
-            return self.average.swapped_in()
-        if view == "base" and self.has_adapters:
-            return self._base()
-        why = {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"}
-        reason = why.get(view, "it is not known")
-        raise CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
-
     def _require_trained(self, call: str) -> None:
         if not self.spec.role.trained:
             raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
-
-    @contextmanager
-    def _base(self) -> Iterator[None]:
-        """The model that training started from: without adapters, and with the first values of trained modules."""
-        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
-            yield

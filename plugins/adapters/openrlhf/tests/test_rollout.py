@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rlhf.errors import PluginInvalid, RolloutError
 from rlhf.plugins import Plugins
 from rlhf.types import Image, Row, Sampling, Turn
-from rlhf_testing.rollout import ScriptedContext
+from rlhf_testing.scripted_rollout import ScriptedContext
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
 

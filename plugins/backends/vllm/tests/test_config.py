@@ -13,7 +13,7 @@ from rlhf.interfaces.memory import LayerSize, ModelSize, SamplingWork
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
-from rlhf_plugin_vllm.engine.engine import arguments
+from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
 from rlhf_testing.models import model_path

@@ -13,7 +13,8 @@ from rlhf_runtime.config.online_validation import capability_problems, env_probl
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.reward_validation import reward_source_problems
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
+from rlhf_runtime.config.sample_sections import EnvSection, StreamSection
+from rlhf_runtime.config.sections import EvalSection, ModelSection, SyncSection
 from rlhf_runtime.config.stream_validation import stream_problems
 
 LENDING = "lend:head"

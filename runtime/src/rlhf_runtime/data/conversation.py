@@ -1,4 +1,4 @@
-"""Find each answer in the render of a chat template, and check whether the template keeps earlier turns.
+"""Find each answer in the render of a chat template.
 
 The text that is tokenised is always ONE render of the whole conversation. A second render, in which every text is
 replaced by a marker, shows which characters belong to which message: replacing the markers by the texts must give the
@@ -16,9 +16,8 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
-from rlhf_runtime.data.image_parts import with_images
 from rlhf_runtime.data.row_fields import Message
-from rlhf_runtime.data.template_markers import MARKER, mark, tail_length, with_markers
+from rlhf_runtime.data.template_markers import MARKER, tail_length, with_markers
 from rlhf_runtime.data.token_spans import Span
 
 _NOT_OF_TEMPLATES = frozenset(
@@ -38,20 +37,6 @@ class Render:
 
     text: str
     answers: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The text that a template puts around turns."""
-
-    head: str
-    """Text that opens an answer, as ``add_generation_prompt`` adds it."""
-    end: str
-    """End token of an answer; empty if the template writes none."""
-    before: str
-    """Text from the end of an answer (after its end token) to the text of the user's next message."""
-    after: str
-    """Text from the end of the user's text to the start of the policy's answer."""
 
 
 class ChatTemplate:
@@ -147,35 +132,14 @@ class ChatTemplate:
                 "be found. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
                 'or use template = "plain".'
             )
-        end = self._end_token(text[ends[trained[-1]] :])
+        end = self.end_token(text[ends[trained[-1]] :])
         return Render(text, tuple((starts[m], _including(end, text, ends[m])) for m in trained))
 
-    def frame(self, images: int = 0) -> Frame:
-        """The text that the template puts around an observation. Also checks that earlier turns do not change.
-
-        Args:
-            images: number of images before the text of the observation; their placeholders are in ``Frame.before``.
-
-        Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
-        reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
-        template's render.
-        """
-        shown = with_images(mark(2), images) if images else mark(2)
-        user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": shown}
-        prompt = self.text([user], answer=True)
-        for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
-            text = self.text([user, {"role": "assistant", "content": answer}, after], answer=True)
-            if not text.startswith(prompt + answer) or mark(2) not in text:
-                what = "drops its reasoning" if "think" in answer else "writes it otherwise"
-                raise DataError(
-                    "the chat template rewrites history: once a message follows an answer, it "
-                    f"{what}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
-                    "trained on a context that the template never shows it. Give the tokenizer a chat template that "
-                    'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
-                )
-            if answer == mark(1):
-                before, _, rest = text[len(prompt + answer) :].partition(mark(2))
-        return Frame(self._generation_head(), self._end_token(before), before, rest)
+    def end_token(self, following: str) -> str:
+        """The special token that follows an answer's text, ignoring white space between them."""
+        known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
+        following = following.lstrip()
+        return max((t for t in known if following.startswith(t)), key=len, default="")
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -225,6 +189,7 @@ class ChatTemplate:
                 )
 
     def _generation_head(self) -> str:
+        """The text that ``add_generation_prompt`` adds; empty if it adds none."""
         if self._head is None:
             user = [{"role": "user", "content": "x"}]
             without, ready = self.text(user, answer=False), self.text(user, answer=True)
@@ -259,12 +224,6 @@ class ChatTemplate:
             'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
             "template with {% generation %} ... {% endgeneration %}."
         )
-
-    def _end_token(self, following: str) -> str:
-        """The special token that follows an answer's text, ignoring white space between them."""
-        known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
-        following = following.lstrip()
-        return max((t for t in known if following.startswith(t)), key=len, default="")
 
 
 def _refused(messages: Sequence[Message], error: Exception) -> DataError:

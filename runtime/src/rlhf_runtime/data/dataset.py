@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,23 +14,16 @@ from rlhf.types.examples import Example
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.chosen_order import ChosenOrder, UsableRows
-from rlhf_runtime.data.image_columns import has_images, image_folder, with_image_files
+from rlhf_runtime.data.image_columns import has_images
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import Layout, named_columns
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.order import RowOrder
-from rlhf_runtime.data.recognise import recognise
 from rlhf_runtime.data.row_images import NO_IMAGES
-from rlhf_runtime.data.row_rules import Verdict, check_example, check_labels, check_prompt
+from rlhf_runtime.data.row_rules import Verdict, check_labels, judge
+from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
-
-_ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
-_OF_TEMPLATES = ("tools", "chat_template_kwargs")
-"""Columns that TRL passes to the chat template, row by row."""
 
 
 class TrainData:
@@ -64,10 +56,8 @@ class TrainData:
         self.template = Template(tokenizer, section, images)
         self._train = [load_source(s, commits) for s in section.train]
         self._eval = [load_source(s, commits) for s in section.eval]
-        self.notes: list[str] = []
+        self.notes = set_layouts(self.sources, form, answers, section, self.template)
         """Messages on how the columns of sources were recognised, if the run file does not name them."""
-        problems = [*self._recognise("train", self._train), *self._recognise("eval", self._eval)]
-        raise_problems("the data cannot be read", problems or self._unread(), DataError)
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")
@@ -155,7 +145,10 @@ class TrainData:
     def examples(self, rows: Sequence[Row]) -> list[Example]:
         """Rows of this data as tokens with their masks (offline forms)."""
         found = [self._examples.get((r.source, r.index)) for r in rows]
-        return [e if e is not None and e.row is r else self._encode(r) for e, r in zip(found, rows, strict=True)]
+        return [
+            e if e is not None and e.row is r else self.template.encode(self.form, r)
+            for e, r in zip(found, rows, strict=True)
+        ]
 
     def eval_rows(self) -> list[Row]:
         """All usable evaluation rows, source by source, in the order of the files.
@@ -181,24 +174,8 @@ class TrainData:
         return list(kept)
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
-        """Whether a row can be used, and its tokens. Changes no counter.
-
-        Args:
-            answered: form ``prompts``: the row's answer must be usable too.
-        """
-        try:
-            if self.form == "prompts":
-                tokens = len(self.template.encode_prompt(row).ids)
-                long = check_prompt(tokens, self.section)
-                if answered and not long:
-                    example = self.template.encode_demonstration(row)
-                    long, tokens = check_example(example, self.section), len(example.sequences[0].ids)
-                return Verdict("too_long" if long else "", long, tokens=tokens)
-            example = self._encode(row)
-            long = check_example(example, self.section)
-        except DataError as error:
-            return Verdict("bad_rows", str(error), error=error)
-        return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
+        """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
+        return judge(row, self.form, self.template, self.section, answered)
 
     def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> None:
         """Check the first ``rows`` training rows of a run, in its order, without taking or counting them.
@@ -278,85 +255,9 @@ class TrainData:
             text = f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
             raise DataError(text) from why.error
 
-    def _encode(self, row: Row) -> Example:
-        template = self.template
-        encode = {
-            "demonstrations": template.encode_demonstration,
-            "pairs": template.encode_pair,
-            "labels": template.encode_label,
-            "steps": template.encode_steps,
-        }[self.form]
-        return encode(row)
-
-    def _recognise(self, key: str, sources: Sequence[Source]) -> list[str]:
-        """Set the layout of every source. Returns the problems of sources without a layout."""
-        problems, answered = [], self.answers and key == "train"
-        for source in sources:
-            title = f"data.{key} {source.name!r} ({source.section.path})"
-            try:
-                layout = self._layout(source, "demonstrations" if answered else self.form)
-                source.layout = replace(layout, folder=image_folder(source))
-                if self.template.images.limit > 0:  # it reads every row
-                    source.fingerprint = with_image_files(source, layout.columns)
-            except DataError as error:
-                problems.append(f"{title} {error}{_ANSWERED if answered else ''}")
-                continue
-            if not source.layout.given:
-                self.notes.append(f"{title} is read as {source.layout}")
-            unread = [c for c in _OF_TEMPLATES if c in source.columns and c not in source.layout.columns.values()]
-            if unread and self.template.chat is not None:
-                self.notes.append(
-                    f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
-                    "it gets data.template_kwargs, the same for all rows"
-                )
-        return problems
-
-    def _unread(self) -> list[str]:
-        """Problems of columns that the run file names but no source uses."""
-        layouts = [s.layout for s in (*self._train, *self._eval) if s.layout is not None]
-        read = {field for layout in layouts for field in layout.columns}
-        unread = {f: c for f, c in named_columns(self.section).items() if layouts and f not in read}
-        made = self.section.input_template is not None
-        return [
-            f"data.{field} = {column!r}: nothing reads it, as "
-            + ("data.input_template makes the prompt. " if made else f"the rows are read as {layouts[0]}. ")
-            + "Remove it."
-            for field, column in unread.items()
-        ]
-
-    def _layout(self, source: Source, form: DataForm) -> Layout:
-        section, chat = self.section, self.template.chat is not None
-        whole = section.loss_on == "all" and not chat
-        layout = recognise(
-            form,
-            source.columns,
-            source.read(0),
-            named=named_columns(section),
-            chat=chat,
-            prompt="made" if section.input_template is not None else "optional" if whole else "needed",
-        )
-        if section.input_template is not None:
-            columns, first = [*source.columns, *layout.columns], source.read(0)
-            made = _converted(first, layout)
-            check_template(section.input_template, [*columns, *made], {**made, **first})
-        if "text" in layout.columns and (section.template == "chat" or section.system is not None):
-            key = "system" if section.system is not None else 'template = "chat"'
-            raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
-        if "text" in layout.columns and self.form == "prompts":
-            raise DataError("has texts to continue, without prompts to answer.")
-        return layout
-
     @staticmethod
     def _source(sources: Sequence[Source], name: str) -> Source:
         for source in sources:
             if source.name == name:
                 return source
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
-
-
-def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """{field: value} of a row; empty if it cannot be read, which is reported when the row is used."""
-    try:
-        return layout.read(columns)
-    except DataError:
-        return {}

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.chat_messages import ChatMessages, Messages, Tools, as_template_reads
-from rlhf_runtime.data.conversation import ChatTemplate, Frame
+from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
@@ -21,6 +20,8 @@ from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
 from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
+from rlhf_runtime.data.template_choice import named_template, uses_chat
+from rlhf_runtime.data.template_frame import Frame, frame
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 
 _CACHED_PROMPTS = 4096
@@ -45,7 +46,7 @@ class Prompts:
         self.images = RowImages(tokenizer, images, section.image_limit)
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
-        self.chat = ChatTemplate(tokenizer, section.template_kwargs) if _uses_chat(tokenizer, section) else None
+        self.chat = ChatTemplate(tokenizer, section.template_kwargs) if uses_chat(tokenizer, section) else None
         if section.input_template is not None:
             template_columns(section.input_template)
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
@@ -102,8 +103,8 @@ class Prompts:
                 the end token, so that the answer is closed before the next message.
             images: contents of image files. They come before the text, unless it has their placeholders.
 
-        Raises DataError: the template rewrites history (:meth:`ChatTemplate.frame`); images, where the run can have
-            none or one cannot be read.
+        Raises DataError: the template rewrites history (:func:`rlhf_runtime.data.template_frame.frame`); images, where
+            the run can have none or one cannot be read.
         """
         images = self.images.files(images)
         added = 0 if self.images.marked(text) else len(images)
@@ -248,46 +249,5 @@ class Prompts:
     def _history(self, images: int = 0) -> Frame:
         assert self.chat is not None
         if images not in self._frames:
-            self._frames[images] = self.chat.frame(images)
+            self._frames[images] = frame(self.chat, images)
         return self._frames[images]
-
-
-def named_template(section: DataSection) -> str:
-    """The text of ``data.chat_template``.
-
-    Raises ConfigError: rows are plain text, or the file is missing, cannot be read or is empty.
-    """
-    path = Path(section.chat_template or "").expanduser()
-    if section.template == "plain":
-        raise ConfigError(
-            f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
-        )
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
-            "such as chat_template.jinja beside a model."
-        ) from None
-    if not text.strip():
-        raise ConfigError(f"data.chat_template: {path} is empty")
-    return text
-
-
-def _uses_chat(tokenizer: Any, section: DataSection) -> bool:
-    has = bool(tokenizer.chat_template)
-    if section.template == "chat" and not has:
-        raise ConfigError(
-            "data.template = 'chat', but the tokenizer has no chat template. Name a file with one as "
-            'data.chat_template, or use data.template = "plain".'
-        )
-    chat = has and section.template != "plain"
-    only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}
-    only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
-    for key, given in (only_plain if chat else only_chat).items():
-        if given and chat:
-            raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
-        if given:
-            why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
-            raise ConfigError(f"data.{key} needs a chat template, but {why}")
-    return chat

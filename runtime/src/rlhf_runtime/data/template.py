@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhf.errors import DataError
 from rlhf.steps import StepEnds
-from rlhf.types import Row, Turn
+from rlhf.types import DataForm, Row, Turn
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 
@@ -46,6 +46,16 @@ class Template(Prompts):
             Turn(sequence.ids[:first], sampled=False, text=self.decode(sequence.ids[:first]), images=sequence.images),
             Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
         ]
+
+    def encode(self, form: DataForm, row: Row) -> Example:
+        """The row as an example of an offline form."""
+        encode = {
+            "demonstrations": self.encode_demonstration,
+            "pairs": self.encode_pair,
+            "labels": self.encode_label,
+            "steps": self.encode_steps,
+        }[form]
+        return encode(row)
 
     def encode_demonstration(self, row: Row) -> Example:
         """The row's conversation, or prompt and response, with the mask of trained tokens (``data.loss_on``); or its

@@ -17,7 +17,8 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.config.components import resolved_run
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection, SyncSection
+from rlhf_runtime.config.sample_sections import SamplingSection, StreamSection
+from rlhf_runtime.config.sections import Choice, ModelSection, SyncSection
 from rlhf_runtime.data.tokenizer import load_tokenizer
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.schedule import Schedule

@@ -11,12 +11,15 @@ from rlhf.errors import RlhfError, boundary
 from rlhf.interfaces import Observer
 
 from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_groups
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.metrics import TIME
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.samples.stream import ReadyBatch
 
 
 class Reports:
@@ -76,6 +79,24 @@ class Reports:
         for name, observer in self._observers.items():
             with boundary(RlhfError, f"observer {name!r}, {event}"):
                 getattr(observer, event)(*arguments)
+
+    def samples(self, done: int, ready: ReadyBatch, save: bool, show: bool, prompt_of: TellPrompt) -> Metrics:
+        """Write the groups that a step was trained on, show them on the terminal, and pass them to observers.
+
+        Args:
+            prompt_of: the prompt of a trajectory, which is written beside its answer.
+
+        Returns the counts of the step's prompts and the means of its samples.
+        """
+        if save:
+            with self._store.writing(path := self._directory.rollouts(done)):
+                write_groups(path, ready.groups, prompt_of)
+        if show:
+            self._progress.samples(done, ready.groups)
+        self.observe("rollouts_finished", done, ready.groups)
+        counts = {f"stream/{name}": value for name, value in ready.counts.items()}
+        counts |= {"stream/version": float(ready.version)} | ready.chosen
+        return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:
         """After a trained role's first update, report once the parameters that got no gradient or did not change. If

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +16,6 @@ from rlhf.ops.batch import Batch
 from rlhf.types.examples import Example
 
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.saved_groups import write_groups
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.checkpoint_state import RunState
@@ -31,7 +29,6 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
-from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
 from rlhf_runtime.samples.acceptance import left_out
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.sampling import Sampler
@@ -77,8 +74,6 @@ class Run:
     left_out: Counter[str] = field(init=False, default_factory=Counter)
     """Sum of :attr:`ReadyBatch.counts` over the steps with nothing to learn from."""
     _stopping: bool = field(init=False, default=False)
-    _no_patience: str = field(init=False, default="")
-    """Why evaluations ended the run (``eval.patience``); empty if they did not."""
 
     @property
     def seed(self) -> int:
@@ -184,7 +179,10 @@ class Run:
         if batch is not None:
             metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
-            metrics |= self._keep_rollouts(done, ready)
+            show = _due(done, self.config.run.show_samples)
+            metrics |= self.reports.samples(
+                done, ready, self.config.checkpoint.save_rollouts, show, self.data.template.prompt_of
+            )
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()
         metrics["epoch"] = self.data.epoch
@@ -230,12 +228,7 @@ class Run:
                         f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
                         f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
-                with self.store.writing(self.directory.model):
-                    self.directory.publish_model(self.saves.write_model)
-                others = [name for name in self.state.trained_roles if name != "policy"]
-                for name in others if self.config.checkpoint.export_trained else ():
-                    with self.store.writing(self.directory.model_of(name)):
-                        self.directory.publish_model(partial(self.saves.write_role, name), name)
+                self.saves.publish()
         finally:
             self.resources.callback(self.progress.close)
             self.resources.callback(self.reports.observe, "run_ended", self.status)
@@ -265,18 +258,6 @@ class Run:
         self.reports.name_uncovered({name: self.roles[name] for name in self.state.trained_roles}, metrics)
         return adapted
 
-    def _keep_rollouts(self, done: int, ready: ReadyBatch) -> Metrics:
-        """Write the step's groups, if configured, and pass them to observers. Returns the counts of its prompts."""
-        if self.config.checkpoint.save_rollouts:
-            with self.store.writing(path := self.directory.rollouts(done)):
-                write_groups(path, ready.groups, self.data.template.prompt_of)
-        if _due(done, self.config.run.show_samples):
-            self.progress.samples(done, ready.groups)
-        self.reports.observe("rollouts_finished", done, ready.groups)
-        counts = {f"stream/{name}": value for name, value in ready.counts.items()}
-        counts |= {"stream/version": float(ready.version)} | ready.chosen
-        return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
-
     def _evaluates(self, done: int) -> bool:
         """Whether there is an evaluation after ``done`` steps."""
         return self.evaluation is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
@@ -297,19 +278,14 @@ class Run:
         last = self.config.run.stop_after
         if last is not None and self.total_steps > done >= last and not self.stop.requested:
             self.stop.request(f"run.stop_after = {last}")
-        return self.stop.requested or self._is_exhausted()
+        if not self.stop.requested and self._no_patience:
+            self.progress.note(f"stopped early: {self._no_patience}")
+        return self.stop.requested or bool(self._no_patience)
 
-    def _is_exhausted(self) -> bool:
-        """Whether ``eval.patience`` evaluations brought no improvement. Reports it."""
-        best = self.evaluation.best if self.evaluation is not None else None
-        if best is None or not best.exhausted:
-            return False
-        self._no_patience = (
-            f"{best.metric} has not improved for {best.waited} evaluations; the best, {best.value}, was "
-            f"after step {best.step}"
-        )
-        self.progress.note(f"stopped early: {self._no_patience}")
-        return True
+    @property
+    def _no_patience(self) -> str:
+        """Why evaluations end the run (``eval.patience``); empty if they do not."""
+        return self.evaluation.best.why_exhausted if self.evaluation is not None else ""
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ class Saves:
         if self._config.data.chat_template is not None:
             template: str = self._state.data.template.tokenizer.chat_template
             (path / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
+
+    def publish(self) -> None:
+        """Write the final model and, with ``checkpoint.export_trained``, those of the other trained roles."""
+        with self._store.writing(self._directory.model):
+            self._directory.publish_model(self.write_model)
+        others = [name for name in self._state.trained_roles if name != "policy"]
+        for name in others if self._config.checkpoint.export_trained else ():
+            with self._store.writing(self._directory.model_of(name)):
+                self._directory.publish_model(partial(self.write_role, name), name)
 
     def rescue(self) -> None:
         """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost

@@ -67,6 +67,16 @@ class BestTracker:
         """Whether ``patience`` evaluations in a row brought no improvement."""
         return self.patience is not None and self.waited >= self.patience
 
+    @property
+    def why_exhausted(self) -> str:
+        """The reason to end the run, where it is exhausted; else empty."""
+        if not self.exhausted:
+            return ""
+        return (
+            f"{self.metric} has not improved for {self.waited} evaluations; the best, {self.value}, was after step "
+            f"{self.step}"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "metric": self.metric,

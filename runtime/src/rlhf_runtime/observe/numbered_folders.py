@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 
 from rlhf_runtime.observe.folder_lock import FolderLock
-from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.run_folder import is_free
 
 LATEST = Path("runs/latest")
 """Value of ``run.output`` where a run file does not set it."""
@@ -25,7 +25,7 @@ def default_folder(again: bool) -> Path:
     Raises ConfigError where ``runs/latest`` is a folder instead of a link, and holds a run.
     """
     if LATEST.is_dir() and not LATEST.is_symlink():  # a run was given it as run.output
-        if not again and not RunDirectory.is_free(LATEST):
+        if not again and not is_free(LATEST):
             raise ConfigError(
                 f"{LATEST} is a folder with a run, and cannot be the link to the newest run. Rename it (mv {LATEST} "
                 f"{LATEST.parent / '1'}), name another folder with --output, continue it with --resume, or replace it "
@@ -36,7 +36,7 @@ def default_folder(again: bool) -> Path:
         return LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST
     newest = max((int(p.name) for p in LATEST.parent.glob("*") if p.name.isdecimal()), default=0)
     folder = LATEST.parent / str(newest)
-    return folder if newest and RunDirectory.is_free(folder) and _idle(folder) else LATEST.parent / str(newest + 1)
+    return folder if newest and is_free(folder) and _idle(folder) else LATEST.parent / str(newest + 1)
 
 
 def link_latest(folder: Path) -> None:

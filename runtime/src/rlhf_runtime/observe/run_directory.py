@@ -7,30 +7,25 @@ exports/step-000012/  skipped/  model/  workers/
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.errors import ConfigError, RlhfError
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
 
-from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
+from rlhf_runtime.checkpoint.atomic_files import publish_folder, remove_leftovers, write_atomic
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
-from rlhf_runtime.observe.folder_lock import FolderLock, unusable
+from rlhf_runtime.observe.folder_lock import FolderLock
 from rlhf_runtime.observe.machine import environment
-from rlhf_runtime.observe.metrics import MetricsLog, read_metrics
+from rlhf_runtime.observe.metrics import MetricsLog
+from rlhf_runtime.observe.run_folder import clear, require_free, require_place, unmade
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
-_HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json", "workers")
-"""The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
 GIVEN = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
 _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
@@ -79,40 +74,22 @@ class RunDirectory:
         and it holds no run.
         """
         path = Path(path)
-        _require_place(path, resume)
+        require_place(path, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            raise _unmade(path, cause) from cause
+            raise unmade(path, cause) from cause
         lock = FolderLock(path)
         try:
-            _require_free(path, resume, overwrite)
+            require_free(path, resume, overwrite)
             if not resume:
-                _clear(path, () if overwrite else ("precomputed",))
+                clear(path, () if overwrite else ("precomputed",))
             for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
                 remove_leftovers(folder)
         except BaseException:
             lock.release()
             raise
         return cls(path, lock, resume)
-
-    @staticmethod
-    def is_free(path: Path) -> bool:
-        """Whether a run may start in ``path``: it holds none, or one that finished no step."""
-        return not _present(path) or (_recognised(path) and not _finished_a_step(path))
-
-    @staticmethod
-    def check(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
-        """Raises ConfigError where :meth:`create` would. Changes nothing."""
-        path = Path(path)
-        _require_place(path, resume)
-        above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        try:
-            os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # permission bits do not prove write access
-        except OSError as cause:
-            raise (unusable(path, "written to", cause) if above == path else _unmade(path, cause)) from cause
-        FolderLock.check(path)
-        _require_free(path, resume, overwrite)
 
     # ------------------------------------------------------------------------------------- records
 
@@ -257,75 +234,6 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
     validated(SavedRun, saved, manifest)
     found: list[dict[str, Any]] = saved["starts"]
     return found
-
-
-def _require_place(path: Path, resume: bool) -> None:
-    """Raises ConfigError where ``path`` is a file, or there is no run to resume."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
-    if resume and not _present(path):
-        raise ConfigError(
-            f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
-            f"the run as run.output."
-        )
-
-
-def _require_free(path: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ConfigError where the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
-    present = _present(path)
-    if resume or RunDirectory.is_free(path):
-        return
-    if not _recognised(path):
-        raise ConfigError(
-            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in there is "
-            "replaced. Choose another folder with --output. Nothing was changed."
-        )
-    if not overwrite:
-        begun = "checkpoints" in present
-        way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
-        raise ConfigError(
-            f"{path} already holds a run ({', '.join(present)}). {way}, delete it with --overwrite, or choose another "
-            "folder with --output. Nothing was changed."
-        )
-
-
-def _recognised(path: Path) -> bool:
-    """Whether :meth:`RunDirectory.write_manifest` wrote the ``manifest.json`` in ``path``."""
-    try:
-        manifest = read_json(path / "manifest.json")
-    except (OSError, RlhfError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("schema") == 1 and isinstance(manifest.get("starts"), list)
-
-
-def _finished_a_step(path: Path) -> bool:
-    """Whether a step was recorded or anything was saved. True also where the record is damaged, since it may hold
-    steps."""
-    if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
-        return True
-    try:
-        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
-        return any(line["step"] > 0 for line in lines)
-    except (OSError, RlhfError, KeyError, TypeError):
-        return True
-
-
-def _clear(path: Path, keep: Collection[str]) -> None:
-    """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
-    found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
-    for item in sorted(found, key=lambda item: item.name == "manifest.json"):
-        if item.is_dir() and not item.is_symlink():
-            discard_folder(item)
-        elif item.is_symlink() or item.exists():
-            item.unlink()
-
-
-def _unmade(path: Path, cause: OSError) -> ConfigError:
-    return ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.")
-
-
-def _present(path: Path) -> list[str]:
-    return [name for name in _HOLDS_A_RUN if (path / name).exists()]
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -20,7 +20,7 @@ from rlhf_runtime.config.overrides import Override
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.observe.metrics import read_metrics
 from rlhf_runtime.observe.numbered_folders import default_folder
-from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.run_folder import check_folder
 from rlhf_runtime.python.given_files import GivenFiles
 from rlhf_runtime.python.observers import observer_entries
 from rlhf_runtime.python.result import MetricRows, Result
@@ -146,7 +146,7 @@ class Objects:
         run = config.run
         named = "output" in run.model_fields_set
         output = run.output if named else str(default_folder(run.resume or run.overwrite))
-        RunDirectory.check(output, run.resume, run.overwrite)
+        check_folder(output, run.resume, run.overwrite)
         files, manifest = GivenFiles(output), Path(output) / "manifest.json"
         before = manifest.read_bytes() if manifest.exists() else None
         try:

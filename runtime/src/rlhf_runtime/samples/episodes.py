@@ -12,7 +12,7 @@ from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
 from rlhf.types import EnvStep, Row
 
-from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.config.sample_sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.workers.isolation import check_python

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from rlhf.errors import StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.plugins import Plugins
-from rlhf.types import Row
 
-from rlhf_runtime.checkpoint import CheckpointStore, describe
-from rlhf_runtime.config.load import to_toml
+from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.early_row_check import RowCheck
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.control import Control, TrainerOptions
-from rlhf_runtime.loop.ema_evaluation import evaluates_average, with_average
-from rlhf_runtime.loop.evaluate import Evaluation, check_metric, evaluate_loss, evaluate_rollouts
-from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.loop.evaluate import Evaluation
 from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.loop.online import online
 from rlhf_runtime.loop.reports import Reports
@@ -31,30 +25,23 @@ from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.models.precompute import BATCHES, precompute
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.best_value import BestTracker
 from rlhf_runtime.observe.numbered_folders import link_latest
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
-from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
-from rlhf_runtime.samples.acceptance import Acceptance
-from rlhf_runtime.samples.continuous_stream import ContinuousStream
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.observe.timeline_file import TimelineFile
 from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.recorded_stream import RecordedStream
-from rlhf_runtime.samples.sampling import (
-    Sampler,
-    evaluation_failures,
-    evaluation_settings,
-    training_failures,
-    training_settings,
-)
+from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, training_failures
 from rlhf_runtime.samples.stream import Stream
-from rlhf_runtime.samples.wave_stream import WaveStream
+from rlhf_runtime.setup.evaluation import make_evaluation
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.plugins import where_trainer
-from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
+from rlhf_runtime.setup.prepare import Prepared, prepare
 from rlhf_runtime.setup.recorded_run import check_record
 from rlhf_runtime.setup.resume import check_observers, check_resume, restore
+from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
+from rlhf_runtime.setup.training_stream import training_stream
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
@@ -83,7 +70,7 @@ def build(prepared: Prepared) -> Run:
         run = _build(prepared, resources)
         if run.sampler is not None:
             run.sync(run.first_step)
-        _record_start(run, prepared)
+        record_start(run, prepared)
     except BaseException:  # for example a checkpoint of another config, which is found after everything was started
         resources.close()
         raise
@@ -124,13 +111,13 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     stream: Stream | None = None
     if sampler is not None and prepared.online:
         failures.append(training_failures(config, progress.note))
-        stream = _stream(prepared, sampler, failures[0], timeline)
+        stream = training_stream(prepared, sampler, failures[0], timeline)
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows()[: config.eval.max_rows]:
         if sampler is not None:
             failures.append(evaluation_failures(config, progress.note))
-        evaluation = _evaluation(prepared, rows, roles, sampler, stream, failures[-1:])
+        evaluation = make_evaluation(prepared, rows, roles, sampler, stream, failures[-1:])
 
     rewards = {r.name: r.instance for r in prepared.rewards}
     best = evaluation.best if evaluation is not None else None
@@ -149,7 +136,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
         prepared.curriculum,
     )
     reports = Reports(directory, progress, prepared.observers, store, timeline)
-    meta = _meta(prepared, roles["policy"])
+    meta = checkpoint_metadata(prepared, roles["policy"])
     saves = Saves(
         config,
         algorithm,
@@ -197,16 +184,6 @@ def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[Trai
     return found
 
 
-def _meta(prepared: Prepared, policy: Role) -> dict[str, Any]:
-    """The metadata of every checkpoint. A resume compares it, to make sure that it continues the same run."""
-    return describe(
-        prepared.config.model_dump(mode="json"),
-        [plugin.manifest() for plugin in prepared.plugins],
-        threads=torch.get_num_threads(),
-        device=policy.facts.device,
-    )
-
-
 def _precomputed(
     prepared: Prepared,
     directory: RunDirectory,
@@ -239,90 +216,3 @@ def _timeline(prepared: Prepared, directory: RunDirectory, progress: Progress) -
     if steps is None:
         return NO_TIMELINE
     return TimelineFile(directory.timeline, len(directory.starts()) + 1, steps, progress.note)
-
-
-def _stream(prepared: Prepared, sampler: Sampler, failures: Failures, timeline: Timeline) -> Stream:
-    """The training batches of an online run."""
-    config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
-    if section.replay is not None:
-        recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
-        return RecordedStream(recorded, prepared.data.row, section.staleness + section.round - 1)
-    settings = training_settings(config, failures, needs.given)
-    common: dict[str, Any] = {
-        "batch_size": config.data.batch_size,
-        "total_steps": prepared.total_steps,
-        "staleness": section.staleness,
-        "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
-    }
-    common["chosen"] = prepared.data.chosen
-    if section.mode == "waves":
-        return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, **common)
-    return ContinuousStream(
-        prepared.data, sampler.rollouts, settings, order=section.order, oversample=section.oversample, **common
-    )
-
-
-def _evaluation(
-    prepared: Prepared,
-    rows: list[Row],
-    roles: dict[str, Role],
-    sampler: Sampler | None,
-    stream: Stream | None,
-    failures: Sequence[Failures],
-) -> Evaluation:
-    """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
-
-    Args:
-        failures: the counter of failed samples, where there is a sampler.
-    """
-    config, parts = prepared.config, list[Callable[[], Metrics]]()
-    if sampler is not None:
-        rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
-        parts.append(lambda: evaluate_rollouts(rollouts, rows, settings, config.eval)[0])
-    if not prepared.online:
-        examples = prepared.data.examples(rows)
-        losses = functools.partial(evaluate_loss, prepared.algorithm, roles, examples)
-        if not config.run.resume:
-            sources = {row.source for row in rows} if sampler is not None else ()
-            check_metric(config.eval, sources, is_scored(prepared), losses)
-        parts.append(losses)
-
-    def compute() -> Metrics:
-        return {name: value for part in parts for name, value in part().items()}
-
-    best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
-    policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
-    if not evaluates_average(policy, trainer, config.eval.weights):
-        return Evaluation(compute, best)
-    return Evaluation(functools.partial(with_average, compute, policy, sampler, stream, prepared.total_steps), best)
-
-
-def _record_start(run: Run, prepared: Prepared) -> None:
-    """Write the resolved run file and the manifest, and show the start-up warnings."""
-    config, data = run.config, run.data
-    with run.store.writing(run.directory.path):
-        asked_once = config.run.model_copy(update={"overwrite": False})
-        run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
-        run.directory.write_manifest(
-            config.run.seed,
-            [plugin.manifest() for plugin in prepared.plugins],
-            run.first_step,
-            total_steps=run.total_steps,
-            options=list(config.origins.options),
-            data=data.fingerprints(),
-            **_measured(prepared),
-        )
-    for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
-        if count:
-            run.progress.note(f"{count} evaluation rows are {why} and left out")
-    if precision := run.roles["policy"].facts.precision:
-        run.progress.note(f"precision: {precision}")
-    for note in dict.fromkeys(note for role in run.roles.values() for note in role.facts.notes):
-        run.progress.note(note)
-
-
-def _measured(prepared: Prepared) -> dict[str, Any]:
-    """Measured and looked-up values that a resume reads instead of determining them again."""
-    found = prepared.specs["policy"].on_processor
-    measured = {"on_processor": dataclasses.asdict(found)} if found is not None else {}
-    return measured | ({"hub": commits} if (commits := prepared.commits.record()) else {})

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlhf.errors import ConfigError, PluginInvalid
+from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
-from rlhf.types import Update
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.config.components import resolved_run, select
@@ -27,14 +26,13 @@ from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
-from rlhf_runtime.models import shared_heads
 from rlhf_runtime.models.assemble import assemble
-from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.observe.numbered_folders import default_folder
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
+from rlhf_runtime.setup.role_checks import check_roles
 from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
 
@@ -114,7 +112,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.choose_by(curriculum, steps)
     schedule = Schedule.of(algorithm, steps)
     updates = schedule.total()
-    _check_roles(made, steps, updates, schedule.snapshots)
+    check_roles(made, steps, updates, schedule.snapshots)
     places = made.places_on(device_here())
     specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles}
     specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
@@ -169,47 +167,6 @@ def _with_folder(config: RunFile) -> RunFile:
         return config
     output = str(default_folder(run.resume or run.overwrite))
     return config.model_copy(update={"run": run.model_copy(update={"output": output})})
-
-
-def _check_roles(made: RunPlugins, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
-    """Raises ConfigError where a trained role would never be updated, or a role cannot be precomputed or lend its head.
-
-    Args:
-        updates: {role: optimizer steps of the whole run}.
-        snapshots: roles whose weights the algorithm replaces.
-    """
-    algorithm, roles = made.algorithm, made.roles
-    _check_declared(algorithm, roles, snapshots)
-    trained = [name for name, role in roles.items() if role.trained]
-    idle = [
-        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Raise "
-        "--run.steps, or let the training of this role start at an earlier step."
-        for name in trained
-        if not updates[name]
-    ]
-    raise_problems("these roles are trained but never updated", idle)
-    asked = [name for name in roles if made.section(name).precompute]
-    raise_problems("these roles cannot be precomputed", problems_of(asked, algorithm, trained, snapshots))
-    raise_problems(
-        "this head cannot be lent", shared_heads.problems_of(algorithm.needs().lent, roles, snapshots, asked)
-    )
-
-
-def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
-    """Raises PluginInvalid where the first step names an undeclared role. Later steps are not checked."""
-    updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
-    prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
-    named = {
-        "annotations()": {a.role for a in algorithm.annotations(0)},
-        "updates()": {*(update.role for update in updates), *snapshots},
-        "prepass() of a loss": {a.role for a in prepass},
-    }
-    for who, names in named.items():
-        if unknown := sorted(names - set(roles)):
-            raise PluginInvalid(
-                f"{who} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nothing declares. The run "
-                f"has {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
-            )
 
 
 def is_scored(made: RunPlugins) -> bool:

@@ -21,6 +21,7 @@ from rlhf_runtime.checkpoint.manifest import MANIFEST
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.run_folder import check_folder
 from rlhf_runtime.setup.prepare import Prepared
 from rlhf_runtime.setup.recorded_run import check_record
 
@@ -29,7 +30,7 @@ def check_output(prepared: Prepared) -> None:
     """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and the observers, with the
     same messages. Changes nothing in the folder. Raises ConfigError or CheckpointError."""
     run = prepared.config.run
-    RunDirectory.check(run.output, run.resume, run.overwrite)
+    check_folder(run.output, run.resume, run.overwrite)
     check_resume(prepared)
     check_record(prepared)
     check_observers(prepared)

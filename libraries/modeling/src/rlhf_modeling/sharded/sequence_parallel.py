@@ -20,7 +20,7 @@ from rlhf_modeling.attention import PackedAttention, attend_with, use_packed_att
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import quiet, read
-from rlhf_modeling.probe import probe_rows, short_lengths, wrong
+from rlhf_modeling.probe_rows import probe_rows, short_lengths, wrong
 from rlhf_modeling.rope import length_rope
 from rlhf_modeling.skeleton import skeleton
 from rlhf_modeling.stored import in_fp32

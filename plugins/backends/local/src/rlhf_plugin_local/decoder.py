@@ -15,7 +15,7 @@ from rlhf.types.arrays import IntArray
 from rlhf_modeling.attention import PackedAttention, attend_with
 from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.images.row import ImageInputs
-from rlhf_modeling.probe import short_lengths
+from rlhf_modeling.probe_rows import short_lengths
 from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -18,7 +18,8 @@ from rlhf.types import GenerationRequest, Image, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
-from rlhf_plugin_vllm.engine.engine import Engine, prefill_tokens, text_config
+from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
+from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform

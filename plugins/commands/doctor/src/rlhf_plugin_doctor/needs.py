@@ -14,7 +14,7 @@ from rlhf_hub.published import looks_local
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.files import file_kind
 from rlhf_runtime.observe.numbered_folders import default_folder
-from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.run_folder import is_free
 
 from rlhf_plugin_doctor.findings import counted, gib, listed
 from rlhf_plugin_doctor.machine import disk
@@ -150,7 +150,7 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     need = sum(trained) * BYTES_PER_PARAMETER * copies
     room = disk(place, "output disk", need, f"{copies} checkpoints (weights and Adam's moments in fp32)")
     held = (path / "config.toml").exists()
-    if held and not (config.run.resume or config.run.overwrite or RunDirectory.is_free(path)):
+    if held and not (config.run.resume or config.run.overwrite or is_free(path)):
         fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
         return [Finding("output", "fail", f"{path} already holds a run", fix), room]
     if config.run.resume and not held:

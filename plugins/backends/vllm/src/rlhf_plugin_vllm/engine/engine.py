@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf.errors import CapabilityError, ModelError, RlhfError
+from rlhf.errors import ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import Image
 from rlhf.types.arrays import IntArray
 from rlhf_hub.processors import reads_images
-from rlhf_hub.published import model_folder
 from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
+from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.engine.images import ImagePrompts
 from rlhf_plugin_vllm.engine.isolation import (
     disable_small_compiles,
@@ -26,11 +26,9 @@ from rlhf_plugin_vllm.engine.isolation import (
 )
 from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
-from rlhf_plugin_vllm.memory import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.processors import IMAGES, prepare
 
-WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
 """{id of an engine of this process: whether torch.distributed was initialised by other code before the first engine}.
@@ -199,81 +197,6 @@ def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:
         cleanup_dist_env_and_memory()
     while _left:
         _left.pop().remove()
-
-
-def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs``. vLLM gets no tokenizer: the run encodes and decodes text. Only processors of
-    images need one."""
-    length, tokens = prefill_tokens(config, spec, where)
-    chosen: dict[str, Any] = {
-        "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
-        "skip_tokenizer_init": spec.max_images == 0,
-        "limit_mm_per_prompt": {"image": spec.max_images, "video": 0, "audio": 0},
-        "mm_processor_cache_gb": 0,  # the pixels of an image are kept by ImagePrompts
-        "skip_mm_profiling": where.cpu,  # the size of the cache is given, so that nothing has to be measured
-        "trust_remote_code": spec.trust_remote_code,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
-        "seed": spec.seed % 2**32,
-        "max_model_len": length,
-        "max_num_seqs": config.max_sequences,
-        "max_num_batched_tokens": tokens,
-        "tensor_parallel_size": config.tensor_parallel,
-        "pipeline_parallel_size": config.pipeline_parallel,
-        "enforce_eager": where.cpu if config.eager is None else config.eager,
-        "enable_prefix_caching": config.prefix_caching,
-        "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
-        "worker_extension_cls": WORKER,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    space = config.kv_cache_gib if config.kv_cache_gib is not None or not where.cpu else KV_CACHE_GIB
-    if space is not None:
-        chosen["kv_cache_memory_bytes"] = int(space * 2**30)
-    if where.cpu:
-        # For a seeded prompt in two chunks vLLM reads the offset of the generator. A CPU generator has none: the engine
-        # would die.
-        chosen["enable_chunked_prefill"] = False
-    else:
-        if config.chunked_prefill is not None:
-            chosen["enable_chunked_prefill"] = config.chunked_prefill
-        chosen["gpu_memory_utilization"] = config.memory_share or MEMORY_SHARE
-        chosen["enable_sleep_mode"] = True
-    if config.tensor_parallel * config.pipeline_parallel > 1:
-        chosen["distributed_executor_backend"] = "mp"
-    return chosen
-
-
-def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> tuple[int, int]:
-    """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split
-    that is not: on a CPU, and without ``chunked_prefill``."""
-    length = _length(spec)
-    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
-    if (where.cpu or config.chunked_prefill is False) and tokens < length:
-        why = "on a CPU prompts are not split" if where.cpu else "chunked_prefill = false splits no prompt"
-        raise CapabilityError(
-            f"max_batched_tokens = {tokens} does not hold a sequence of {length} tokens (data.max_tokens + 1), and "
-            f"{why}. Raise it, or leave it out."
-        )
-    return length, tokens
-
-
-def _length(spec: GeneratorSpec) -> int:
-    """The run's longest sequence plus one token, so that a sequence of full length can be scored. At most the model's
-    positions, unless the model scales its positions."""
-    config = text_config(spec)
-    positions = getattr(config, "max_position_embeddings", None)
-    stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
-    wanted = spec.max_tokens + 1
-    return wanted if positions is None or stretched else min(wanted, positions)
-
-
-def text_config(spec: GeneratorSpec) -> Any:
-    """The transformers config of the model's text part."""
-    from transformers import AutoConfig
-
-    place = model_folder(spec.path, code=spec.trust_remote_code)
-    return AutoConfig.from_pretrained(place, trust_remote_code=spec.trust_remote_code).get_text_config()
 
 
 def _check_cpu_model(model: Any) -> None:

@@ -1,0 +1,69 @@
+"""The views of a role's weights: live, their moving average, and the model that training started from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import ModelSpec
+from transformers import PreTrainedModel
+
+from rlhf_modeling.adapters import without_adapters
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.ema import SecondValues
+
+
+class WeightViews:
+    """The part of a trainer that computes with other values of its weights."""
+
+    config: TrainingConfig
+    spec: ModelSpec
+    module: PreTrainedModel
+    average: SecondValues | None = None
+    """The moving average of the weights, where ``ema_decay`` is set."""
+    first: SecondValues | None = None
+    """The first weights, where the view ``base`` needs them."""
+    current_view = "live"
+    """The view that ``live`` means (:meth:`use_view`)."""
+    _active_view: ExitStack
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.spec.role.trained and self.config.lora is not None
+
+    @property
+    def keeps_first_weights(self) -> bool:
+        """The view ``base`` needs the first values of weights that are trained in place."""
+        lora = self.config.lora
+        return self.has_adapters and lora is not None and bool(lora.modules_to_save)
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """:attr:`rlhf.interfaces.TrainerFacts.views`."""
+        return ("live", *(("ema",) if self.average is not None else ()), *(("base",) if self.has_adapters else ()))
+
+    def use_view(self, view: str) -> None:
+        self._active_view.close()
+        self.current_view = "live"
+        if view != "live":
+            self._active_view.enter_context(self._view(view))
+        self.current_view = view
+
+    def _view(self, view: str) -> AbstractContextManager[None]:
+        """Inside, the module computes a view of the weights. Raises CapabilityError where there is no such view."""
+        if view == "live":
+            return nullcontext()
+        if view == "ema" and self.average is not None:
+            return self.average.swapped_in()
+        if view == "base" and self.has_adapters:
+            return self._base()
+        why = {"ema": "ema_decay is not set", "base": "lora is not set, so it has no adapters"}
+        reason = why.get(view, "it is not known")
+        raise CapabilityError(f"role {self.spec.role.name!r} has no view {view!r}: {reason}. Views: live, ema, base.")
+
+    @contextmanager
+    def _base(self) -> Iterator[None]:
+        """The model that training started from: without adapters, and with the first values of trained modules."""
+        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
+            yield

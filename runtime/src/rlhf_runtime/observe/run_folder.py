@@ -1,0 +1,106 @@
+"""Which folders a run may use, and what of an earlier run is deleted there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from rlhf.errors import ConfigError, RlhfError
+
+from rlhf_runtime.checkpoint.atomic_files import discard_folder
+from rlhf_runtime.checkpoint.json_values import read_json
+from rlhf_runtime.observe.folder_lock import FolderLock, unusable
+from rlhf_runtime.observe.metrics import read_metrics
+
+_HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json", "workers")
+"""The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
+
+
+def is_free(path: Path) -> bool:
+    """Whether a run may start in ``path``: it holds none, or one that finished no step."""
+    return not _present(path) or (_recognised(path) and not _finished_a_step(path))
+
+
+def check_folder(path: Path | str, resume: bool = False, overwrite: bool = False) -> None:
+    """Raises ConfigError where a run with these options may not use ``path``. Changes nothing."""
+    path = Path(path)
+    require_place(path, resume)
+    above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".writable-", dir=above))  # permission bits do not prove write access
+    except OSError as cause:
+        raise (unusable(path, "written to", cause) if above == path else unmade(path, cause)) from cause
+    FolderLock.check(path)
+    require_free(path, resume, overwrite)
+
+
+def require_place(path: Path, resume: bool) -> None:
+    """Raises ConfigError where ``path`` is a file, or there is no run to resume."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run.output is {path}, which is a file; it must be a folder that exists or can be made.")
+    if resume and not _present(path):
+        raise ConfigError(
+            f"there is no run to resume in {path}. Leave out --resume to start one there, or give the folder of "
+            f"the run as run.output."
+        )
+
+
+def require_free(path: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ConfigError where the folder holds a run and neither ``resume`` nor ``overwrite`` is set."""
+    present = _present(path)
+    if resume or is_free(path):
+        return
+    if not _recognised(path):
+        raise ConfigError(
+            f"{path} already holds {', '.join(present)}, but no manifest.json of a run, so nothing in there is "
+            "replaced. Choose another folder with --output. Nothing was changed."
+        )
+    if not overwrite:
+        begun = "checkpoints" in present
+        way = "Continue it with --resume" if begun else "It has no checkpoint: --resume starts it from step 0"
+        raise ConfigError(
+            f"{path} already holds a run ({', '.join(present)}). {way}, delete it with --overwrite, or choose another "
+            "folder with --output. Nothing was changed."
+        )
+
+
+def _recognised(path: Path) -> bool:
+    """Whether ``path`` has a ``manifest.json`` that a run wrote."""
+    try:
+        manifest = read_json(path / "manifest.json")
+    except (OSError, RlhfError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("schema") == 1 and isinstance(manifest.get("starts"), list)
+
+
+def _finished_a_step(path: Path) -> bool:
+    """Whether a step was recorded or anything was saved. True also where the record is damaged, since it may hold
+    steps."""
+    if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
+        return True
+    try:
+        lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+        return any(line["step"] > 0 for line in lines)
+    except (OSError, RlhfError, KeyError, TypeError):
+        return True
+
+
+def clear(path: Path, keep: Collection[str]) -> None:
+    """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
+    found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
+    for item in sorted(found, key=lambda item: item.name == "manifest.json"):
+        if item.is_dir() and not item.is_symlink():
+            discard_folder(item)
+        elif item.is_symlink() or item.exists():
+            item.unlink()
+
+
+def unmade(path: Path, cause: OSError) -> ConfigError:
+    return ConfigError(f"run.output {path} cannot be made: {cause.strerror}. Choose another folder.")
+
+
+def _present(path: Path) -> list[str]:
+    return [name for name in _HOLDS_A_RUN if (path / name).exists()]
