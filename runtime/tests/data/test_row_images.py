@@ -9,7 +9,7 @@ from PIL import Image
 from rlhf.errors import DataError
 from rlhf_hub.processors import load_processor
 from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data import dataset
+from rlhf_runtime.data import source_layouts
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.tokenizer import load_tokenizer
@@ -253,7 +253,7 @@ def test_the_fingerprint_of_a_run_without_images_reads_no_row(data, monkeypatch)
     def refuse(source, columns):
         raise AssertionError("rows are read")
 
-    monkeypatch.setattr(dataset, "with_image_files", refuse)
+    monkeypatch.setattr(source_layouts, "with_image_files", refuse)
     assert data([{"prompt": "hi"}], max_images=0).fingerprints()
     assert data([{"prompt": "hi"}], images="the policy is a model of text").fingerprints()
     with pytest.raises(AssertionError, match="rows are read"):

@@ -11,16 +11,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf.interfaces.check import Examination, Finding, Probe, ProbeAnswer
 
 from rlhf_testing.contract import Nonconformance, PluginContract, expect
-
-HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
+from rlhf_testing.light_import import expect_light_import
 
 
 class CheckContract(PluginContract):
@@ -71,13 +68,8 @@ class CheckContract(PluginContract):
     def test_import_is_light(self) -> None:
         """Importing the check's module imports no framework, because a broken framework would end the report. Probes
         import them."""
-        if not self.registered:
-            return
-        code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        expect(done.returncode == 0, f"{self.about()} its module cannot be imported: {done.stderr[-500:]}")
-        heavy = done.stdout.split()
-        expect(not heavy, f"{self.about()} importing {self.cls.__module__} imports {heavy}; import them in a probe")
+        if self.registered:
+            expect_light_import(self.about(), self.cls.__module__, "import them in a probe")
 
 
 def in_this_process(probe: Probe, argument: Any = None, /) -> ProbeAnswer:

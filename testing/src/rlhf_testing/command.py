@@ -14,14 +14,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf_testing.contract import Nonconformance, PluginContract, expect, missing
+from rlhf_testing.light_import import expect_light_import
 
-HEAVY = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
 LONGEST = 100
 """Maximum characters of the line that ``rlhf --help`` shows."""
 
@@ -94,15 +92,8 @@ class CommandContract(PluginContract):
     def test_import_is_light(self) -> None:
         """Importing the command's module imports no framework, because its help would take seconds. ``run`` imports
         what it needs."""
-        if not self.registered:
-            return
-        code = f"import sys, {self.cls.__module__}; print(*(m for m in {HEAVY!r} if m in sys.modules))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        expect(done.returncode == 0, f"{self.about()} its module cannot be imported: {done.stderr[-500:]}")
-        expect(
-            not done.stdout.split(),
-            f"{self.about()} importing {self.cls.__module__} imports {done.stdout.split()}; move the import into run()",
-        )
+        if self.registered:
+            expect_light_import(self.about(), self.cls.__module__, "move the import into run()")
 
     def test_calls(self) -> None:
         """A call returns its exit code, an integer."""

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.secrets import names_secret
 
+from rlhf_testing.changed_options import not_default
 from rlhf_testing.fabricate import NoColumn
 from rlhf_testing.members import misspelled, taken_fields, uncallable
 
@@ -165,18 +166,6 @@ class Contract(PluginContract):
         """``state_dict`` holds JSON values and loads into a fresh instance."""
         for config in self.grid():
             check_state(self.build(config), self.build(config), self.about(config))
-
-
-def not_default(config: BaseModel, path: str = "") -> list[str]:
-    """``kl.coef = 0.1`` for each field of a config, nested ones included, that is not at its default."""
-    found = []
-    for name, info in type(config).model_fields.items():
-        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
-        if isinstance(value, BaseModel) and type(value) is type(usual):
-            found += not_default(value, f"{path}{name}.")
-        elif value != usual:
-            found.append(f"{path}{name} = {value!r}")
-    return found
 
 
 def no_number(value: Any) -> str:

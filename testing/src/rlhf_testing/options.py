@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from rlhf_testing.changed_options import set_options
 from rlhf_testing.contract import Contract, expect
 
 
@@ -44,18 +45,6 @@ def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
         return effect(config)
     except Exception:
         return None
-
-
-def set_options(config: BaseModel, path: str = "") -> list[str]:
-    """``kl.coef`` for each field of a config, nested ones included, that is not at its default."""
-    found = []
-    for name, info in type(config).model_fields.items():
-        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
-        if isinstance(value, BaseModel) and type(value) is type(usual):
-            found += set_options(value, f"{path}{name}.")
-        elif value != usual and not info.is_required():
-            found.append(f"{path}{name}")
-    return found
 
 
 def without(config: BaseModel, paths: list[str]) -> Any | None:

@@ -26,6 +26,7 @@ from rlhf_algorithms.kl import KLController
 from rlhf_algorithms.kl_loss import WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
+from rlhf_algorithms.snapshots import snapshots_due
 from rlhf_algorithms.value_scale import ValueScale
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
@@ -170,10 +171,8 @@ class PolicyGradient(Algorithm):
             coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
             live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
-        every = self.config.kl.snapshot_every
-        if every is not None and (step + 1) % every == 0:
-            updates.append(Snapshot("reference", "policy", self.config.kl.snapshot_share))
-        return updates
+        kl = self.config.kl
+        return [*updates, *snapshots_due(kl.snapshot_every, kl.snapshot_share, step)]
 
     # ---------------------------------------------------------------------------------------- work
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlhf_algorithms import pipeline, shaping
 from rlhf_algorithms.kl import Estimator
+from rlhf_algorithms.snapshots import require_every
 
 
 class KLConfig(ComponentConfig):
@@ -59,11 +60,7 @@ class KLConfig(ComponentConfig):
             )
         if self.snapshot_every is not None and self.coef == 0:
             raise ValueError("snapshot_every copies the policy to the reference, which coef = 0 does without")
-        if self.snapshot_share < 1 and self.snapshot_every is None:
-            raise ValueError(
-                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: set "
-                "it, or leave this out"
-            )
+        require_every(self.snapshot_every, self.snapshot_share)
         return self
 
     @property

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Needs, Update
+from rlhf_algorithms.snapshots import SnapshotConfig
 
 from rlhf_plugin_dpo.pairing import PairChoice, as_pairs, pair_samples
-from rlhf_plugin_dpo.pairwise import Pairwise, PairwiseConfig
+from rlhf_plugin_dpo.pairwise import Pairwise
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.types import Group
 
 
-class OnlineDPOConfig(PairwiseConfig):
+class OnlineDPOConfig(SnapshotConfig):
     pairs: PairChoice = "best_worst"
     """Pairs of each prompt's samples: the best and the worst, or ``all`` pairs with different scores (prompts with more
     pairs have more weight)."""

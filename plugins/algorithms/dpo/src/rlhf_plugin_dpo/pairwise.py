@@ -5,29 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.types import Annotation, Needs, RoleSpec, RunOptions, Snapshot, Update
+from rlhf_algorithms.snapshots import SnapshotConfig, snapshots_due
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
-
-
-class PairwiseConfig(ComponentConfig):
-    snapshot_every: int | None = Field(default=None, ge=1)
-    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
-    snapshot_share: float = Field(default=1.0, gt=0, le=1)
-    """The policy's share in the new reference, alpha of TR-DPO (arXiv:2404.09656); the rest is the old reference's."""
-
-    @model_validator(mode="after")
-    def _read(self) -> PairwiseConfig:
-        if self.snapshot_share < 1 and self.snapshot_every is None:
-            raise ValueError(
-                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: "
-                "set it, or leave this out"
-            )
-        return self
 
 
 class Pairwise(Algorithm):
@@ -36,7 +20,7 @@ class Pairwise(Algorithm):
     Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
     """
 
-    Config = PairwiseConfig
+    Config = SnapshotConfig
     slots = {"loss": Slot("loss", "dpo")}
 
     def __init__(
@@ -73,7 +57,8 @@ class Pairwise(Algorithm):
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """The update and, when it is due, the snapshot. The snapshot comes last: the ``ref_logprobs`` of the next step
         are the new reference's."""
-        return [self.update(batch), *self._snapshot(step)]
+        config = self.config
+        return [self.update(batch), *snapshots_due(config.snapshot_every, config.snapshot_share, step)]
 
     def update(self, batch: Batch | None) -> Update:
         return Update("policy", "loss", coef=self.coef())
@@ -100,9 +85,3 @@ class Pairwise(Algorithm):
             self._shift, self._rewards = float(state["shift"]), int(state["rewards"])
         else:
             super().load_state_dict(state)
-
-    def _snapshot(self, step: int) -> list[Snapshot]:
-        every = self.config.snapshot_every
-        if every is None or (step + 1) % every != 0:
-            return []
-        return [Snapshot("reference", "policy", self.config.snapshot_share)]

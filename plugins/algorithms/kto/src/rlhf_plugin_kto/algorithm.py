@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field, model_validator
-from rlhf.interfaces import Algorithm, ComponentConfig, Slot
+from rlhf.interfaces import Algorithm, Slot
 from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Snapshot, Update
+from rlhf_algorithms.snapshots import SnapshotConfig, snapshots_due
 
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 
@@ -15,23 +15,6 @@ if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.ops.packing import UnitData
     from rlhf.types.examples import Example
-
-
-class KTOConfig(ComponentConfig):
-    snapshot_every: int | None = Field(default=None, ge=1)
-    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
-    snapshot_share: float = Field(default=1.0, gt=0, le=1)
-    """With ``snapshot_every``: the policy's share in the new reference (arXiv:2404.09656); the rest is the old
-    reference's."""
-
-    @model_validator(mode="after")
-    def _read(self) -> KTOConfig:
-        if self.snapshot_share < 1 and self.snapshot_every is None:
-            raise ValueError(
-                f"snapshot_share = {self.snapshot_share:g} is read every snapshot_every steps, which is not set: "
-                "set it, or leave this out"
-            )
-        return self
 
 
 class KTO(Algorithm):
@@ -51,7 +34,7 @@ class KTO(Algorithm):
     source = "Ethayarajh et al. 2024, arXiv:2402.01306"
     data: ClassVar[DataForm] = "labels"
     slots = {"loss": Slot("loss", "kto")}
-    Config = KTOConfig
+    Config = SnapshotConfig
 
     @property
     def _mismatched(self) -> bool:
@@ -107,10 +90,8 @@ class KTO(Algorithm):
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """The snapshot comes last: the columns of the next step are the new reference's."""
-        every = self.config.snapshot_every
-        due = every is not None and (step + 1) % every == 0
-        snapshot = [Snapshot("reference", "policy", self.config.snapshot_share)] if due else []
-        return [Update("policy", "loss"), *snapshot]
+        due = snapshots_due(self.config.snapshot_every, self.config.snapshot_share, step)
+        return [Update("policy", "loss"), *due]
 
 
 class KTOPair(KTO):

@@ -1,0 +1,37 @@
+"""A reference that becomes a copy of the policy every so many steps (TR-DPO, arXiv:2404.09656)."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+from rlhf.interfaces import ComponentConfig
+from rlhf.types import Snapshot
+
+
+class SnapshotConfig(ComponentConfig):
+    """The options of an algorithm whose reference may follow the policy."""
+
+    snapshot_every: int | None = Field(default=None, ge=1)
+    """Number of steps after which the reference becomes a copy of the policy. Default: never."""
+    snapshot_share: float = Field(default=1.0, gt=0, le=1)
+    """With ``snapshot_every``: the policy's share in the new reference (arXiv:2404.09656); the rest is the old
+    reference's."""
+
+    @model_validator(mode="after")
+    def _read(self) -> SnapshotConfig:
+        require_every(self.snapshot_every, self.snapshot_share)
+        return self
+
+
+def require_every(every: int | None, share: float) -> None:
+    """Raises ValueError where ``snapshot_share`` is set and no snapshot is ever made."""
+    if share < 1 and every is None:
+        raise ValueError(
+            f"snapshot_share = {share:g} is read every snapshot_every steps, which is not set: set it, or leave this "
+            "out"
+        )
+
+
+def snapshots_due(every: int | None, share: float, step: int) -> list[Snapshot]:
+    """The snapshot after the updates of ``step``, counted from 0; none where it is not due."""
+    due = every is not None and (step + 1) % every == 0
+    return [Snapshot("reference", "policy", share)] if due else []
