@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf_testing.contract import Contract, Nonconformance, expect, no_number
-from rlhf_testing.curriculum_play import SEED, STEPS, MadeUpRows, Play, Score, made_up_score
+from rlhf_testing.curriculum_play import BATCH, SEED, STEPS, MadeUpRows, Play, Score, made_up_score, position_of
 from rlhf_testing.fabricate import NoColumn
 
 
@@ -137,7 +137,7 @@ class CurriculumContract(Contract):
             whole.choose(BATCH // 2, 5)
             fresh = self.build(config)
             fresh.load_state_dict(_through_json(whole.state_dict(), self.about(config)))
-            rest, again = ([*map(_position, made.choose(BATCH // 2, 5))] for made in (whole, fresh))
+            rest, again = ([*map(position_of, made.choose(BATCH // 2, 5))] for made in (whole, fresh))
             expect(
                 rest == again,
                 f"{self.about(config)} chose {again} for the rest of a batch in the middle of which it resumed, and "

@@ -106,7 +106,7 @@ class Play:
         groups: list[FinishedGroup] = []
         for missing in (BATCH, 1) if self._score is not None else (BATCH,):  # one group is filtered and replaced
             given = self.curriculum.choose(missing, step)
-            found = [_position(row) for row in given]
+            found = [position_of(row) for row in given]
             expect(
                 len(found) == missing, f"choose({missing}, {step}) gave {len(found)} rows; exactly {missing} are needed"
             )
@@ -133,7 +133,8 @@ def made_up_score(row: int, step: int, sample: int) -> float:
     return float(derive_seed(SEED, "made up score", row, step, sample) < chance * 2.0**63)
 
 
-def _position(value: object) -> int:
+def position_of(value: object) -> int:
+    """A position that ``choose`` gave. Raises Nonconformance where it is no integer."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
