@@ -241,11 +241,13 @@ def test_every_page_of_the_documentation_can_be_reached_from_its_index():
 
 @every_page
 def test_named_tests_and_files_exist(page):
-    for name in re.findall(r"`((?:core|cli|plugins|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`", prose(page)):
+    for name in re.findall(
+        r"`((?:core|cli|plugins|testing|tests|docs|examples|benchmarks)/[\w./-]+(?:::\w+)?)`", prose(page)
+    ):
         path, _, test = name.partition("::")
         assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
         if test:
-            assert re.search(rf"^def {test}\b", (ROOT / path).read_text(), re.MULTILINE), f"{name_of(page)}: {name}"
+            assert re.search(rf"^ *def {test}\b", (ROOT / path).read_text(), re.MULTILINE), f"{name_of(page)}: {name}"
 
 
 @every_page

@@ -52,8 +52,9 @@ class Ranks:
         assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
         self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
-    def __call__(self, case: str) -> list[Any]:
-        return [found[case] for found in self.results]
+    def __call__(self, *case: str) -> list[Any]:
+        """[rank]: what it returned for a case; the case's name may be given in parts (``"resume", "2"``)."""
+        return [found["-".join(case)] for found in self.results]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}.safetensors")

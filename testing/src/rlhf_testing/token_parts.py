@@ -4,9 +4,6 @@ Ranks and a trainer on one rank run the same case. Their gradients, steps and ou
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,26 +107,15 @@ def run_case(name: str, make: Make, of: ModelSpec, folder: Path, parts: int) -> 
     return numbers | {"share": one.facts().ranks_per_share}
 
 
-def run_cases(make: Make, names: Sequence[str] = ("tokens", "adapters", "short rows")) -> None:
-    """The program of one of four ranks (:class:`rlhf_testing.rank_processes.Ranks`): rows are divided over two of them,
-    and over all four. Ends this process."""
-    rank, ranks, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    found = {
-        f"parts-{parts}-{name}": run_case(name, make, spec(folder, rank, ranks, port), folder, parts)
-        for parts in (2, ranks)
-        for name in names
-    }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
-
-
-def check_case(name: str, make: Make, ranks: Ranks, parts: int, within: float = 1e-5) -> None:
-    """Compare :func:`run_case` on ``ranks`` with ``make``'s trainer on one rank, which gets the same micro-batches."""
+def check_case(
+    name: str, make: Make, ranks: Ranks, found: Sequence[dict[str, Any]], parts: int, within: float = 1e-5
+) -> None:
+    """Compare ``found``, which :func:`run_case` returned on each of ``ranks``, with ``make``'s trainer on one rank,
+    which gets the same micro-batches."""
     case, groups = CASES[name], ranks.ranks // parts
     one = make(case.spec(spec(ranks.folder, head=case.head), ranks.folder), **case.options)
     gradients, want = measured(one, lambda number: [m for g in case.micros(number, groups) for m in g], case.loss)
     assert apart(ranks.tensors(f"parts-{parts}-{name}"), gradients) < within
-    found = ranks(f"parts-{parts}-{name}")
     assert {rank.pop("share") for rank in found} == {parts}
     check(found, want, parts, within)
 

@@ -1,4 +1,4 @@
-"""Trainers that the tests and the two ranks of :mod:`zero_pair` have in common, with the batches that they train on."""
+"""Trainers that the tests and ranks have in common, with the batches that they train on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from rlhf.interfaces import ModelSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
+from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.rank_batches import STEPS as STEPS
 from rlhf_testing.rank_batches import apart as apart
 from rlhf_testing.rank_batches import batch as batch
@@ -19,3 +20,8 @@ def trainer(of: ModelSpec, **options: Any) -> DeepSpeedTrainer:
     everything = {"keep_whole": 0, "gathered": 0} if options.get("stage") == 3 else {}
     given = {"lr": 1e-3, "device": "cpu", "timeout": 120.0, **everything, **options}
     return DeepSpeedTrainer(DeepSpeedTrainerConfig(**given), of)
+
+
+def one_rank(of: ModelSpec, **options: Any) -> TorchTrainer:
+    """The trainer with which DeepSpeed's is compared."""
+    return TorchTrainer(TorchTrainer.Config(**{"lr": 1e-3, "device": "cpu", **options}), of)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fsdp_cases import DORA, trainer
+from fsdp_cases import trainer
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces.memory import TrainerWork
 from rlhf_plugin_fsdp.memory import storage
@@ -17,6 +17,7 @@ from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.rank_batches import apart, batch, spec
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
+from rlhf_testing.trainer_rank_cases import DORA
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel

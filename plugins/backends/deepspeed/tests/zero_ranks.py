@@ -1,0 +1,119 @@
+"""The ranks of the trainer ``deepspeed`` in tests, and their program."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from rlhf.errors import RlhfError
+from rlhf_testing.rank_batches import spec
+from rlhf_testing.rank_case import farthest, held, same
+from rlhf_testing.suite_losses import ValueLoss
+from rlhf_testing.trainer_rank_cases import DORA, TrainerRankCases
+from zero_cases import trainer
+
+STAGES = ("0", "1", "2", "3")
+
+
+class ZeroRanks(TrainerRankCases):
+    """The layouts are the stages of ZeRO."""
+
+    module = "rlhf_plugin_deepspeed.trainer"
+    make = staticmethod(trainer)
+    layouts = {stage: {"stage": int(stage)} for stage in STAGES}
+    usual = "2"
+    only = {
+        "base": ("2",), "dropout": ("2",), "timeout": ("2",), "frozen": ("2", "3"), "rows_resume": ("1",),
+        **dict.fromkeys(("alone", "critic", "critic_state", "experts", "export", "lora"), ("3",)),
+    }  # fmt: skip
+    variants = {
+        "checkpointing-3": {"stage": 3, "gradient_checkpointing": True, "logits_chunk": 500},
+        "whole-3": {"stage": 3, "keep_whole": 100, "gathered": 2**27},
+        "bucket-2": {"stage": 2, "bucket": 1000},
+        "bucket-3": {"stage": 3, "bucket": 1000},
+        "hpz-3": {"stage": 3, "hpz_partition_size": 2},
+        "host-2": {"stage": 2, "offload_optimizer": "cpu"},
+        "host-3": {"stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"},
+        "muon-2": {"stage": 2, "optimizer": "muon", "weight_decay": 0.1},
+        "muon-3": {"stage": 3, "optimizer": "muon", "weight_decay": 0.1},
+        "lora-2": {"stage": 2, "lora": {"rank": 4}, "ema_decay": 0.9},
+        "lora-3": {"stage": 3, "lora": {"rank": 4}, "gradient_checkpointing": True},
+        "dora-3": {"stage": 3, "lora": DORA, "gradient_checkpointing": True},
+        "bf16-2": {"stage": 2, "dtype": "bf16"},
+        "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
+        "stored-2": {"stage": 2, "dtype": "bf16", "storage": "bf16"},
+        "stored-3": {"stage": 3, "dtype": "bf16", "storage": "bf16"},
+        "stored-hpz-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "hpz_partition_size": 2},
+        "stored-lora-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "lora": {"rank": 4}},
+    }
+    images = {"2": {"stage": 2}, "3": {"stage": 3}, "frozen-3": {"stage": 3, "freeze_vision": True, "ema_decay": 0.9}}
+    rows = {"adapters": "2", "one key head": "2", "recomputed adapters": "1", "critic": "0", "experts": "2"}
+    export_options = {"bucket": 2000}
+
+    def facts(self, of: Any) -> dict[str, Any]:
+        return {"largest": max(p.numel() for p in of.parameters.values())}
+
+    @contextmanager
+    def gathering(self, of: Any) -> Iterator[list[int]]:
+        gathered, whole = of.zero.gathered, []
+
+        def counted(parameters: Any) -> Any:
+            whole.append(sum(p.ds_numel for p in parameters))
+            return gathered(parameters)
+
+        with patch.object(of.zero, "gathered", counted):
+            yield whole
+
+    def case_nobody(self) -> Any:
+        """Each rank waits for the other at a different address. This case is the first, because it needs no group."""
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+            port = str(place.getsockname()[1])
+        return error_of(lambda: trainer(spec(self.folder, self.rank, 2, port), stage=2, timeout=2.0))
+
+    def case_refused(self) -> Any:
+        """Another group than the one that was joined, and roles that differ between the ranks."""
+        trainer(self.here(), stage=0)
+        wrong = (spec(self.folder), *(spec(self.folder, self.rank, *at) for at in ((2, "1"), (3, self.port))))
+        found = [error_of(lambda of=of: trainer(of, stage=0)) for of in wrong]
+        return [*found, error_of(lambda: trainer(self.here(head="scalar" if self.rank else "lm"), stage=0))]
+
+    def case_hpz(self) -> Any:
+        """In one process: policy, critic and reference with second copies of their weights, and a policy without."""
+        options = {"stage": 3, "hpz_partition_size": 2}
+        plain, policy, critic = (
+            trainer(self.here(), stage=3),
+            trainer(self.here(), **options),
+            trainer(self.here(head="scalar"), **options),
+        )
+        reference = trainer(self.here(trained=False), **options)
+        before = reference.forward(self.mine(9), ("logprobs",))
+        done = [self.steps(of, range(2)) for of in (plain, policy)], self.steps(critic, range(2), ValueLoss())
+        self.keep("weights-hpz-critic", held(critic))
+        unmoved = reference.forward(self.mine(9), ("logprobs",))
+        reference.load_weights(policy.weights(every_rank=True))
+        after, want = (of.forward(self.mine(9), ("logprobs",)) for of in (reference, policy))
+        everyone = (plain, policy, critic, reference)
+        return {
+            "steps": done,
+            "same": same(held(plain), held(policy)),
+            "unmoved": farthest(before, unmoved),
+            "left": farthest(after, want),
+            "copies": [sum(p.ds_secondary_tensor is not None for p in of.parameters.values()) for of in everyone],
+            "parameters": [len(of.parameters) for of in everyone],
+        }
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RlhfError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    ZeroRanks.main()
