@@ -1,255 +1,157 @@
-"""One rank of 2 or 4 that divide layers in two. It runs the cases one after another (:mod:`rank_case`)."""
+"""The ranks that divide layers in tests (``tensor_parallel = 2``), and their program: two ranks are one replica of the
+model, four are two."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import torch
-from parts_names import LORA, LORA_STAGE, MODELS, MUON, REFUSED, STAGES, VARIANTS
-from rank_case import FOLDER, RANK, RANKS, Cases, adder, held, here, keep, run, same, stepper
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
 from rlhf.weights.fingerprint import fingerprint
-from rlhf_modeling.adapters import LoraOptions
-from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, LentLoss, TokenLoss, ValueLoss
-from safetensors.torch import save_file
-from zero_cases import STEPS, batch, shares
-from zero_cases import trainer as any_trainer
+from rlhf_testing.rank_batches import batch, shares, spec
+from rlhf_testing.rank_case import held
+from rlhf_testing.suite_losses import TokenLoss
+from rlhf_testing.tiny import tiny_model
+from rlhf_testing.trainer_rank_cases import TrainerRankCases
+from zero_cases import trainer
 
-PARTS = 2
-REPLICA, REPLICAS = RANK // PARTS, RANKS // PARTS
-BOTH: Cases = {}
-PAIR: Cases = {}
-on_both, on_pair = adder(BOTH), adder(PAIR)
-
-
-def trainer(of: ModelSpec, **options: Any) -> Any:
-    return any_trainer(of, tensor_parallel=PARTS, **options)
-
-
-def mine(number: int, loss: Any = None) -> list[Any]:
-    """The micro-batches of this rank: the same on all ranks of a replica."""
-    return shares(batch(number, loss), REPLICAS)[REPLICA]
-
-
-steps = stepper(mine)
-
-
-def first_gradients(of: Any, name: str, loss: Any = None) -> None:
-    loss = loss or TokenLoss()
-    of.accumulate(mine(0, loss), loss, {}, {})
-    keep(f"gradients-{name}", of.gradients())
-    of.zero_grad()
-
-
-def own_prints(of: Any) -> dict[str, str]:
-    return {name: fingerprint(p.detach()) for name, p in of.parameters.items()}
+LORA: dict[str, dict[str, Any]] = {
+    "all": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},
+    "some": {"stage": 0, "lora": {"rank": 3, "alpha": 8, "targets": ("q_proj", "o_proj", "down_proj")}},
+}
+MUON: dict[str, dict[str, Any]] = {
+    "whole": {"stage": 0},
+    "lora": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},
+}
+"""Options of Muon for matrices, and for adapters."""
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tied": False},
+    "mistral": {"architecture": "mistral", "sliding_window": 8},
+    "gemma2": {"architecture": "gemma2", "sliding_window": 8},
+    "gemma3": {"architecture": "gemma3_text", "sliding_window": 8},
+}
+"""Kinds of layers other than those of Qwen 3."""
+REFUSED: dict[str, dict[str, Any]] = {
+    "heads": {"heads": 3, "kv_heads": 1, "head_dim": 8},
+    "dropout": {"attention_dropout": 0.1},
+    "layers": {"architecture": "olmo2"},
+}
+OWN = {"lora": tuple(LORA), "muon": tuple(MUON), "kind": tuple(MODELS)}
 
 
-for stage in STAGES:
+class TwoReplicas(TrainerRankCases):
+    """The layouts are the stages of ZeRO. A single rank divides nothing, and can continue in stage 3 too."""
 
-    @on_both(f"equal-{stage}")
-    def equal(stage: int = stage) -> Any:
-        """Gradients of the first step, five steps, scores, and the tensors that a rank holds."""
-        one = trainer(here(), stage=stage, ema_decay=0.9, weight_decay=0.1, logits_chunk=500)
-        first_gradients(one, f"{stage}")
-        done = steps(one, range(STEPS))
-        keep(f"weights-{stage}", held(one))
-        keep(f"average-{stage}", held(one, "ema"))
-        scores = one.forward(mine(9), ("logprobs",))
-        save_file({str(n): s["logprobs"] for n, s in enumerate(scores)}, FOLDER / f"scores-{stage}-{RANK}.safetensors")
+    module = "rlhf_plugin_deepspeed.trainer"
+    share = 2
+    layouts = {stage: {"stage": int(stage)} for stage in ("0", "1", "2", "3")}
+    usual = "2"
+    only = dict.fromkeys(("equal", "resume", "from_one"), ("0", "1", "2")) | {"skip": ("2",)}
+
+    @staticmethod
+    def make(of: ModelSpec, **options: Any) -> Any:
+        return trainer(of, **({"tensor_parallel": 2} if of.world_size > 1 else {}), **options)
+
+    @classmethod
+    def values(cls, parameter: str, case: str) -> Iterable[str]:
+        if parameter in OWN:
+            return OWN[parameter]
+        found = {"layout": cls.only.get(case, ()), "variant": tuple(cls.variants)}
+        return found.get(parameter, ())
+
+    @classmethod
+    def prepare(cls, folder: Path) -> None:
+        super().prepare(folder)
+        for name, options in {**MODELS, **REFUSED}.items():
+            tiny_model(folder / name, std=0.2, **options)
+        one = trainer(spec(folder), **LORA["all"])
+        for number in range(2):
+            one.update([batch(number)], TokenLoss(), {}, {})
+        one.save(folder / "adapters")
+
+    def facts(self, of: Any) -> dict[str, Any]:
         return {
-            "steps": done,
-            "micros": len(mine(0)),
-            "share": one.facts().ranks_per_share,
-            "coverage": one.coverage(),
-            "evaluated": one.evaluate(mine(9), TokenLoss(), {}, {})["loss"][0],
-            "shapes": {name: list(p.shape) for name, p in one.parameters.items()},
-            "prints": own_prints(one),
-            "weights": len(held(one)),
+            "share": of.facts().ranks_per_share,
+            "shapes": {name: list(p.shape) for name, p in of.parameters.items()},
+            "prints": {name: fingerprint(p.detach()) for name, p in of.parameters.items()},
         }
 
-
-for stage in STAGES:
-
-    @on_both(f"resume-{stage}")
-    def resume(stage: int = stage) -> Any:
-        """Save after two steps, load into a trainer that was trained on other data, and continue. Also continue from
-        the checkpoint of one rank."""
-        options = {"stage": stage, "ema_decay": 0.9}
-        one = trainer(here(), **options)
-        steps(one, range(2))
-        folder = FOLDER / f"saved-{stage}"
-        one.save(folder)
-        other = trainer(here(), **options)
-        steps(other, [7])
-        other.load(folder)
-        numbers = steps(one, range(2, 5)), steps(other, range(2, 5))
-        bits = same(held(one), held(other)) and same(held(one, "ema"), held(other, "ema"))
-        other.load(FOLDER / "from_one")
-        return {"bits": bits, "steps": numbers, "from_one": steps(other, range(2, 5))}
-
-
-SPEC = ("gradient_checkpointing", "dtype", "storage")
-for variant, options in VARIANTS.items():
-
-    @on_pair(f"variant-{variant}")
-    def varied(variant: str = variant, options: dict[str, Any] = options) -> Any:
-        one = trainer(
-            here(**{k: v for k, v in options.items() if k in SPEC}),
-            **{k: v for k, v in options.items() if k not in SPEC},
-        )
-        first_gradients(one, variant)
-        done = steps(one, range(3))
-        keep(f"weights-{variant}", held(one))
-        return {"steps": done}
-
-
-for kind in MODELS:
-
-    @on_pair(f"model-{kind}")
-    def model(kind: str = kind) -> Any:
-        one = trainer(replace(here(), path=str(FOLDER / kind)), stage=2)
-        first_gradients(one, kind)
-        done = steps(one, range(2))
-        keep(f"weights-{kind}", held(one))
-        return {"steps": done}
-
-
-for name in LORA:
-
-    @on_both(f"lora-{name}")
-    def adapted(name: str = name) -> Any:
+    def case_adapted(self, lora: str) -> Any:
         """Gradients after a first step (before it one factor has none), further steps, the tensors of a rank."""
-        options = {"stage": LORA_STAGE[name], "lora": LoraOptions(**LORA[name])}
-        one = trainer(here(), ema_decay=0.9, weight_decay=0.1, **options)
-        first = steps(one, [0])
-        first_gradients(one, f"lora-{name}")
-        done = first + steps(one, range(1, 4))
-        keep(f"weights-lora-{name}", held(one))
-        keep(f"average-lora-{name}", held(one, "ema"))
-        one.save(FOLDER / f"saved-lora-{name}")
-        return {
-            "steps": done,
-            "coverage": one.coverage(),
-            "prints": own_prints(one),
-            "shapes": {n: list(p.shape) for n, p in one.parameters.items()},
-        }
+        one = self.make(self.here(), ema_decay=0.9, weight_decay=0.1, **LORA[lora])
+        first = self.steps(one, [0])
+        self.first_gradients(one, f"lora-{lora}", self.mine(0), TokenLoss())
+        done = first + self.steps(one, range(1, 4))
+        self.keep(f"weights-lora-{lora}", held(one))
+        self.keep(f"average-lora-{lora}", held(one, "ema"))
+        one.save(self.folder / f"saved-lora-{lora}")
+        return {"steps": done, "coverage": one.coverage(), **self.facts(one)}
 
-
-@on_pair("adapters")
-def adapters() -> Any:
-    """The weights and the export of a checkpoint that one rank saved."""
-    one = trainer(here(), stage=2, lora=LoraOptions(**LORA["all"]))
-    one.load(FOLDER / "adapters")
-    one.export(FOLDER / "export-lora")
-    keep("base", held(one, "base"))
-    scores = [one.forward(mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
-    keep("scores-lora", dict(zip(("live", "base"), scores, strict=True)))
-    list(one.buckets())
-    return one.sent()
-
-
-for name, options in MUON.items():
-
-    @on_both(f"muon-{name}")
-    def muon(name: str = name, options: dict[str, Any] = options) -> Any:
-        options = {**options, **({"lora": LoraOptions(**options["lora"])} if "lora" in options else {})}
-        one = trainer(here(), optimizer="muon", weight_decay=0.1, **options)
-        done = steps(one, range(3))
-        keep(f"weights-muon-{name}", held(one))
+    def case_muon(self, muon: str) -> Any:
+        one = self.make(self.here(), optimizer="muon", weight_decay=0.1, **MUON[muon])
+        done = self.steps(one, range(3))
+        self.keep(f"weights-muon-{muon}", held(one))
         return {"steps": done}
 
 
-@on_pair("critic")
-def critic() -> Any:
-    one = trainer(here(head="scalar"), stage=2)
-    first_gradients(one, "critic", ValueLoss())
-    return {"steps": steps(one, range(3), ValueLoss())}
+class OneReplica(TwoReplicas):
+    """Further cases, for two ranks only."""
 
-
-@on_pair("frozen")
-def frozen() -> Any:
-    """A frozen role holds parts too. It loads whole weights from a sender, and lends its head."""
-    source = trainer(here(), stage=2)
-    steps(source, range(2))
-    found: list[Any] = [held(source)]
-    torch.distributed.broadcast_object_list(found, 0)
-    one = trainer(here(trained=False), stage=2)
-    before, want = (of.forward(mine(9), ("logprobs",)) for of in (one, source))
-    one.load_weights(iter(found[0].items()))
-    after = one.forward(mine(9), ("logprobs",))
-
-    def apart(a: Any, b: Any) -> float:
-        return max(float((x["logprobs"] - y["logprobs"]).abs().max()) for x, y in zip(a, b, strict=True))
-
-    return {
-        "moved": apart(before, want),
-        "left": apart(after, want),
-        "prints": own_prints(one) == own_prints(source),
-        "every_rank": len(list(one.weights(every_rank=True))),
+    only = TwoReplicas.only | dict.fromkeys(("critic", "frozen", "lent"), ("2",))
+    variants = {
+        "checkpointing": {"stage": 2, "gradient_checkpointing": True, "logits_chunk": 500},
+        "offload": {"stage": 2, "offload_optimizer": "cpu"},
+        "bucket": {"stage": 1, "bucket": 1000},
+        "clipped": {"stage": 2, "max_grad_norm": 0.1},
+        "bf16": {"stage": 2, "dtype": "bf16"},
+        "stored": {"stage": 2, "dtype": "bf16", "storage": "bf16"},
     }
 
+    def case_model(self, kind: str) -> Any:
+        one = self.make(replace(self.here(), path=str(self.folder / kind)), stage=2)
+        self.first_gradients(one, kind, self.mine(0), TokenLoss())
+        done = self.steps(one, range(2))
+        self.keep(f"weights-{kind}", held(one))
+        return {"steps": done}
 
-@on_pair("lent")
-def lent() -> Any:
-    lender = trainer(replace(here(trained=False), path=str(FOLDER / "lender")), stage=2)
-    one = trainer(here(), stage=2)
-    whole = list(lender.lend_head()) or [None]
-    torch.distributed.broadcast_object_list(whole, 0)
-    one.borrow_head("lender", whole[0])
-    micros = mine(0, LentLoss())
-    hidden = [found["hidden"] for found in lender.forward(micros, ("hidden",))]
-    micros = [m.with_column("tok", "lent_hidden", h) for m, h in zip(micros, hidden, strict=True)]
-    sums = one.accumulate(micros, LentLoss(), {}, {})
-    keep("gradients-lent", one.gradients())
-    return {"loss": sums["loss"][0]}
+    def case_adapters(self) -> Any:
+        """The weights and the export of a checkpoint that one rank saved."""
+        one = self.make(self.here(), **LORA["all"])
+        one.load(self.folder / "adapters")
+        one.export(self.folder / "export-lora")
+        self.keep("base", held(one, "base"))
+        scores = [one.forward(self.mine(9), ("logprobs",), view)[0]["logprobs"] for view in ("live", "base")]
+        self.keep("scores-lora", dict(zip(("live", "base"), scores, strict=True)))
+        list(one.buckets())
+        return one.sent()
 
+    def case_exported(self) -> Any:
+        one = self.make(self.here(), stage=2, ema_decay=0.9)
+        one.export(self.folder / "export")
+        list(one.buckets())
+        return one.sent()
 
-@on_both("skip")
-def skip() -> Any:
-    """A non-finite loss, and in the next step a non-finite gradient, on the last replica only."""
-    one, twin = (trainer(here(), stage=2, ema_decay=0.5) for _ in range(2))
-    found = []
-    for broken in (InfiniteLoss(), InfiniteGradient()):
-        before = held(one)
-        one.accumulate(mine(0), TokenLoss(), {}, {})
-        one.accumulate(mine(1), broken if REPLICA == REPLICAS - 1 else TokenLoss(), {}, {})
-        result = one.apply()
-        found.append([result.skipped, same(before, held(one))])
-    steps(twin, [0])
-    twin.updates = one.updates = 2
-    done = steps(one, [0])
-    return [*found, [done[0][3], same(held(one), held(twin))]]
+    def case_beside(self) -> Any:
+        """Roles with and without divided layers in one process, in both orders."""
+        divided, plain = self.make(self.here(), stage=2), trainer(self.here(), stage=2)
+        both = [self.steps(divided, [0])[0][1]]
+        both.append(plain.update(shares(batch(0), self.ranks)[self.rank], TokenLoss(), {}, {})[1].grad_norm)
+        return [
+            *both, self.steps(divided, [1])[0][1], self.steps(self.make(self.here(), stage=1), [0])[0][1]
+        ]  # fmt: skip
 
-
-@on_pair("export")
-def export() -> Any:
-    one = trainer(here(), stage=2, ema_decay=0.9)
-    one.export(FOLDER / "export")
-    list(one.buckets())
-    return one.sent()
-
-
-@on_pair("beside")
-def beside() -> Any:
-    """Roles with and without divided layers in one process, in both orders."""
-    divided, plain = trainer(here(), stage=2), any_trainer(here(), stage=2)
-    both = [steps(divided, [0]), plain.update(shares(batch(0), RANKS)[RANK], TokenLoss(), {}, {})[1].grad_norm]
-    return [both[0][0][1], both[1], steps(divided, [1])[0][1], steps(trainer(here(), stage=1), [0])[0][1]]
-
-
-@on_pair("refused")
-def refused() -> Any:
-    found = {}
-    for name in REFUSED:
-        try:
-            trainer(replace(here(), path=str(FOLDER / name)), stage=2)
-        except CapabilityError as error:
-            found[name] = str(error)
-    return found
+    def case_refused(self) -> Any:
+        found = {}
+        for name in REFUSED:
+            try:
+                self.make(replace(self.here(), path=str(self.folder / name)), stage=2)
+            except CapabilityError as error:
+                found[name] = str(error)
+        return found
 
 
 if __name__ == "__main__":
-    run(BOTH if RANKS > PARTS else {**BOTH, **PAIR})
+    OneReplica.main()
