@@ -200,7 +200,7 @@ def test_another_curriculum_is_another_run(shop: Workshop) -> None:
     changes = by_chance(shop, curriculum={"use": "pass_rate"}, run={"steps": 2})
     shop.train("rloo", "run", **changes)
     for curriculum, says in (
-        ({"use": "pass_rate", "explore": 0.5}, "curriculum.options.explore: was 0.25, now 0.5"),
+        ({"use": "pass_rate", "explore": 0.5}, "curriculum.explore: was 0.25, now 0.5"),
         ({"use": "easy_to_hard", "column": "level"}, "curriculum.use: was 'pass_rate', now 'easy_to_hard'"),
         (None, "curriculum.use: was 'pass_rate', now '(not set)'"),
     ):

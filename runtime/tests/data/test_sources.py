@@ -129,7 +129,7 @@ def test_the_error_for_a_missing_file_lists_existing_files(tmp_path):
     (tmp_path / "train.jsonl").write_text("{}\n")
     message = refused(tmp_path / "trian.jsonl")
     assert "no data file" in message
-    assert "it has train.jsonl. Did you mean 'train.jsonl'?" in message
+    assert "there are: train.jsonl. Did you mean 'train.jsonl'?" in message
     assert "does not exist" in refused(tmp_path / "nowhere" / "a.jsonl")
     assert "not one that `datasets` saved (save_to_disk). Name one of its files: train.jsonl." in refused(tmp_path)
 

@@ -54,7 +54,12 @@ class Difference:
         return self.before == _ABSENT
 
     def __str__(self) -> str:
-        return f"{self.key}: was {self.before!r}, now {self.now!r}"
+        return f"{self.written}: was {self.before!r}, now {self.now!r}"
+
+    @property
+    def written(self) -> str:
+        """The key as run files and flags have it: ``trainer.lr`` for ``trainer.options.lr``."""
+        return self.key.replace(".options.", ".")
 
 
 class SavedMeta(Saved):
@@ -132,7 +137,7 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     lines = []
     if reported := [str(d) for d in differences if d.severity == "report"]:
         lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
-    if added := [f"{d.key} = {d.now!r}" for d in differences if d.severity == "added"]:
+    if added := [f"{d.written} = {d.now!r}" for d in differences if d.severity == "added"]:
         lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
     return lines
 

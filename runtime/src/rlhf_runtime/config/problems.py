@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
 
-from rlhf_runtime.config.flag_values import ALONE, item_of, model_of
+from rlhf_runtime.config.flag_values import ALONE, item_of, model_of, toml_value
 from rlhf_runtime.config.suggestions import Suggestions
 
 _TOML_NAMES: dict[type, str] = {
@@ -148,10 +148,21 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         return f"{at}: needs a value, which {message}{f', e.g. --{path} {usual}' if usual else ''}."
     hint = ""
     if kind in ("tuple_type", "list_type") and isinstance(value, str) and "flag --" in at:
-        hint = f" Write a list in the form of TOML: '[{json.dumps(value, ensure_ascii=False)}]'."
+        hint = f" Write a list in the form of TOML: '{_as_list(value)}'."
+    if kind == "bool_type":
+        hint = " Write true or false, without quotes."
     if kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
     return f"{at}: {message}, got {got(value)}.{hint}"
+
+
+def _as_list(text: str) -> str:
+    """The list that a flag's text probably means: ``0.9,0.95`` gives ``[0.9, 0.95]``, and ``[a]`` gives ``["a"]``."""
+    inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    items = [toml_value(item.strip()) for item in inner.split(",")]
+    parts = [item.strip().strip("\"'") for item in inner.split(",")]
+    values = [item if isinstance(item, int | float) else part for item, part in zip(items, parts, strict=True)]
+    return json.dumps(values, ensure_ascii=False)
 
 
 def _how_to_give(path: str, listed: bool) -> str:

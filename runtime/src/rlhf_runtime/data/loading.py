@@ -60,5 +60,5 @@ def _missing(path: Path) -> str:
     if not folder.is_dir():
         return f"no data file {path}: the folder {folder} does not exist"
     beside = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
-    there = f"it has {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "it has no data files"
-    return f"no data file {path}. In {folder}: {there}"
+    there = f"are: {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "are no data files."
+    return f"no data file {path}. In {folder} there {there}"

@@ -192,7 +192,7 @@ class Scorer:
                 ]
             except RlhfError as error:
                 only = group.trajectories[0] if reward.instance.per_sample else None
-                message = f"{type(error).__name__}: {error}, {_where(group, only)}"
+                message = f"{type(error).__name__}: {str(error).rstrip('.')}, {_where(group, only)}"
                 results = [message] * len(group.trajectories)
             if all(isinstance(r, RewardResult) for r in results):
                 return results
