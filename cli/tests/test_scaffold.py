@@ -114,6 +114,13 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert "rlhf-plugin-x exists already; remove it, or choose another name or --output" in capsys.readouterr().err
 
 
+def test_a_name_whose_distribution_is_installed_gets_a_note(tmp_path, capsys):
+    assert new(tmp_path, "math", "reward") == 0
+    assert "note: rlhf-plugin-math 0.1.0 is installed: installing the new one replaces it." in capsys.readouterr().err
+    assert new(tmp_path, "maths", "reward") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert new(tmp_path / "file", "x", "reward") == 2

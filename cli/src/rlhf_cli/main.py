@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf import __version__
-from rlhf.errors import ConfigError, PluginConflict, PluginNotFound, RlhfError, did_you_mean
+from rlhf.errors import ConfigError, PluginConflict, PluginError, PluginNotFound, RlhfError, did_you_mean, shown
 from rlhf.plugins import Plugins
 
 from rlhf_cli.one_line_help import one_line_help
@@ -99,7 +99,10 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
         args.overrides = dotted + unknown
     else:
         args = parser.parse_args(words)
-    return int(command.run(args))
+    code: object = command.run(args)
+    if not isinstance(code, int):
+        raise PluginError(f"the command {prog!r} must return its exit code, an integer, got {shown(code)}")
+    return code
 
 
 def _dispatch(words: list[str]) -> int:

@@ -33,7 +33,7 @@ HELP = {
     "backend": "launcher, trainer and generator under one name",
     "output": "run directory",
     "seed": "seed of every random choice",
-    "steps": "controller steps",
+    "steps": "number of steps of the run",
     "resume": "continue from the newest complete checkpoint in the run directory",
     "overwrite": "delete the run that the run directory holds",
 }

@@ -59,7 +59,7 @@ class Explain(Command):
         elif found.single:
             _write(_one(found.options[0]))
         else:
-            _write("\n".join([*found.head, *(line for e in found.options for line in _short(e))]))
+            _write("\n".join([*found.head, *(line for e in found.options for line in _short(e))]).lstrip("\n"))
         return 0
 
 
