@@ -315,7 +315,7 @@ def test_our_errors_are_one_message_and_an_exit_code(command, capsys, error, cod
 def test_a_command_without_an_exit_code_is_an_error(command, capsys):
     command(lambda args: None)
     assert main(["probe"]) == 1
-    assert "the command 'rlhf probe' must return its exit code, an integer, got NoneType None" in capsys.readouterr().err
+    assert "'rlhf probe' must return its exit code, an integer, got NoneType None" in capsys.readouterr().err
 
 
 def test_other_errors_are_bugs_and_keep_their_traceback(command):

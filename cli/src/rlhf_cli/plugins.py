@@ -135,8 +135,8 @@ def _new(args: argparse.Namespace) -> int:
     then = [f"pip install -e {folder}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
     _write("\n  ".join([f"wrote {folder}; next:", *then]))
     installed = {f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name}
-    for distribution in installed:
-        sys.stderr.write(f"note: {distribution} is installed: installing the new one replaces it. Another name keeps both\n")
+    for here in installed:
+        sys.stderr.write(f"note: {here} is installed: installing the new one replaces it. Another name keeps both\n")
     return 0
 
 

@@ -6,8 +6,10 @@ Every error holds its message only, so it pickles and can be sent between proces
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class RlhfError(Exception):
@@ -91,14 +93,22 @@ def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
     """Attribute any error that plugin code raises to that plugin.
 
     ``what`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
-    project pass unchanged; anything else becomes ``error`` with the original as its cause.
+    project pass unchanged; anything else becomes ``error`` with the original as its cause and the line that raised it.
     """
     try:
         yield
     except RlhfError:
         raise
     except Exception as cause:
-        raise error(f"{what} raised {type(cause).__name__}: {cause}") from cause
+        raise error(f"{what} raised {type(cause).__name__}: {cause}{_place(cause)}") from cause
+
+
+def _place(error: Exception) -> str:
+    """`` (FILE:LINE)``: the innermost line outside of the core. Empty if the caller of :func:`boundary` raised it."""
+    core = str(Path(__file__).parent)
+    inner = traceback.extract_tb(error.__traceback__)[2:]  # without `boundary` itself and its caller
+    frames = [frame for frame in inner if not frame.filename.startswith(core)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:

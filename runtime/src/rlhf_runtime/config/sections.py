@@ -63,8 +63,8 @@ class RunSection(ComponentConfig):
     name: str = ""
     """Name of the run in logs; if empty, the output folder's name."""
     output: PathText = "runs/latest"
-    """The run directory; if not set, the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links. Refused if
-    it already holds a run that finished a step, unless ``resume`` or ``overwrite`` is set."""
+    """The run directory; if not set, the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links. Refused
+    if it already holds a run that finished a step, unless ``resume`` or ``overwrite`` is set."""
     steps: Annotated[int, Field(gt=0, le=MAX_STEPS)] | None = None
     """Number of steps, at most 10 million. Default: as many as ``epochs`` passes over the data need."""
     epochs: Positive = 1.0

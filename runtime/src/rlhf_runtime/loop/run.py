@@ -224,7 +224,7 @@ class Run:
                     self.status = "failed"
                     failed = "".join(f"\n{f}; the first: {f.first}" for f in self.failures if f.failed)
                     raise TrainingError(
-                        f"the run made {self.done} steps and not one update: "
+                        f"the run made {self.done} {'step' if self.done == 1 else 'steps'} and not one update: "
                         f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
                         f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )

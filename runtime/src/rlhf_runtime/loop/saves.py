@@ -120,7 +120,8 @@ class Saves:
         except RlhfError as error:
             self._progress.note(f"what was learnt since the last checkpoint is lost: {error}")
         else:
-            self._progress.note(f"saved what was learnt in {held.step} steps; continue with --resume")
+            steps = "1 step" if held.step == 1 else f"{held.step} steps"
+            self._progress.note(f"saved what was learnt in {steps}; continue with --resume")
 
     def _changes(self) -> int:
         """Number of changes, or possible changes, of roles' weights."""
