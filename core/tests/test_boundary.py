@@ -19,7 +19,7 @@ def test_the_message_names_the_line_that_raised() -> None:
 
 def test_of_an_error_in_the_core_the_line_that_called_it_is_named() -> None:
     def wrong() -> None:
-        did_you_mean("x", None)
+        did_you_mean("x", None)  # type: ignore[arg-type]
 
     place = re.escape(f"({__file__}:{wrong.__code__.co_firstlineno + 1})")
     with pytest.raises(EnvError, match=rf"{place}$"), boundary(EnvError, "step()"):
