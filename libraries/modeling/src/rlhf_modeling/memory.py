@@ -6,132 +6,20 @@ are meant to be within 25 % of what a process takes (docs/how-to/plan.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, TrainerWork
 
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions, matching, saved_modules
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.quantized import BYTES
-from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.storage import Storage
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
 """Allowance for memory that an allocator keeps after it is freed, as a share of temporary memory."""
 PARTS_AT_LOAD = ("weights", "working")
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Where a rank keeps weights, gradients and optimizer state. The default is a whole fp32 copy and AdamW.
-
-    ``*_ranks``: the ranks that one copy is divided over. ``*_bytes``: bytes per parameter before that division.
-    """
-
-    weight_ranks: int = 1
-    weight_bytes: float = 4.0
-    read_bytes: float = 0.0
-    """Bytes of a weight while the model is read, if that is more than ``weight_bytes``."""
-    gradient_ranks: int = 1
-    gradient_bytes: float = 4.0
-    optimizer_ranks: int = 1
-    optimizer_bytes: float = 8.0
-    """Optimizer state, the optimizer's own copy of the weights, and a moving average."""
-    matrix_saving: float = 0.0
-    """Bytes per parameter that an optimizer of matrices saves on each of them (Muon: one moment instead of two)."""
-    step: int = 0
-    """Bytes that the optimizer's step needs for a moment."""
-    layer_ranks: int = 1
-    """Ranks that divide every layer among them (tensor parallel). Embedding and head are whole on each."""
-    second_ranks: int = 0
-    """Ranks that a second copy of the weights is divided over; 0: there is none."""
-    gathered: int = 0
-    """Bytes of other ranks' weights that a rank holds while it computes."""
-    buffers: int = 0
-    """Bytes of communication buffers, whatever the model's size."""
-    making_bytes: float = 0.0
-    """Bytes per trained parameter that exist beside the weights while the trainer makes its buffers."""
-    keeps_gradients: bool = False
-    """Gradient buffers exist between steps too."""
-    whole_at_load: bool = False
-    """Each rank reads the whole model in host memory and keeps its part."""
-    host_weights: bool = False
-    """The weights live in host memory; layers are brought to the device one by one."""
-    host_optimizer: bool = False
-    """Optimizer state and gradients live in host memory."""
-    offloads: bool = False
-    """``Trainer.offload`` moves optimizer state and gradients to host memory."""
-
-
-def whole_storage(config: TrainingConfig, device: str, size: ModelSize, stored: str = "fp32") -> Storage:
-    """Storage of a rank that divides nothing.
-
-    Args:
-        stored: ``fp32`` | ``bf16``, the number format of the weights; with ``bf16`` the optimizer has fp32 masters.
-    """
-    muon, bf16 = config.optimizer == "muon", stored == "bf16"
-    return Storage(
-        weight_bytes=2.0 if bf16 else 4.0,
-        optimizer_bytes=8.0 + (4.0 if config.ema_decay is not None else 0.0) + (4.0 if bf16 else 0.0),
-        matrix_saving=4.0 if muon else 0.0,
-        step=2 * largest_matrix(size) if muon else 0,
-        offloads=device == "cuda",
-    )
-
-
-def largest_matrix(size: ModelSize) -> int:
-    """Bytes of a layer's largest matrix in fp32."""
-    return max(size.hidden * max(x.query, 0 if x.routed else x.ffn) for x in size.layers) * FP32
-
-
-def arithmetic(
-    config: TrainingConfig,
-    spec: ModelSpec,
-    size: ModelSize,
-    work: TrainerWork,
-    device: str,
-    sharers: int = 1,
-    parts: int = 1,
-) -> Arithmetic:
-    """How the trainer computes, from its options.
-
-    Args:
-        sharers: ranks that compute the same micro-batches, each a part of every layer (tensor parallel).
-        parts: ranks that divide the tokens of a micro-batch among them (sequence parallel).
-    """
-    stored = spec.storage == "bf16"
-    bf16 = stored or computes_bf16(spec.dtype, device)
-    budget = work.micro_tokens or parts * default_micro_tokens(bf16)
-    shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
-    tokens = min(max(budget, work.unit), work.unit * shares)
-    shared = config.shared_prefixes and config.neftune_alpha is None
-    lora = adapters_of(config, spec, size)
-    return Arithmetic(
-        tokens=math.ceil(tokens / parts),
-        longest=work.longest,
-        repeats=repeats(work, tokens) if shared else 1.0,
-        device=device,
-        bf16=bf16,
-        casts=bf16 and not stored,
-        wide_head=stored and config.head_fp32,
-        fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
-        logits=config.logits_chunk,
-        checkpointing=spec.gradient_checkpointing and spec.role.trained,
-        adapters=0 if lora is None else lora.rank,
-        parts=parts,
-    )
-
-
-def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> LoraOptions | None:
-    """The adapters of a trained role. Raises ConfigError where the model has no layer for them."""
-    if not spec.role.trained or config.lora is None:
-        return None
-    matching([name for name, *_ in size.linear], config.lora.targets, size.architecture)
-    return config.lora
 
 
 def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:
@@ -149,53 +37,6 @@ def saving_of(size: ModelSize, lora: LoraOptions | None, stored: float) -> float
     whole = set(lora.modules_to_save or ())
     weights = sum(i * o // count for name, i, o, count in size.linear if name not in whole)
     return weights * (stored - BYTES[lora.quantization])
-
-
-def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
-    """Parameters of the modules that are trained whole beside adapters. 0 where transformers cannot build the model
-    from its config alone."""
-    names = config.lora.modules_to_save if config.lora is not None and spec.role.trained else None
-    if not names:
-        return 0
-    try:
-        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
-    except Exception:  # any exception: the config may have any content
-        return 0
-    found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}
-    return sum(p.numel() for p in found.values())
-
-
-def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
-    """Parameters that ``freeze_vision`` leaves untrained."""
-    return size.vision if config.freeze_vision else 0
-
-
-def default_micro_tokens(bf16: bool) -> int:
-    """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
-    memory (benchmarks/measurements.md has the shapes)."""
-    return 4096 if bf16 else 2048
-
-
-def computes_bf16(dtype: str, device: str) -> bool:
-    """Whether ``dtype`` (``auto`` | ``fp32`` | ``bf16``) means bf16. A GPU has it; a CPU is measured."""
-    if dtype != "auto":
-        return dtype == "bf16"
-    if device == "cuda":
-        return True
-    import torch
-
-    from rlhf_modeling.precision import choose_precision
-
-    return choose_precision("auto", torch.device("cpu")).bf16
-
-
-def repeats(work: TrainerWork, tokens: int) -> float:
-    """Tokens of a full micro-batch's sequences per computed token: n sequences of p + a tokens need p + n a."""
-    if work.siblings < 2:
-        return 1.0
-    answer = work.longest - work.prompt
-    count = min(max(1, (tokens - work.prompt) // answer), work.siblings)
-    return count * work.longest / (work.prompt + count * answer)
 
 
 # --------------------------------------------------------------------------------------------- sums

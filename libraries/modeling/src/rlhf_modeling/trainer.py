@@ -22,25 +22,20 @@ from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.memory import (
-    arithmetic,
-    default_micro_tokens,
-    frozen_parameters,
-    saved_parameters,
-    trainer_memory,
-    whole_storage,
-)
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
 from rlhf_modeling.role_heads import comparable_head, head_of_role
 from rlhf_modeling.skeleton import check_files
+from rlhf_modeling.storage import whole_storage
 from rlhf_modeling.trained_parameters import choose_parameters
 from rlhf_modeling.weight_views import WeightViews
 

@@ -11,9 +11,11 @@ from rlhf.interfaces.memory import TrainerWork
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import LoraOptions, train_adapters_only
+from rlhf_modeling.arithmetic import arithmetic, saved_parameters
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.memory import Storage, arithmetic, part_of, saved_parameters, trainer_memory, whole_storage
+from rlhf_modeling.memory import part_of, trainer_memory
 from rlhf_modeling.model import load_model
+from rlhf_modeling.storage import Storage, whole_storage
 from rlhf_plugin_plan.model_size import read_size
 from rlhf_plugin_plan.phases import sum_of
 from rlhf_testing.tiny import tiny_model

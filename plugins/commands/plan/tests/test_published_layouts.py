@@ -15,7 +15,8 @@ from rlhf.interfaces.memory import ModelSize, SamplingWork, TrainerMemory, Train
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.memory import Storage, trainer_memory
+from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.storage import Storage
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_plugin_plan.model_size import read_size
 from rlhf_plugin_plan.shortages import make_plan

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import ModelSize
-from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
+from rlhf_modeling.storage import Storage, largest_matrix, whole_storage
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.topology import check_parts

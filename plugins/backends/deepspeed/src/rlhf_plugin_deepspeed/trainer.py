@@ -13,11 +13,12 @@ from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
+from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
-from rlhf_modeling.memory import arithmetic, frozen_parameters, saved_parameters, trainer_memory
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read
 from rlhf_modeling.probe import probe

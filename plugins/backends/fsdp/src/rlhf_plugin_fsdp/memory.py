@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import FP32, ModelSize
-from rlhf_modeling.memory import Storage, largest_matrix, whole_storage
+from rlhf_modeling.storage import Storage, largest_matrix, whole_storage
 
 from rlhf_plugin_fsdp.config import FsdpTrainerConfig
 

@@ -12,8 +12,9 @@ from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
+from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
 from rlhf_modeling.checks import LEARNING, check_training
-from rlhf_modeling.memory import arithmetic, frozen_parameters, saved_parameters, trainer_memory
+from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.schedule import Schedule

@@ -15,7 +15,7 @@ from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
-from rlhf_modeling.memory import computes_bf16
+from rlhf_modeling.arithmetic import computes_bf16
 from rlhf_modeling.skeleton import skeleton
 from torch import nn
 

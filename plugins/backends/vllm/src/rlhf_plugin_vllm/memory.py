@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
 from rlhf_modeling.activations import Arithmetic, widest_working
-from rlhf_modeling.memory import computes_bf16, product
+from rlhf_modeling.arithmetic import computes_bf16
+from rlhf_modeling.memory import product
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 

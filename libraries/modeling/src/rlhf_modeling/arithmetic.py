@@ -1,0 +1,106 @@
+"""How a trainer computes, from its options: tokens of a micro-batch, precision, what is trained."""
+
+from __future__ import annotations
+
+import math
+
+from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.memory import ModelSize, TrainerWork
+
+from rlhf_modeling.activations import Arithmetic
+from rlhf_modeling.adapters import LoraOptions, matching, saved_modules
+from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.skeleton import skeleton
+
+
+def arithmetic(
+    config: TrainingConfig,
+    spec: ModelSpec,
+    size: ModelSize,
+    work: TrainerWork,
+    device: str,
+    sharers: int = 1,
+    parts: int = 1,
+) -> Arithmetic:
+    """How the trainer computes, from its options.
+
+    Args:
+        sharers: ranks that compute the same micro-batches, each a part of every layer (tensor parallel).
+        parts: ranks that divide the tokens of a micro-batch among them (sequence parallel).
+    """
+    stored = spec.storage == "bf16"
+    bf16 = stored or computes_bf16(spec.dtype, device)
+    budget = work.micro_tokens or parts * default_micro_tokens(bf16)
+    shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
+    tokens = min(max(budget, work.unit), work.unit * shares)
+    shared = config.shared_prefixes and config.neftune_alpha is None
+    lora = adapters_of(config, spec, size)
+    return Arithmetic(
+        tokens=math.ceil(tokens / parts),
+        longest=work.longest,
+        repeats=repeats(work, tokens) if shared else 1.0,
+        device=device,
+        bf16=bf16,
+        casts=bf16 and not stored,
+        wide_head=stored and config.head_fp32,
+        fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
+        logits=config.logits_chunk,
+        checkpointing=spec.gradient_checkpointing and spec.role.trained,
+        adapters=0 if lora is None else lora.rank,
+        parts=parts,
+    )
+
+
+def adapters_of(config: TrainingConfig, spec: ModelSpec, size: ModelSize) -> LoraOptions | None:
+    """The adapters of a trained role. Raises ConfigError where the model has no layer for them."""
+    if not spec.role.trained or config.lora is None:
+        return None
+    matching([name for name, *_ in size.linear], config.lora.targets, size.architecture)
+    return config.lora
+
+
+def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
+    """Parameters of the modules that are trained whole beside adapters. 0 where transformers cannot build the model
+    from its config alone."""
+    names = config.lora.modules_to_save if config.lora is not None and spec.role.trained else None
+    if not names:
+        return 0
+    try:
+        module = skeleton(spec.path, spec.trust_remote_code, spec.images)
+    except Exception:  # any exception: the config may have any content
+        return 0
+    found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}
+    return sum(p.numel() for p in found.values())
+
+
+def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
+    """Parameters that ``freeze_vision`` leaves untrained."""
+    return size.vision if config.freeze_vision else 0
+
+
+def default_micro_tokens(bf16: bool) -> int:
+    """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
+    memory (benchmarks/measurements.md has the shapes)."""
+    return 4096 if bf16 else 2048
+
+
+def computes_bf16(dtype: str, device: str) -> bool:
+    """Whether ``dtype`` (``auto`` | ``fp32`` | ``bf16``) means bf16. A GPU has it; a CPU is measured."""
+    if dtype != "auto":
+        return dtype == "bf16"
+    if device == "cuda":
+        return True
+    import torch
+
+    from rlhf_modeling.precision import choose_precision
+
+    return choose_precision("auto", torch.device("cpu")).bf16
+
+
+def repeats(work: TrainerWork, tokens: int) -> float:
+    """Tokens of a full micro-batch's sequences per computed token: n sequences of p + a tokens need p + n a."""
+    if work.siblings < 2:
+        return 1.0
+    answer = work.longest - work.prompt
+    count = min(max(1, (tokens - work.prompt) // answer), work.siblings)
+    return count * work.longest / (work.prompt + count * answer)
