@@ -20,7 +20,6 @@ from rlhf.errors import (
 from rlhf.plugins import installed
 from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
-from rlhf.plugins.not_found import not_found
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
 from rlhf.plugins.requirements import check_requirements, published
@@ -157,6 +156,8 @@ class Plugins:
                 f"{' or '.join(repr(f'{owner}/{name}') for owner in owners)}"
             )
         if not found:
+            from rlhf.plugins.not_found import not_found  # listing plugins starts without it
+
             raise PluginNotFound(not_found(reference, self._all(), self.how_to_install))
         return found[0]
 
