@@ -69,7 +69,7 @@ class TrainerRankCases(StateCases):
     def case_base(self, layout: str) -> Any:
         """The view without adapters, after the head was trained with them, and the head that it lends; also where the
         last layout resumed."""
-        options = {"lora": DORA, "ema_decay": 0.9}
+        options: dict[str, Any] = {"lora": DORA, "ema_decay": 0.9}
         one = self.trainer(layout, **options)
         first, weights = one.forward(self.mine(9), ("logprobs",)), held(one, "base")
         lent = [h.weight_VH.clone() for h in one.lend_head("base")]
