@@ -215,7 +215,9 @@ def test_another_curriculum_is_another_run(shop: Workshop) -> None:
 def test_a_checkpoint_of_a_run_with_a_curriculum_says_which(shop: Workshop) -> None:
     run = shop.train("rloo", "run", **by_chance(shop, curriculum={"use": "pass_rate"}))
     state = json.loads((run.last_checkpoint / "state.json").read_text())
-    assert set(state["components"]["curriculum"]) == {"draws", "last", "scored", "passed"}
+    assert set(state["components"]["curriculum"]) == {
+        *("draws", "step", "first", "origins", "last", "scored", "passed")
+    }
     manifest = json.loads((run.path / "manifest.json").read_text())
     assert ("curriculum", "pass_rate") in [(p["kind"], p["name"]) for p in manifest["starts"][0]["plugins"]]
     again = shop.command(

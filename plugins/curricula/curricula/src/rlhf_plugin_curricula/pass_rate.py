@@ -104,9 +104,8 @@ class PassRate(Curriculum):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._draws = state["draws"]
-        # A continuous stream may be saved in the middle of a batch. Older checkpoints lack its part.
-        self._step, self._first = state.get("step", -1), state.get("first", 0)
-        self._origins = {**self._origins, **state.get("origins", {})}
+        # A continuous stream may be saved in the middle of a batch.
+        self._step, self._first, self._origins = state["step"], state["first"], dict(state["origins"])
         self._last = from_text(state["last"], self._last)
         self._scored = from_text(state["scored"], self._scored)
         self._passed = from_text(state["passed"], self._passed)
