@@ -82,7 +82,7 @@ def credit(
     advantages_N = raw_advantages_N
     if advantage.normalise != "none":
         advantages_N = normalise(raw_advantages_N, batch.tok["loss_mask"], advantage.normalise)
-    batch = batch.with_column("tok", "advantages", advantages_N)
+    batch = batch.with_column("tok", "advantages", advantages_N, over=None)  # 0 at masked tokens already
     metrics = reward_metrics(batch, shaped_U, r_U) | length_metrics(batch) | advantage_metrics(batch, raw_advantages_N)
     if kl_N is not None:
         metrics["kl/reference"] = _mean(masked(kl_N, batch.tok["loss_mask"]))
@@ -133,7 +133,7 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
 
     The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer."""
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
-    found = [torch.zeros(batch.tokens) for _ in range(1 + advantage.needs_values)]
+    found = [torch.empty(batch.tokens) for _ in range(1 + advantage.needs_values)]
     end = 0
     for first, last in _blocks(batch, BLOCK_WITH_VALUES if advantage.needs_values else BLOCK):
         block = batch.between(first, last)
@@ -211,7 +211,8 @@ def reward_metrics(batch: Batch, shaped_U: Tensor, r_U: Tensor) -> Metrics:
     ``reward/mean``."""
     raw_U, group_U = batch.unit["reward"], batch.unit["group"]
     std_G = one_per_group(group_std(raw_U, group_U), group_U)
-    placed_A = masked(batch.tok["step_reward"], batch.tok["loss_mask"]) if "step_reward" in batch.tok else raw_U[:0]
+    step_N = batch.tok.get("step_reward", torch.zeros(1))
+    placed_A = masked(step_N, batch.tok["loss_mask"]) if any(step_N.aminmax()) else step_N[:0]
     steps: Metrics = {}
     if placed_A.numel() and any(placed_A.aminmax()):  # one of them is not 0
         placed = float(placed_A.double().sum()) / batch.units
