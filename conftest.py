@@ -1,9 +1,14 @@
-"""One thread per test process: the models of the tests are too small for two, and `make test` runs two processes."""
+"""One thread per test process: the models of the tests are too small for two, and `make test` runs two processes.
+
+anyio is a pytest plugin, so pytest parses each of its files when it is imported. Python 3.11 raises `SystemError: AST
+constructor recursion depth mismatch` where the garbage collector runs during such a parse and frees something that
+warns. anyio imports its event loop at the first connection, in the middle of a test. It is imported here instead."""
 
 import gc
 import os
 from pathlib import Path
 
+import anyio._backends._asyncio  # noqa: F401  (the last paragraph of the docstring)
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
