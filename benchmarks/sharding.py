@@ -1,8 +1,9 @@
 """Time of an update by the trainer `fsdp` against the trainer `deepspeed` in stage 3, on ranks of this machine.
 
-    .venv/bin/python benchmarks/sharding.py [--ranks 2] [--repeats 15] [--dtype fp32] [--result FILE]
+    .venv/bin/python benchmarks/sharding.py [--ranks 2] [--repeats 15] [--dtype fp32] [--storage fp32] [--result FILE]
 
-Both trainers live in the same processes and take turns with the same micro-batches; medians. Prints one JSON object.
+All trainers live in the same processes and take turns with the same micro-batches; medians. Prints one JSON object.
+With several storages (`--dtype bf16 --storage fp32 bf16`) each trainer is measured with each.
 Each rank has one thread. On a machine that other processes use too, only processor seconds are meaningful.
 """
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
+    parser.add_argument("--storage", default=["fp32"], choices=["fp32", "bf16"], nargs="+")
     parser.add_argument("--result", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
@@ -46,6 +48,7 @@ def main() -> None:
             str(arguments.ranks),
             str(port),
             arguments.dtype,
+            ",".join(arguments.storage),
             str(arguments.repeats),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -58,12 +61,20 @@ def main() -> None:
         raise SystemExit("a rank failed")
     seconds = json.loads(said[0].splitlines()[-1])
     wall, processor = ({name: median(found[kind]) for name, found in seconds.items()} for kind in ("wall", "processor"))
+    ratios: dict[str, dict[str, float]] = {}
+    for of, times in (("wall", wall), ("processor", processor)):
+        first = arguments.storage[0]
+        ratios[of] = {f"fsdp / deepspeed, {s}": times[f"fsdp {s}"] / times[f"deepspeed {s}"] for s in arguments.storage}
+        for s in arguments.storage[1:]:
+            ratios[of] |= {
+                f"{s} / {first}, {name}": times[f"{name} {s}"] / times[f"{name} {first}"] for name in TRAINERS
+            }
     result: dict[str, Any] = {
         "ranks": arguments.ranks,
         "dtype": arguments.dtype,
         "wall": wall,
         "processor": processor,
-        "ratio": {"wall": wall["fsdp"] / wall["deepspeed"], "processor": processor["fsdp"] / processor["deepspeed"]},
+        "ratio": ratios,
         "seconds": seconds,
     }
     if arguments.result:
@@ -71,19 +82,21 @@ def main() -> None:
     print(json.dumps({name: value for name, value in result.items() if name != "seconds"}))
 
 
-def rank(folder: str, ranks: str, port: str, dtype: str, repeats: str, number: str) -> None:
-    """The updates of one rank; the last line that it prints is {trainer: {wall, processor: seconds of each}}."""
+def rank(folder: str, ranks: str, port: str, dtype: str, storages: str, repeats: str, number: str) -> None:
+    """The updates of one rank; the last line that it prints is {trainer and storage: {wall, processor: seconds of
+    each}}."""
     from rlhf.plugins import Plugins
     from rlhf_testing.rank_batches import batch, shares, spec
     from rlhf_testing.suite_losses import TokenLoss
 
-    of = spec(Path(folder), int(number), int(ranks), port, dtype=dtype)
     micros = shares(batch(0, units=UNITS), int(ranks), budget=256)[int(number)]
     made, seconds = {}, {}
-    for name, options in TRAINERS.items():
-        trainer = Plugins.discover().resolve("trainer", name).cls
-        made[name] = trainer(trainer.Config(lr=1e-6, device="cpu", **options), of)
-        seconds[name] = {"wall": [], "processor": []}
+    for storage in storages.split(","):
+        of = spec(Path(folder), int(number), int(ranks), port, dtype=dtype, storage=storage)
+        for name, options in TRAINERS.items():
+            trainer = Plugins.discover().resolve("trainer", name).cls
+            made[f"{name} {storage}"] = trainer(trainer.Config(lr=1e-6, device="cpu", **options), of)
+            seconds[f"{name} {storage}"] = {"wall": [], "processor": []}
     for repeat in range(int(repeats) + 2):
         for name, trainer in made.items():
             start, used = time.perf_counter(), time.process_time()
@@ -96,7 +109,7 @@ def rank(folder: str, ranks: str, port: str, dtype: str, repeats: str, number: s
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 7 and not sys.argv[1].startswith("-"):
+    if len(sys.argv) == 8 and not sys.argv[1].startswith("-"):
         rank(*sys.argv[1:])
     else:
         main()
