@@ -211,6 +211,32 @@ def test_exports_are_whole_rotated_and_replaced(tmp_path):
         assert not [p.name for p in tmp_path.iterdir() if p.name.startswith((".saving", ".discarded"))]
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["while an old export is deleted", "before that"])
+def test_a_process_that_dies_while_exports_are_rotated_leaves_no_half_and_no_old_export(tmp_path, monkeypatch, dies):
+    def write(folder):
+        (folder / "config.json").write_text("{}")
+
+    def die(path, *_, **__):
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with start(tmp_path) as directory:
+        directory.export(5, write, keep=1)
+        if dies:
+            with monkeypatch.context() as dying:
+                dying.setattr("shutil.rmtree", die)
+                with pytest.raises(KeyboardInterrupt):
+                    directory.export(10, write, keep=1)
+            assert not directory.exports(5).exists(), "a folder that is deleted in part has the name of an export"
+        else:
+            directory.export(10, write, keep=None)
+        before = (directory.exports(10) / "config.json").stat().st_mtime_ns
+    with RunDirectory.create(tmp_path, resume=True) as directory:
+        directory.export(10, write, keep=1)
+        assert [path.name for path in (tmp_path / "exports").iterdir()] == ["step-000010"]
+        assert (directory.exports(10) / "config.json").stat().st_mtime_ns == before
+
+
 def test_skipped_batches_are_kept_and_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SKIPPED_KEPT", 2)
     batch = pack([UnitData([SequenceData([1, 2], {"loss_mask": [False, True]})], {"reward": 0.5})])

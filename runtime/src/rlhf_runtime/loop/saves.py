@@ -67,14 +67,14 @@ class Saves:
         self._reports.observe("checkpoint_saved", step, path)
 
     def export(self, done: int, last: bool) -> None:
-        """Export the model after ``done`` steps, if an export is due and does not exist yet.
+        """Export the model after ``done`` steps, if an export is due. After a resume it may exist.
 
         Args:
             last: this is the run's last step, so the final model is the same.
         """
         section = self._config.checkpoint
         path, every = self._directory.exports(done), section.export_every
-        if last or not done or every is None or done % every or path.exists():
+        if last or not done or every is None or done % every:
             return
         with self._store.writing(path), self._reports.timeline.phase("export"):
             self._directory.export(done, self.write_model, section.keep)

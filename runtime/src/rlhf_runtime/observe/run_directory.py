@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
 
-from rlhf_runtime.checkpoint.atomic_files import publish_folder, remove_leftovers, write_atomic
+from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
 from rlhf_runtime.observe.folder_lock import FolderLock
 from rlhf_runtime.observe.machine import environment
@@ -174,9 +173,10 @@ class RunDirectory:
         return self.path / "model"
 
     def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
-        """Call ``write`` to fill the export of ``step`` atomically. Only the ``keep`` newest exports are kept (None:
-        all)."""
-        publish_folder(self.exports(step), write)
+        """Call ``write`` to fill the export of ``step`` atomically, if it does not exist yet. Only the ``keep`` newest
+        exports are kept (None: all)."""
+        if not self.exports(step).exists():
+            publish_folder(self.exports(step), write)
         if keep is not None:
             for _, path in _numbered(self.path / "exports")[:-keep]:
                 _remove(path)
@@ -243,6 +243,6 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path)
+        discard_folder(path)
     else:
         path.unlink()
