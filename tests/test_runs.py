@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import pytest
 import torch
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.load import load
+from rlhf_runtime.loop.saves import Saves
 from rlhf_testing.tiny import tiny_reward_model
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -215,6 +217,20 @@ def test_evaluation_on_schedule_and_the_best_checkpoint(shop: Workshop) -> None:
 def ended(run: Finished) -> dict[str, str]:
     """The end of the last start in the manifest."""
     return json.loads((run.path / "manifest.json").read_text())["starts"][-1]["ended"]
+
+
+def test_a_run_that_cannot_write_its_model_failed(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its last step and its last checkpoint. A resume writes the model."""
+
+    def full(self: Saves, path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Saves, "write_model", full)
+        run = shop.run("sft", "run")
+    assert run.code == 1
+    assert (ended(run)["status"], "The disk is full" in ended(run)["why"]) == ("failed", True)
+    assert ended(shop.train("sft", "run", "--resume"))["status"] == "finished"
 
 
 def test_early_stop(shop: Workshop) -> None:

@@ -228,7 +228,7 @@ class Run:
                         f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
                         f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
-                self.saves.publish()
+                self._publish()
         finally:
             self.resources.callback(self.progress.close)
             self.resources.callback(self.reports.observe, "run_ended", self.status)
@@ -236,6 +236,12 @@ class Run:
             self.resources.close()  # calls all callbacks, the latest first, even if one raises
 
     # -------------------------------------------------------------------------------------- parts
+
+    def _publish(self) -> None:
+        """Write the final models. A run that cannot write them failed, whatever it has learnt."""
+        finished, self.status = self.status, "failed"
+        self.saves.publish()
+        self.status = finished
 
     def _record_end(self, error: BaseException | None) -> None:
         """Write to the manifest how the run ended."""
