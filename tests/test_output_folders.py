@@ -8,8 +8,25 @@ import pytest
 import tomli_w
 from rlhf_cli.main import main
 from rlhf_runtime.loop.run import Run
+from rlhf_runtime.observe import RunDirectory
 
 from tests.runs import Workshop
+
+
+def test_a_run_that_is_killed_while_it_records_its_start_does_not_block_the_next(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without a manifest is not recognised as that of a run, and nothing in it is replaced."""
+
+    def die(self: RunDirectory, toml: str) -> None:
+        write_config(self, toml)
+        raise KeyboardInterrupt
+
+    write_config = RunDirectory.write_config
+    with monkeypatch.context() as dying:
+        dying.setattr(RunDirectory, "write_config", die)
+        assert shop.run("sft", "run").code == 130
+    shop.train("sft", "run")
 
 
 def test_a_failed_first_run_does_not_block_the_next(shop: Workshop) -> None:

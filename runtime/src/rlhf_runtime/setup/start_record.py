@@ -29,7 +29,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
     config, data = run.config, run.data
     with run.store.writing(run.directory.path):
         asked_once = config.run.model_copy(update={"overwrite": False})
-        run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
+        # First, because a folder is recognised by it. A run that is killed before the next line can start again.
         run.directory.write_manifest(
             config.run.seed,
             [plugin.manifest() for plugin in prepared.plugins],
@@ -39,6 +39,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
             data=data.fingerprints(),
             **_measured(prepared),
         )
+        run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))
     for count, why in ((data.eval_dropped, "over the limits"), (data.eval_bad_rows, "bad")):
         if count:
             run.progress.note(f"{count} evaluation rows are {why} and left out")
