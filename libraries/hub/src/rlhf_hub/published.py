@@ -5,6 +5,7 @@ transformers and the hub's client are imported only when a model is read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository on a hub: config and tokenizer."""
 INDEX = "model.safetensors.index.json"
+BLOCK, BLOCKS = 2**12, 64
+"""Bytes of a block, and blocks of a file of weights, that :func:`content_of` reads."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 """Weights that are never read: unpickling can run code, and the other formats belong to other frameworks."""
 
@@ -84,6 +87,26 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)
+
+
+def content_of(folder: Path) -> str:
+    """SHA-256 of what loading a model's folder reads: config, tokenizer and weights.
+
+    Of a file of weights: its size and 64 blocks of 4 KiB, spread evenly over the file, because reading a large model
+    takes minutes. Training changes almost all weights that it changes at all, so other weights differ in a block.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in (*SETTINGS, "*.safetensors") for path in folder.glob(pattern)}):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if path.suffix != ".safetensors":
+                digest.update(file.read())
+                continue
+            for start in range(0, size, max(BLOCK, size // BLOCKS)):
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
 
 
 def settings_of(model: str, asker: str) -> dict[str, Any]:

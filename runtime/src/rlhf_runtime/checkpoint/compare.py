@@ -68,6 +68,7 @@ class SavedMeta(Saved):
     config: dict[str, Any] = {}
     plugins: dict[str, str] = {}
     environment: dict[str, Any] = {}
+    content: dict[str, str] = {}
 
 
 def describe(
@@ -76,6 +77,7 @@ def describe(
     *,
     threads: int | None,
     device: str,
+    content: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """The ``meta`` of a checkpoint, which identifies the run.
 
@@ -84,20 +86,23 @@ def describe(
         plugins: {"kind", "name", "distribution", "version"} of each component in use; for files "sha256".
         threads: torch threads of the process that trains.
         device: ``cpu``, or the accelerator's name.
+        content: {key of the config that names a file or folder: hash of its content}.
     """
     return {
         "config": json_values.encode(dict(config), "config"),
         "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
         "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
+        "content": dict(content),
     }
 
 
 def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collection[str] = ()) -> list[Difference]:
     """All differences between a checkpoint's ``meta`` and the run that resumes it, both made by :func:`describe`.
 
-    A changed model, algorithm, reward, data, seed, batch size or staleness is refused. Changed total steps, threads,
-    device, versions and schedules are reported. Keys that only one of the two has are refused; :mod:`rlhf_runtime.setup
-    .resume` then asks the run's plugins which of these keys are options at their defaults.
+    A changed model, algorithm, reward, data, seed, batch size or staleness is refused, also where a file changed under
+    its old path. Changed total steps, threads, device, versions and schedules are reported. Keys that only one of the
+    two has are refused; :mod:`rlhf_runtime.setup.resume` then asks the run's plugins which of these keys are options at
+    their defaults.
 
     Args:
         layout: options of the run's trainers that are reported, too (``Trainer.layout``).
@@ -110,7 +115,15 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
     found += _differences(
         meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
     )
-    return found
+    before, now = meta.get("content", {}), current.get("content", {})
+    return (
+        found
+        + [  # of a key that only one of them has, the config differs, or the release
+            Difference(f"content of {key}", before[key][:12], now[key][:12], _severity_of_key(key, reported))
+            for key in sorted(before.keys() & now.keys())
+            if before[key] != now[key]
+        ]
+    )
 
 
 def at_resume(key: str, layout: Collection[str] = ()) -> Literal["ignore", "report", "refuse"]:

@@ -24,6 +24,7 @@ from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.run_folder import check_folder
 from rlhf_runtime.setup.prepare import Prepared
 from rlhf_runtime.setup.recorded_run import check_record
+from rlhf_runtime.setup.start_record import content
 
 
 def check_output(prepared: Prepared) -> None:
@@ -55,6 +56,7 @@ def check_resume(prepared: Prepared) -> None:
         [plugin.manifest() for plugin in prepared.plugins],
         threads=before.get("threads"),
         device=before.get("device", ""),
+        content=content(prepared),
     )
     found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)

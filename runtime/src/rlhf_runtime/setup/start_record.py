@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_hub.published import content_of
 
 from rlhf_runtime.checkpoint import describe
 from rlhf_runtime.config.load import to_toml
@@ -21,7 +24,22 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
         [plugin.manifest() for plugin in prepared.plugins],
         threads=torch.get_num_threads(),
         device=policy.facts.device,
+        content=content(prepared),
     )
+
+
+def content(prepared: Prepared) -> dict[str, str]:
+    """Hashes of what the run reads from local paths and a checkpoint does not hold: the models that roles start as,
+    the chat template, the held-out rows. Training rows have theirs in the order of rows."""
+    folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
+    hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
+    found = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    if prepared.config.data.chat_template is not None:
+        template: str = prepared.data.template.tokenizer.chat_template
+        found["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
+    for source, about in prepared.data.fingerprints()["eval"].items():
+        found[f"data.eval.{source}"] = about["fingerprint"]
+    return found
 
 
 def record_start(run: Run, prepared: Prepared) -> None:

@@ -1,0 +1,55 @@
+"""A resume compares the files that the run reads by a path: a model, a chat template, held-out rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from tests.runs import PAIRS, Workshop, assert_same_run
+
+
+def copied(shop: Workshop) -> Path:
+    """A model of this test."""
+    return Path(shutil.copytree(shop.model, shop.folder / "model"))
+
+
+def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Workshop) -> None:
+    """The checkpoint holds the policy. The frozen reference is loaded from its folder, with other weights now."""
+    changes = {"policy": {"model": str(model := copied(shop))}, "checkpoint": {"every": 1}}
+    whole = shop.train("dpo", "whole", **changes)
+    shop.train("dpo", "run", "--run.stop_after", "2", **changes)
+    weights, before = load_file(model / "model.safetensors"), (model / "model.safetensors").read_bytes()
+    save_file({name: w * 1.5 if "layers.1" in name else w for name, w in weights.items()}, model / "model.safetensors")
+    for flags in (["--dry-run"], []):
+        refused = shop.run("dpo", "run", "--resume", *flags, **changes)
+        assert refused.code == 1
+        assert "is from another config:\n  content of policy.model: was " in refused.said
+        assert "\n  content of reference.model: was " in refused.said
+    (model / "model.safetensors").write_bytes(before)  # with another time, as in a copy
+    (model / "README.md").write_text("no run reads this")
+    resumed = shop.train("dpo", "run", "--resume", **changes)
+    assert "content of" not in resumed.said
+    assert_same_run(resumed, whole)
+
+
+def test_another_chat_template_under_the_same_path_is_refused(shop: Workshop) -> None:
+    template = shop.file("chat.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    changes = {"data": {"chat_template": str(template)}, "checkpoint": {"every": 1}}
+    shop.train("sft", "run", "--run.stop_after", "2", **changes)
+    template.write_text("{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}")
+    refused = shop.run("sft", "run", "--resume", **changes)
+    assert refused.code == 1
+    assert "content of data.chat_template: was " in refused.said
+
+
+def test_other_held_out_rows_under_the_same_path_are_reported(shop: Workshop) -> None:
+    """The best value so far is of other rows."""
+    held_out = shop.rows("held_out.jsonl", PAIRS[:3])
+    changes = {"data": {"eval": str(held_out)}, "eval": {"every": 1}, "checkpoint": {"every": 1}}
+    shop.train("dpo", "run", "--run.stop_after", "2", **changes)
+    shop.rows("held_out.jsonl", PAIRS[1:4])
+    resumed = shop.train("dpo", "run", "--resume", **changes)
+    assert "continues as a different run, no longer bit-equal to the one that was saved:" in resumed.said
+    assert "content of data.eval.held_out: was " in resumed.said
