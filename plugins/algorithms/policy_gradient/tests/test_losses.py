@@ -319,6 +319,15 @@ def test_the_least_certain_tokens_push_by_hand():
     assert PPO().prepass() == ()
 
 
+@pytest.mark.parametrize("rounded", [0.5, 0.5 + 3e-7, 0.5 - 3e-7])
+def test_equal_entropies_push_together_whatever_micro_batches_they_are_computed_in(rounded):
+    """The first tokens of a prompt's samples have one distribution. In different micro-batches it is rounded
+    differently."""
+    batch = one_sequence(5, old_logprobs=[-1.0] * 5, advantages=[1.0, 2.0, 4.0, 8.0, 16.0])
+    batch = batch.with_column("tok", "uncertainty", torch.tensor([9.0, 0.1, 0.9, 0.5, rounded, 0.3]))
+    assert run(PPO(PPO.Config(top_entropy=0.4)), batch, {"logprobs": [-1.0] * 5})[0] == pytest.approx(-(2 + 4 + 8) / 5)
+
+
 def test_stale_answers_with_negative_advantages_are_masked_by_hand():
     """Sampled at -1, now -1.2 and -1.4 (moved 0.3 on average): the token of a negative advantage drops out."""
     columns = {"gen_logprobs": [-1.0, -1.0], "old_logprobs": [-1.2, -1.4], "advantages": [3.0, -5.0]}

@@ -20,6 +20,9 @@ Metrics = dict[str, tuple[Any, Tensor]]
 
 UNCERTAINTY, PUSHES = "uncertainty", "pushes"
 """Token columns: the entropy right before the optimizer step, and 1 for tokens that ``top_entropy`` selects."""
+EQUAL = 1e-5
+"""Nats. Entropies that differ by less are taken as equal: those of one distribution that was computed in different
+micro-batches. The first tokens of all samples of a prompt have the same distribution."""
 
 
 class PolicyLossConfig(ComponentConfig):
@@ -162,8 +165,9 @@ class PolicyLoss(Loss):
 
 def top_threshold(batch: Batch, share: float) -> float:
     """The lowest entropy among the ``share`` of the batch's trained tokens with the highest entropy: the 1 - share
-    quantile, as ``torch.quantile`` and >= would split them. Tokens with equal entropy are selected together."""
+    quantile, as ``torch.quantile`` and >= would split them, less :data:`EQUAL`. So tokens with equal entropy are
+    selected together."""
     sorted_A = batch.column(UNCERTAINTY)[batch.tok["loss_mask"]].sort().values
     if not sorted_A.numel():
         return math.inf
-    return float(sorted_A[math.ceil((1 - share) * (sorted_A.numel() - 1) - 1e-9)])
+    return float(sorted_A[math.ceil((1 - share) * (sorted_A.numel() - 1) - 1e-9)]) - EQUAL
