@@ -26,9 +26,19 @@ def test_a_run_with_a_reference_and_its_resume(shop: Workshop) -> None:
     assert_same_run(whole, shop.train("grpo", "parts", "--resume", **own))
 
 
+@pytest.mark.full
+def test_a_run_with_a_quantised_reference(shop: Workshop) -> None:
+    """The reference's weights are rounded, so its log-probs are near the policy's and not equal to them."""
+    pytest.importorskip("bitsandbytes")
+    reference = {"storage": "fp32", "trainer": {"quantization": "int8"}}
+    run = shop.train("grpo", "quantised", algorithm={"kl": {"coef": 0.1}}, reference=reference)
+    assert 0 < abs(run.lines()[0]["kl/reference"]) < 0.01
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"trainer": {"quantization": "int8"}}, "role 'policy' is trained, and quantised"),
         ({"policy": {"storage": "bf16"}}, "storage = 'bf16' and dtype = 'fp32'"),
         ({"policy": {"storage": "fp16"}}, "policy.storage"),
         ({"trainer": {"export_masters": True}}, "is stored in fp32, which is what is exported in any case"),

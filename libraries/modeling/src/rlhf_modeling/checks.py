@@ -48,6 +48,12 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
             f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
             "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
         )
+    if config.quantization is not None and spec.role.trained:
+        raise ConfigError(
+            f"trainer.quantization = {config.quantization!r}: role {spec.role.name!r} is trained, and quantised "
+            "weights cannot be. Set it in the trainer section of a frozen role, or train adapters over quantised "
+            "weights: trainer.lora.quantization."
+        )
     if config.kernels == "liger" and is_image_text(spec):
         raise ConfigError(
             f"trainer.kernels = 'liger' was not compared with image-text models, and role {spec.role.name!r} has one: "
@@ -65,4 +71,6 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'")
     if spec.role.trained and config.lora is not None and config.lora.quantization is not None:
-        require_quantization(config.lora.quantization, on)
+        require_quantization(f"trainer.lora.quantization = {config.lora.quantization!r}", config.lora.quantization, on)
+    if config.quantization is not None:
+        require_quantization(f"trainer.quantization = {config.quantization!r}", config.quantization, on)

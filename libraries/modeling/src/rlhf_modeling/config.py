@@ -50,6 +50,10 @@ class TrainingConfig(ComponentConfig):
     average. Default: no average."""
     lora: LoraOptions | None = None
     """Train low-rank adapters instead of the weights: ``[trainer.lora] rank = 16``. Default: train all weights."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Frozen roles only: keep the linear layers in 4 bits (``nf4``) or 8 bits (``int8``), through bitsandbytes. Other
+    weights are stored as ``storage`` says. The role's outputs are those of the rounded weights. A trained role has
+    ``lora.quantization``."""
     freeze_vision: bool = False
     """Image-text models: do not train the vision tower and the projector behind it. Adapters never do, unless
     ``lora.vision`` is set."""
@@ -78,6 +82,13 @@ class TrainingConfig(ComponentConfig):
 
     export_masters: bool = False
     """With ``storage = "bf16"``: exported models hold the fp32 masters, twice the bytes, in place of the weights."""
+
+    @property
+    def quantizes(self) -> str | None:
+        """The option that asks for quantised layers."""
+        if self.quantization is not None:
+            return "quantization"
+        return "lora.quantization" if self.lora is not None and self.lora.quantization is not None else None
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainingConfig:

@@ -6,7 +6,7 @@ are meant to be within 25 % of what a process takes (docs/how-to/plan.md).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, TrainerWork
@@ -14,7 +14,7 @@ from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, Trainer
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import LoraOptions
-from rlhf_modeling.quantized import BYTES
+from rlhf_modeling.quantized import BYTES, Format
 from rlhf_modeling.storage import Storage
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
@@ -30,13 +30,16 @@ def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> 
     return matrices, rows if lora is not None and lora.use_dora else 0
 
 
-def saving_of(size: ModelSize, lora: LoraOptions | None, stored: float) -> float:
-    """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal."""
-    if lora is None or lora.quantization is None:
+def saving_of(size: ModelSize, kind: Format | None, stored: float, whole: Collection[str] = ()) -> float:
+    """Bytes that quantised layers save, against weights of ``stored`` bytes. Layers of one name count as equal.
+
+    Args:
+        whole: names of layers that are not quantised.
+    """
+    if kind is None:
         return 0.0
-    whole = set(lora.modules_to_save or ())
     weights = sum(i * o // count for name, i, o, count in size.linear if name not in whole)
-    return weights * (stored - BYTES[lora.quantization])
+    return weights * (stored - BYTES[kind])
 
 
 # --------------------------------------------------------------------------------------------- sums
@@ -52,6 +55,7 @@ def trainer_memory(
     lora: LoraOptions | None = None,
     saved: int = 0,
     frozen: int = 0,
+    quantization: Format | None = None,
 ) -> TrainerMemory:
     """The memory of one rank in every phase.
 
@@ -60,15 +64,17 @@ def trainer_memory(
         lora: the options of the adapters, if ``a.adapters``; None: beside every linear layer.
         saved: parameters of modules that are trained whole beside the adapters. Their first values are kept.
         frozen: parameters of a trained role that are not trained, without adapters.
+        quantization: of the linear layers of a frozen role.
     """
     s, own = storage, part_of(size, storage.layer_ranks)
     count = matrices = 0
-    held, quantized = own.parameters, 0.0
+    held, quantized = own.parameters, saving_of(own, quantization, s.weight_bytes)
     if trained and a.adapters:
         matrices, lengths = adapter_parameters(own, a.adapters, lora)
         count = matrices + lengths + saved + (0 if own.outputs == own.vocabulary else own.head)
         held += matrices + lengths + (count if saved else 0)
-        quantized = saving_of(own, lora, s.weight_bytes)
+        if lora is not None:
+            quantized = saving_of(own, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
     elif trained:
         count, matrices = own.parameters - frozen, own.matrices
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)

@@ -23,7 +23,7 @@ from rlhf_modeling.kernels import Kernels, use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.pretrained import EXPECTED, quiet, read
 from rlhf_modeling.probe import probe
-from rlhf_modeling.quantized import quantizable, quantize_layers
+from rlhf_modeling.quantized import Format, quantizable, quantize_layers
 from rlhf_modeling.rope import length_rope
 from rlhf_modeling.stored import DTYPES, widen
 
@@ -35,6 +35,7 @@ def load_model(
     spec: ModelSpec,
     device: torch.device,
     lora: LoraOptions | None = None,
+    quantization: Format | None = None,
     divided: bool = False,
     kernels: Kernels = "auto",
 ) -> LoadedModel:
@@ -43,7 +44,8 @@ def load_model(
 
     Where the checkpoint is a causal language model, a scalar or classes head is new: normal with standard deviation
     1 / (hidden + 1), no bias, seeded by ``(spec.seed, "head", role)``. With ``lora`` the linear layers get adapters,
-    which do not change the outputs at first.
+    which do not change the outputs at first. With ``quantization`` they are quantised, each on ``device``; the head is
+    not.
 
     ``divided``: the caller divides each weight over ranks as it is read (in a context that transformers knows). The
     caller then does everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters
@@ -72,6 +74,8 @@ def load_model(
         draw_head(loaded, spec)
     if lora is not None:
         adapt(loaded, spec, lora, device)
+    if quantization is not None:
+        quantize_layers(module, quantizable(module, loaded.head, ()), quantization, device)
     module.eval().to(device)
     probe(loaded, spec)
     use_kernels(loaded, kernels)

@@ -97,17 +97,19 @@ def quantizable(module: nn.Module, head: nn.Module | None, saved: Collection[str
     return [name for name, _ in adaptable(module, head) if not f"{name}.".startswith(whole)]
 
 
-def require_quantization(kind: Format, device: torch.device) -> None:
-    """Raises ConfigError where bitsandbytes is absent or cannot quantise on ``device``."""
+def require_quantization(option: str, kind: Format, device: torch.device) -> None:
+    """Raises ConfigError where bitsandbytes is absent or cannot quantise on ``device``.
+
+    Args:
+        option: what asks for it, for the message.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"trainer.lora.quantization = {kind!r} needs bitsandbytes: pip install 'rlhf-kit[qlora]', or leave it out"
-        )
+        raise ConfigError(f"{option} needs bitsandbytes: pip install 'rlhf-kit[qlora]', or leave it out")
     try:
         _quantized(torch.ones(2, 64, device=device), kind)
     except Exception as cause:  # any exception: a library without kernels for this device raises what it likes
         raise ConfigError(
-            f"trainer.lora.quantization = {kind!r}: bitsandbytes cannot quantise on {device.type} here "
+            f"{option}: bitsandbytes cannot quantise on {device.type} here "
             f"({type(cause).__name__}: {cause}). Leave it out."
         ) from cause
 

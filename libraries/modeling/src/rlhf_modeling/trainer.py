@@ -64,7 +64,15 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         computed = arithmetic(config, spec, size, work, device)
         trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
         return trainer_memory(
-            storage, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+            storage,
+            computed,
+            size,
+            work,
+            trained=trained,
+            lora=config.lora,
+            saved=saved,
+            frozen=frozen,
+            quantization=config.quantization,
         )
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from rlhf.errors import CapabilityError
+from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import ModelSpec
 from transformers import PreTrainedModel
 
@@ -31,6 +31,16 @@ class WeightViews:
     @property
     def has_adapters(self) -> bool:
         return self.spec.role.trained and self.config.lora is not None
+
+    def require_replaceable(self) -> None:
+        """Raises TrainingError where the model's weights cannot be replaced by those of another one."""
+        if self.has_adapters:
+            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
+        if self.config.quantization is not None:
+            raise TrainingError(
+                f"role {self.spec.role.name!r} has trainer.quantization = {self.config.quantization!r}; quantised "
+                "weights cannot be replaced. Remove it, or the algorithm's option that copies weights to the role."
+            )
 
     @property
     def keeps_first_weights(self) -> bool:

@@ -130,6 +130,8 @@ def test_quantised_layers_are_refused_where_weights_are_divided(options):
     [(name, value)] = options.items()
     with pytest.raises(ValueError, match=rf"lora.quantization does not go with {name} = {value}: .* Use stage 0, 1 or"):
         DeepSpeedTrainerConfig(**options, lora={"rank": 2, "quantization": "nf4"})
+    with pytest.raises(ValueError, match=rf"[^.]quantization does not go with {name} = {value}: .* Use stage 0, 1 or"):
+        DeepSpeedTrainerConfig(**options, quantization="nf4")
 
 
 def test_shared_prefixes_can_be_switched_off_in_every_stage(folder):

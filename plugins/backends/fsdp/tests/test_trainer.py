@@ -65,6 +65,7 @@ def test_a_changed_learning_rate_holds_from_the_next_step(folder):
             {"lora": {"rank": 2, "quantization": "nf4"}},
             "lora.quantization does not go with trainer 'fsdp', which divides",
         ),
+        ({"quantization": "int8"}, "error, quantization does not go with trainer 'fsdp', which divides"),
     ],
 )
 def test_options_that_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Frozen layers in 4 or 8 bits below adapters, through bitsandbytes."""
+"""Frozen layers in 4 or 8 bits, below adapters and in frozen roles, through bitsandbytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.adapters import LoraOptions
@@ -39,6 +39,12 @@ def test_it_is_refused_where_bitsandbytes_cannot_quantise(model_path, monkeypatc
     monkeypatch.setattr("rlhf_modeling.quantized._functional", fails)
     with pytest.raises(ConfigError, match=r"cannot quantise on cpu here \(RuntimeError: no kernel for this device\)"):
         check(model_path, quantization="int8")
+
+
+def test_a_trained_role_is_refused_before_the_start(model_path):
+    spec = ModelSpec(RoleSpec("policy", "lm", True), str(model_path), "fp32")
+    with pytest.raises(ConfigError, match=r"quantization = 'int8': role 'policy' is trained.*lora\.quantization"):
+        TorchTrainer.check(TorchTrainer.Config(quantization="int8"), spec, None)
 
 
 class TestReal:
@@ -115,6 +121,28 @@ class TestReal:
             found.append(torch.cat([g.flatten() for g in trainer.gradients().values()]))
         for other, within in zip(found[1:], (1e-5, 0.1, 1e-5), strict=True):
             assert (other - found[0]).norm() <= within * found[0].norm()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "precision", [{"dtype": "fp32"}, pytest.param({"dtype": "bf16", "storage": "bf16"}, marks=pytest.mark.full)]
+    )
+    def test_a_frozen_role_computes_with_the_rounded_weights(self, make_trainer, make_batch, kind, precision):
+        """A plain model whose weights are replaced by the dequantised ones gives the same numbers."""
+        batch, precision = make_batch([9, 30, 4]), {"trained": False, **precision}
+        frozen, plain = make_trainer(quantization=kind, **precision), make_trainer(**precision)
+        layers = {n: m for n, m in frozen.module.named_modules() if isinstance(m, QuantizedLinear)}
+        assert len(layers) == 2 * 7
+        assert not isinstance(frozen.loaded.head, QuantizedLinear)
+        outputs = ["logprobs", "entropy"]
+        [before] = plain.forward([batch], outputs)
+        for name, layer in layers.items():
+            plain.module.get_submodule(name).weight.data.copy_(layer.weight)
+        [want], [got] = plain.forward([batch], outputs), frozen.forward([batch], outputs)
+        for name in outputs:
+            torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=0)
+        assert (before["logprobs"] - want["logprobs"]).abs().max() > 1e-3
+        with pytest.raises(TrainingError, match="quantised weights cannot be replaced"):
+            frozen.load_weights(plain.weights())
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_bytes_per_weight(self, kind):

@@ -28,9 +28,10 @@ def size(tmp_path_factory):
     return read_size(str(tiny_model(tmp_path_factory.mktemp("m") / "model", hidden=64, layers=3)))
 
 
-def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, **more):
+def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, quantization=None, **more):
     a = Arithmetic(tokens=512, longest=64, device=device, **more)
-    return trainer_memory(storage or Storage(), a, size, WORK, trained=trained, lora=lora, saved=saved)
+    options = {"trained": trained, "lora": lora, "saved": saved, "quantization": quantization}
+    return trainer_memory(storage or Storage(), a, size, WORK, **options)
 
 
 def state(size, storage, phase="rest"):
@@ -142,6 +143,10 @@ def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
     linear = sum(p.numel() for n, p in loaded.module.named_parameters() if n.endswith("base_layer.weight"))
     less = memory(size, adapters=4, lora=options.model_copy(update={"quantization": "int8"}), saved=saved)
     assert held.phases["rest"].device["weights"] - less.phases["rest"].device["weights"] == 3 * linear
+    frozen = [
+        memory(size, trained=False, quantization=kind).phases["rest"].device["weights"] for kind in (None, "int8")
+    ]
+    assert frozen[0] - frozen[1] == 3 * linear
 
 
 def test_gradient_checkpointing_needs_less(size):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from rlhf.errors import TrainingError
 from torch import Tensor
 
 from rlhf_modeling.optimizer import give_back
@@ -55,8 +54,7 @@ class ShardedWeights(PackedTrainer):
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Every rank gets whole tensors and keeps its part."""
-        if self.has_adapters:
-            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
+        self.require_replaceable()
         where = f"the weight stream for role {self.spec.role.name!r}"
         with self._guard("load_weights"):
             self.tensors.overwrite(dict(weights), self.partition, where)

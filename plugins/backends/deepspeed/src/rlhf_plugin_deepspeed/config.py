@@ -69,11 +69,10 @@ class DeepSpeedTrainerConfig(ShardedConfig):
             ):
                 if wrong:
                     raise ValueError(f"tensor_parallel = {self.tensor_parallel} does not go with {name}, which {why}")
-        quantized = self.lora is not None and self.lora.quantization is not None
-        if quantized and (self.stage == 3 or self.tensor_parallel > 1):
+        if (option := self.quantizes) is not None and (self.stage == 3 or self.tensor_parallel > 1):
             other = "stage = 3" if self.stage == 3 else f"tensor_parallel = {self.tensor_parallel}"
             raise ValueError(
-                f"lora.quantization does not go with {other}: a quantised weight is whole on every rank. Use stage 0, "
+                f"{option} does not go with {other}: a quantised weight is whole on every rank. Use stage 0, "
                 "1 or 2 and tensor_parallel = 1"
             )
         if self.kernels == "own" and self.stage == 3:

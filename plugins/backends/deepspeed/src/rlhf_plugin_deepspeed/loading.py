@@ -56,7 +56,8 @@ def load(
         return load_divided(spec, device, config, deepspeed), TensorSplit(topology)
     if topology.parts > 1:
         return load_part(spec, device, config, topology)
-    return load_model(spec, device, _adapters(spec, config), kernels=config.kernels), TensorSplit(topology)
+    loaded = load_model(spec, device, _adapters(spec, config), config.quantization, kernels=config.kernels)
+    return loaded, TensorSplit(topology)
 
 
 def _adapters(spec: ModelSpec, config: DeepSpeedTrainerConfig) -> LoraOptions | None:

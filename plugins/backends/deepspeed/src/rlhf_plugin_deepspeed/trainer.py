@@ -112,7 +112,15 @@ class DeepSpeedTrainer(ShardedTrainer):
             computed = replace(computed, casts=False, fused=config.kernels == "liger")
         trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
         return trainer_memory(
-            storage, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+            storage,
+            computed,
+            size,
+            work,
+            trained=trained,
+            lora=config.lora,
+            saved=saved,
+            frozen=frozen,
+            quantization=config.quantization,
         )
 
     def __init__(self, config: DeepSpeedTrainerConfig | None, spec: ModelSpec) -> None:

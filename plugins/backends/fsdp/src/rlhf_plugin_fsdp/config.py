@@ -18,9 +18,9 @@ class FsdpTrainerConfig(ShardedConfig):
                 "kernels = 'liger' does not go with trainer 'fsdp': the comparison with transformers' layers needs a "
                 "whole model on the GPU. Leave kernels out, or use trainer 'deepspeed'"
             )
-        if self.lora is not None and self.lora.quantization is not None:
+        if (option := self.quantizes) is not None:
             raise ValueError(
-                "lora.quantization does not go with trainer 'fsdp', which divides weights: a quantised weight is whole "
+                f"{option} does not go with trainer 'fsdp', which divides weights: a quantised weight is whole "
                 "on every rank. Leave it out, or use trainer 'torch', or 'deepspeed' with stage 0, 1 or 2"
             )
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rlhf.errors import CapabilityError, ConfigError, TrainingError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
@@ -76,7 +76,8 @@ class TorchTrainer(PackedTrainer):
         device = choose_device(self.config.device)
         self.check(self.config, spec, device.type)
         lora = self.config.lora if spec.role.trained else None
-        self.prepare(load_model(spec, device, lora, kernels=self.config.kernels), spec, device)
+        loaded = load_model(spec, device, lora, self.config.quantization, kernels=self.config.kernels)
+        self.prepare(loaded, spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.average: Ema | None = None
         self.masters = Masters(self.parameters) if spec.role.trained and spec.storage == "bf16" else None
@@ -152,8 +153,7 @@ class TorchTrainer(PackedTrainer):
         return Published(self.module, {merged_name(n): t.shape for n, t in tensors.items() if not is_adapter(n)})
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        if self.has_adapters:
-            raise TrainingError(f"role {self.spec.role.name!r} trains adapters; its weights cannot be replaced")
+        self.require_replaceable()
         where = f"the weight stream for role {self.spec.role.name!r}"
         state.copy_into(self._exact_tensors(), self._published.restore(dict(weights), where), where)
         self._publish()
