@@ -37,7 +37,7 @@ from rlhf.types import Group, Reduce, Row, Trajectory, Turn
 from rlhf_algorithms import pipeline
 from rlhf_plugin_policy_gradient.advantages import GroupNorm
 from rlhf_runtime.checkpoint import saved_groups
-from rlhf_runtime.models.dispatch import plan
+from rlhf_runtime.models.dispatch import micro_batches, plan
 from rlhf_runtime.models.unit_prefixes import unit_prefixes
 
 PROMPT, ANSWER, SAMPLES = 700, 2000, 8
@@ -79,7 +79,7 @@ def parts(made: list[Group], path: Path) -> Iterator[tuple[str, Callable[[], Any
     slim = credited.only(names)
     yield "dispatch", lambda: _plan(slim)
     shares = _plan(slim)
-    yield "select", lambda: [slim.select(units) for share in shares for units in share]
+    yield "select", lambda: micro_batches(slim, shares)
     yield "save", lambda: saved_groups.write_groups(path, made)
     yield "load", lambda: saved_groups.read_groups(path, lambda source, index: rows[source, index])
 

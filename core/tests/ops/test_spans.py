@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.ops.spans import owners, spans
+from rlhf.ops.spans import empty, owners, spans
 
 
 @pytest.mark.parametrize("counts", [[], [1], [4], [2, 1, 3], [1, 1, 1, 1]])
@@ -21,3 +21,12 @@ def test_against_repeat_interleave_and_ranges(counts):
 def test_by_hand():
     assert owners(torch.tensor([2, 1, 3])).tolist() == [0, 0, 1, 2, 2, 2]
     assert spans(torch.tensor([10, 0, 5]), torch.tensor([2, 1, 3])).tolist() == [10, 11, 0, 5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (5,), (3, 2), (0, 2)])
+def test_empty_is_memory_of_any_shape_and_dtype(shape, dtype):
+    made, want = empty(shape, dtype), torch.zeros(shape, dtype=dtype)
+    made.zero_()
+    assert (made.dtype, made.stride()) == (dtype, want.stride())
+    assert torch.equal(made, want)

@@ -3,9 +3,11 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rlhf_runtime.models.dispatch import fillers, plan
+from rlhf_runtime.models.dispatch import fillers, micro_batches, plan
+from rlhf_testing import fabricate
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 groups = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 300), st.integers(1, 80)), min_size=1, max_size=12)
@@ -125,3 +127,26 @@ def test_a_group_is_cut_where_a_rank_would_be_idle_or_the_budget_is_exceeded():
     three = batch_of([(8, 100, 100)] * 3)  # 900 tokens each: two ranks would need 1800 with whole ones
     loads = [sum(computed(m, *three) for m in rank) for rank in plan(three[0], 2, 4096, *three[1:])]
     assert max(loads) <= 1600
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_micro_batches_are_the_selected_units_in_one_memory(ranks):
+    batch = fabricate.batch(1).with_column("unit", "n", torch.arange(6))
+    batch = batch.with_column("tok", "wide", torch.rand(batch.tokens, 2)).with_column(
+        "seq", "half", torch.arange(batch.sequences).bfloat16()
+    )
+    shares = plan(batch.tokens_per_unit(), ranks, 12)
+    assert ranks < 4 or any(units for rank in fillers(shares) for units in rank), "a unit is in two micro-batches"
+    made = micro_batches(batch, shares)
+    assert [len(rank) for rank in made] == [len(rank) for rank in shares]
+    flat = [pair for rank, units in zip(made, shares, strict=True) for pair in zip(rank, units, strict=True)]
+    for micro, units in flat:
+        want = batch.select(units)
+        for name in ("ids_N", "lens_B", "unit_B", "role_B"):
+            assert torch.equal(getattr(micro, name), getattr(want, name)), name
+        for level in ("tok", "seq", "unit"):
+            columns = getattr(want, level)
+            assert getattr(micro, level).keys() == columns.keys()
+            assert all(torch.equal(getattr(micro, level)[name], values) for name, values in columns.items())
+    for name in batch.tok:
+        assert len({micro.tok[name].untyped_storage().data_ptr() for micro, _ in flat}) == 1, name

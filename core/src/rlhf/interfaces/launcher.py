@@ -61,7 +61,10 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order."""
+        """Call ``method`` on every rank, rank i with ``per_rank[i]``; results in rank order.
+
+        The tensors of micro-batches are views of larger ones. pickle would send the whole memory with each of them.
+        """
 
     def begin(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """:meth:`call` without waiting. Returns a function that waits for the results. Calls run in order."""

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlhf.ops.spans import owners, spans
+from rlhf.ops.spans import empty, owners, spans
 from rlhf.types import Image
 
 ColumnLevel = Literal["tok", "seq", "unit"]
@@ -143,8 +143,13 @@ class Batch:
         seq_index = spans(first_U[unit_index], count_U)
         pieces = list(zip(self.starts_B[seq_index].tolist(), self.lens_B[seq_index].tolist(), strict=True))
 
+        tokens = sum(count for _, count in pieces)
+
         def take(values_N: Tensor) -> Tensor:  # copies whole sequences: faster than an index of all tokens
-            return torch.cat([values_N[:0], *(values_N.narrow(0, start, count) for start, count in pieces)])
+            parts = [values_N[:0], *(values_N.narrow(0, start, count) for start, count in pieces)]
+            if values_N.requires_grad:  # with out= there would be no gradient
+                return torch.cat(parts)
+            return torch.cat(parts, out=empty((tokens, *values_N.shape[1:]), values_N.dtype))
 
         return Batch(
             take(self.ids_N),

@@ -57,13 +57,13 @@ def sorted_by_prefix(
 ) -> tuple[list[int], list[int]]:
     """The sequences ``which`` in an order in which those with a common prefix are neighbours, and the number of tokens
     that each shares with the one before it (0 if fewer than :data:`LEAST`, or if their ``group`` differs)."""
-    array = ids.numpy().astype(np.int32)  # half the bytes of int64, in the same order
-    raw = {b: array[starts[b] : starts[b] + lens[b]].tobytes() for b in which}
+    array = ids.numpy()
+    raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in which}  # half of int64
     order = sorted(which, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
     fronts = [0] * len(order)
     for i, (a, b) in enumerate(pairwise(order), 1):
         if group is None or group[a] == group[b]:
-            front = _front(array[starts[a] : starts[a] + lens[a]], array[starts[b] : starts[b] + lens[b]])
+            front = _front(np.frombuffer(raw[a], np.int32), np.frombuffer(raw[b], np.int32))
             fronts[i] = front if front >= LEAST else 0
     return order, fronts
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,9 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
             "seq_sum_constant": n_sequences * reduce.constant,
         }
         w_B = (1 / (torch.ones(batch.sequences, dtype=torch.float64) * divisors[reduce.how]) * reduce.coef).float()
-        return repeated(w_B, batch.lens_B).mul_(mask_N)
+        w_N = repeated(w_B, batch.lens_B)
+        np.multiply(w_N.numpy(), mask_N.numpy(), out=w_N.numpy())  # torch would convert the whole mask first
+        return w_N
     if reduce.how == "seq_mean":
         first_B = torch.ones_like(answer_B, dtype=torch.bool)
         seen: set[int] = set()

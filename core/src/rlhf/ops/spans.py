@@ -1,4 +1,4 @@
-"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, and sums.
+"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, sums, memory.
 
 ``torch.repeat_interleave`` is not used. It starts every thread even for a few numbers and waits for the slowest, so
 each call takes milliseconds on cores that a rank or an engine also uses.
@@ -6,9 +6,15 @@ each call takes milliseconds on cores that a rank or an engine also uses.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+
+_HUGE = 2**22
+"""Bytes from which on numpy asks for huge pages."""
 
 
 def owners(counts: Tensor) -> Tensor:
@@ -50,3 +56,12 @@ def sums(mask: Tensor, counts: Tensor) -> Tensor:
 def masked(values: Tensor, mask: Tensor) -> Tensor:
     """``values[mask]``. Both are on the CPU, without gradient. numpy takes a fifth of torch's time."""
     return torch.from_numpy(values.numpy()[mask.numpy()])
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """``torch.empty`` on the CPU. A large tensor gets memory of numpy, which asks the system for huge pages: the first
+    use of a page of 4 KiB takes longer than copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.empty(nbytes, np.uint8)).view(dtype).view(*shape)

@@ -75,7 +75,7 @@ def assemble(
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
     action_B = tok["loss_mask"][end_B]
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
-    tok["last_action"] = torch.zeros(batch.tokens, dtype=torch.bool)
+    tok["last_action"] = torch.from_numpy(np.zeros(batch.tokens, np.bool_))
     tok["last_action"][last_U[last_U >= 0]] = True
     return replace(batch, tok=tok, images_B=layout.images())
 
@@ -167,7 +167,7 @@ class _Layout:
         def per_token(values_T: list[bool] | list[float], dtype: type) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values_T, dtype), counts_T))
 
-        step_reward_N = torch.zeros(self.tokens)
+        step_reward_N = torch.from_numpy(np.zeros(self.tokens, np.float32))
         if self.step_rewards:
             step_reward_N[list(self.step_rewards)] = torch.tensor(list(self.step_rewards.values()), dtype=torch.float32)
         columns = {

@@ -26,7 +26,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces.advantage import Advantage, baseline_of
 from rlhf.ops.batch import Batch
 from rlhf.ops.groups import group_std, one_per_group
-from rlhf.ops.spans import masked
+from rlhf.ops.spans import empty, masked
 from rlhf.ops.trajectories import compress, expand
 from torch import Tensor
 
@@ -118,10 +118,12 @@ def token_rewards(batch: Batch, r_U: Tensor, kl_N: Tensor | None, beta: float) -
     R_t = step reward at t + [t is the trajectory's last action token] r_i - beta kl_t.
     """
     mask_N = batch.tok["loss_mask"]
-    last_L = torch.from_numpy(np.flatnonzero((batch.tok["last_action"] & mask_N).numpy()))
+    last_L = torch.from_numpy(np.flatnonzero(batch.tok["last_action"].numpy() & mask_N.numpy()))
     unit_L = torch.searchsorted(torch.tensor(batch.tokens_per_unit()).cumsum(0), last_L, right=True)
     step_N = batch.tok["step_reward"] if "step_reward" in batch.tok else torch.zeros(batch.tokens)
-    R_N = torch.where(mask_N, step_N if kl_N is None else step_N.double(), 0.0)
+    if kl_N is not None:
+        step_N = step_N.double()
+    R_N = torch.where(mask_N, step_N, step_N.new_zeros(()), out=empty(step_N.shape, step_N.dtype))
     R_N[last_L] = (r_U[unit_L] + step_N[last_L].double()).to(R_N.dtype)
     if kl_N is None:
         return R_N
@@ -133,7 +135,7 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
 
     The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer."""
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
-    found = [torch.empty(batch.tokens) for _ in range(1 + advantage.needs_values)]
+    found = [empty((batch.tokens,), torch.float32) for _ in range(1 + advantage.needs_values)]
     end = 0
     for first, last in _blocks(batch, BLOCK_WITH_VALUES if advantage.needs_values else BLOCK):
         block = batch.between(first, last)

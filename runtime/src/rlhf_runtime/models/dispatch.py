@@ -10,6 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from rlhf.ops.batch import Batch
 
 Plan = list[list[list[int]]]
 """[rank][micro-batch][unit]."""
@@ -81,6 +84,14 @@ def fillers(the_plan: Plan) -> Plan:
                     result[r][m].append(unit)
                 seen.add(unit)
     return result
+
+
+def micro_batches(batch: Batch, the_plan: Plan) -> list[list[Batch]]:
+    """The micro-batches of each rank. They share the memory of one copy of the batch, because a few large arrays are
+    made in less time than many small ones."""
+    copy = batch.select([unit for rank in the_plan for units in rank for unit in units])
+    ends = accumulate(len(units) for rank in the_plan for units in rank)
+    return [[copy.between((end := next(ends)) - len(units), end) for units in rank] for rank in the_plan]
 
 
 def _caps(tokens: int, ranks: int, budget: int) -> list[int]:

@@ -16,7 +16,7 @@ from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Update
 from torch import Tensor
 
-from rlhf_runtime.models.dispatch import Plan, fillers, plan
+from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan
 from rlhf_runtime.models.unit_prefixes import unit_prefixes
 
 
@@ -70,9 +70,8 @@ class Role:
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
-        micros = [[slim.select(units) for units in share] for share in shares]
         view = self.view if view == "live" else view
-        results = self._begin("forward", [(share, list(heads), view) for share in micros])
+        results = self._begin("forward", [(share, list(heads), view) for share in micro_batches(slim, shares)])
 
         def outputs() -> dict[str, Tensor]:
             found = results()
@@ -137,13 +136,12 @@ class Role:
             share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
             slim = slim.with_column("unit", f"{WEIGHT}tokens", share_U, over=None)
         shares = self._plan(slim)
-        repeated = fillers(shares)
         return [
             [
-                _without_weight(slim.select(units), [units.index(u) for u in repeated[s][m]])
-                for m, units in enumerate(share)
+                _without_weight(micro, [units.index(u) for u in of_filler])
+                for micro, units, of_filler in zip(micros, share, of_fillers, strict=True)
             ]
-            for s, share in enumerate(shares)
+            for micros, share, of_fillers in zip(micro_batches(slim, shares), shares, fillers(shares), strict=True)
         ]
 
     def _plan(self, batch: Batch) -> Plan:
