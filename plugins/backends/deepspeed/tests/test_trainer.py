@@ -292,6 +292,19 @@ def test_quantised_layers_below_adapters(folder, tmp_path, stage):
     assert all(torch.equal(exported[n], t) for n, t in one.weights())
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 2])
+def test_quantised_layers_of_a_frozen_role(folder, stage):
+    """The numbers of the trainer `torch`."""
+    pytest.importorskip("bitsandbytes")
+    frozen = spec(folder, trained=False)
+    one, whole = trainer(frozen, stage=stage, quantization="nf4"), trainer(frozen, stage=stage)
+    other = TorchTrainer(TorchTrainer.Config(device="cpu", quantization="nf4"), frozen)
+    scores = [of.forward([batch(9)], ("logprobs",))[0]["logprobs"] for of in (one, other, whole)]
+    torch.testing.assert_close(*scores[:2], atol=1e-5, rtol=0)
+    assert (scores[0] - scores[2]).abs().max() > 1e-3
+
+
 def test_export_of_experts_has_the_names_of_published_checkpoints(tmp_path):
     options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "tied": False}
     path = tiny_model(tmp_path / "model", architecture="qwen3_moe", **options)
