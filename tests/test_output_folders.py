@@ -72,3 +72,10 @@ def test_runs_without_a_named_folder_are_numbered(shop: Workshop, monkeypatch: p
     assert main(["train", str(file), "--steps", "2", "--resume"]) == 0
     assert len((shop.folder / "runs" / "2" / "metrics.jsonl").read_text().splitlines()) == 2
     assert sorted(p.name for p in (shop.folder / "runs").iterdir()) == ["1", "2", "latest"]
+    refused = shop.command("train", str(file), "--policy.model", "runs/latest/model")
+    assert refused.code == 2
+    assert "Name the run: runs/2/model" in refused.said
+    assert (shop.folder / "runs" / "latest").resolve() == shop.folder / "runs" / "2"
+    assert main(["train", str(file), "--policy.model", "runs/2/model"]) == 0
+    third = shop.command("train", str(file), "--policy.model", "runs/latest/model", "--output", str(shop.folder / "a"))
+    assert third.code == 0, third.said

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from rlhf.errors import ConfigError
@@ -42,7 +43,7 @@ def default_folder(again: bool) -> Path:
 def link_latest(folder: Path) -> None:
     """Make ``runs/latest`` a link to ``folder``. Does nothing where ``folder`` is not one of the numbered folders, or
     where ``runs/latest`` is a real folder."""
-    if folder.parent != LATEST.parent or not folder.name.isdecimal() or (LATEST.exists() and not LATEST.is_symlink()):
+    if not _is_linked(folder):
         return
     made = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
     try:
@@ -53,6 +54,27 @@ def link_latest(folder: Path) -> None:
         raise ConfigError(
             f"{LATEST} cannot be made a link to {folder}: {cause.strerror}. Name a folder with --output."
         ) from cause
+
+
+def check_models(folder: Path, models: Mapping[str, str]) -> None:
+    """Raises ConfigError where the run in ``folder`` becomes ``runs/latest`` and names a model by this link.
+
+    Args:
+        models: {role: path of its model}.
+    """
+    for role, model in models.items() if _is_linked(folder) else ():
+        if Path(model).parts[:2] == LATEST.parts:
+            now = LATEST.parent / os.readlink(LATEST) if LATEST.is_symlink() else LATEST.parent / "NUMBER"
+            raise ConfigError(
+                f"the model of role {role!r} is {model}, and {LATEST} will be a link to this run, {folder}, as soon as "
+                f"it starts. Name the run: {now.joinpath(*Path(model).parts[2:])}"
+            )
+
+
+def _is_linked(folder: Path) -> bool:
+    """Whether ``runs/latest`` is a link to the run in ``folder`` while it is the newest."""
+    named = LATEST.exists() and not LATEST.is_symlink()
+    return folder.parent == LATEST.parent and folder.name.isdecimal() and not named
 
 
 def _idle(folder: Path) -> bool:

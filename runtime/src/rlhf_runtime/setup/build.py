@@ -39,7 +39,7 @@ from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.plugins import where_trainer
 from rlhf_runtime.setup.prepare import Prepared, prepare
 from rlhf_runtime.setup.recorded_run import check_record
-from rlhf_runtime.setup.resume import check_observers, check_resume, restore
+from rlhf_runtime.setup.resume import check_latest, check_observers, check_resume, restore
 from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
 from rlhf_runtime.setup.training_stream import training_stream
 
@@ -82,6 +82,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     config, data, algorithm = prepared.config, prepared.data, prepared.algorithm
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    check_latest(prepared)
     directory = RunDirectory.create(config.run.output, config.run.resume, config.run.overwrite)
     resources.callback(directory.close)
     link_latest(directory.path)

@@ -20,6 +20,7 @@ from rlhf_runtime.checkpoint.compare import SavedMeta
 from rlhf_runtime.checkpoint.manifest import MANIFEST
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
+from rlhf_runtime.observe.numbered_folders import check_models
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.run_folder import check_folder
 from rlhf_runtime.setup.prepare import Prepared
@@ -32,9 +33,15 @@ def check_output(prepared: Prepared) -> None:
     same messages. Changes nothing in the folder. Raises ConfigError or CheckpointError."""
     run = prepared.config.run
     check_folder(run.output, run.resume, run.overwrite)
+    check_latest(prepared)
     check_resume(prepared)
     check_record(prepared)
     check_observers(prepared)
+
+
+def check_latest(prepared: Prepared) -> None:
+    """Raises ConfigError where a model is named by the link ``runs/latest``, which this run moves."""
+    check_models(Path(prepared.config.run.output), {name: spec.path for name, spec in prepared.specs.items()})
 
 
 def check_observers(prepared: Prepared) -> None:
