@@ -59,6 +59,20 @@ def test_a_resumed_run_loads_no_reference(shop, options):
     assert again.lines()[-1]["policy/loss"] == pytest.approx(whole.lines()[-1]["policy/loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0], ids=["empty", "half", "all but a byte"])
+def test_a_damaged_file_is_computed_again(shop, options, kept):
+    """As a copy that broke off or a loss of power leaves it. A killed process also left a file that it was writing."""
+    whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
+    shop.train("dpo", "run", "--reference.precompute", "true", "--run.stop_after", "2", **options)
+    table = shop.folder / "run/precomputed/reference.safetensors"
+    table.write_bytes(table.read_bytes()[: int(kept * (table.stat().st_size - 1))])
+    (table.parent / ".saving-reference.safetensors").touch()
+    again = shop.train("dpo", "run", "--reference.precompute", "true", "--resume", **options)
+    assert f"{table} is damaged (" in again.said
+    assert [path.name for path in table.parent.iterdir()] == [table.name]
+    assert again.weights == whole.weights
+
+
 @pytest.mark.parametrize(("bytes_", "kept"), [(700, False), (1300, True)], ids=["the first part", "the second part"])
 def test_a_full_disk_is_an_error_of_the_run(
     forks: Forks, shop: Workshop, options: dict[str, Any], bytes_: int, kept: bool

@@ -20,10 +20,11 @@ from rlhf.interfaces import Algorithm, ModelSpec, TrainerFacts
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from rlhf.types.examples import Example
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_runtime.checkpoint.atomic_files import TEMPORARY, sync_file
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 
@@ -64,16 +65,18 @@ class Table:
             "sizes": torch.tensor([self.values[key].numel() for key in order]),
             "values": torch.cat([self.values[key] for key in order]),
         }
-        partial = path.with_suffix(".partial")
+        temporary = path.with_name(f"{TEMPORARY}{path.name}")
         try:
-            save_file(tensors, partial, {"model": model})
-            partial.replace(path)
+            save_file(tensors, temporary, {"model": model})
+            sync_file(temporary)
+            temporary.replace(path)
         finally:
-            partial.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, model: str) -> Table:
-        """The table that :meth:`save` wrote; empty if there is none, or if it belongs to another model."""
+        """The table that :meth:`save` wrote; empty if there is none, or if it belongs to another model. Raises
+        SafetensorError for a damaged file."""
         if not path.is_file():
             return cls()
         with safe_open(path, "pt") as file:
@@ -119,7 +122,11 @@ def precompute(
         writing: context in which ``path`` is written; turns a full disk into the run's own error.
     """
     model = identity(spec)
-    table = Table.load(path, model)
+    try:
+        table = Table.load(path, model)
+    except SafetensorError as error:  # of a copy that broke off, or after a loss of power
+        note(f"{path} is damaged ({error}), and is computed again")
+        table = Table()
     wanted = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:

@@ -83,7 +83,7 @@ class RunDirectory:
             require_free(path, resume, overwrite)
             if not resume:
                 clear(path, () if overwrite else ("precomputed",))
-            for folder in (path, path / "rollouts", path / "exports", path / "skipped"):
+            for folder in (path, *(path / name for name in ("rollouts", "exports", "skipped", "precomputed"))):
                 remove_leftovers(folder)
         except BaseException:
             lock.release()
