@@ -136,7 +136,23 @@ def test_images_in_messages_and_in_a_column_keep_their_order(data):
     assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [BLUE, RED, RED]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_a_column_fills_parts_and_placeholders_in_their_order(data, family):
+    """Also beside parts that hold an image of their own."""
+    mark = data([{"prompt": "hi"}], family=family).template.images.marks(1)
+    blue = {"type": "image", "image": "blue.jpg"}
+    parts = [{"type": "text", "text": f"a {mark} b"}, blue, PLACE, {"type": "text", "text": mark}]
+    messages = [{"role": "user", "content": parts}]
+    rows = data([{"prompt": messages, "images": ["red.png", "blue.jpg", "red.png"]}], family=family)
+    assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED, BLUE, BLUE, RED]
+    marked = [{"role": "user", "content": [*parts[:2], *(2 * parts[3:])]}]
+    rows = data([{"prompt": marked, "images": "red.png"}], family=family)
+    with pytest.raises(DataError, match=r"4 placeholders of images in the text and 2 images; .*'<.*>' in plain text"):
+        rows.check(1)
+
+
 def test_a_run_knows_whether_its_data_have_images(data):
+    assert not data([{"prompt": [{"role": "user", "content": [{"text": "a part without a type"}]}]}]).has_images
     parts = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
     assert data([{"prompt": "hi", "images": None}]).has_images
     assert data([{"prompt": parts}]).has_images
@@ -241,8 +257,9 @@ def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
 
 
 def test_the_fingerprint_knows_the_files_of_images(data, tmp_path):
-    parts = [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}]
-    for row in ({"prompt": "hi", "images": "red.png"}, {"prompt": parts}):
+    forms = [{"type": "image", "path": "red.png"}, {"type": "image_url", "image_url": {"url": "red.png"}}]
+    rows = [{"prompt": [{"role": "user", "content": [form]}]} for form in forms]
+    for row in ({"prompt": "hi", "images": "red.png"}, *rows):
         before, again = (data([row]).fingerprints() for _ in range(2))
         (tmp_path / "red.png").write_bytes(RED[:-1] + b"x")
         assert before == again != data([row]).fingerprints()

@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from rlhf_runtime.data.image_files import image_path
+from rlhf_runtime.data.image_parts import image_of, is_image
 from rlhf_runtime.data.sources import Source
 
 FIELDS = ("images", "messages", "prompt", "chosen", "rejected", "response")
@@ -31,7 +32,7 @@ def has_images(source: Source) -> bool:
     if "images" in columns:
         return True
     values = (value for field in FIELDS if field in columns for value in source.values(columns[field]))
-    return any(part.get("type") != "text" for value in values for part in _parts(value))
+    return any(True for value in values for _ in _image_parts(value))
 
 
 def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
@@ -70,13 +71,11 @@ def _paths(value: Any, images: bool) -> Iterator[str]:
             if path := image_path(one):
                 yield path
     else:
-        for part in _parts(value):
-            if part.get("type") != "text":
-                yield from filter(None, (image_path(part.get(k)) for k in ("image", "url", "path")))
+        yield from filter(None, (image_path(image_of(part)) for part in _image_parts(value)))
 
 
-def _parts(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The parts of the contents of messages, or of one message; none of other values."""
+def _image_parts(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The images among the parts of messages, or of one message; none of other values."""
     for message in value if isinstance(value, list) else [value]:
         content = message.get("content") if isinstance(message, Mapping) else None
-        yield from (part for part in content if isinstance(part, Mapping)) if isinstance(content, list) else ()
+        yield from (part for part in content if is_image(part)) if isinstance(content, list) else ()

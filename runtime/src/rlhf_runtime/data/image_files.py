@@ -17,8 +17,13 @@ from typing import Any
 from rlhf.errors import DataError, shown
 
 ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""Of Pillow. Images in other formats are written again as PNG, because programs get them as ``data:`` URLs."""
 _ORIENTATION = 274
 """EXIF tag: how a viewer turns the image. 1: not at all."""
+_WIDE = ("I", "F")
+"""Start of the modes of Pillow with more than 8 bits per pixel and colour. Their range is not known: Pillow would cut
+off what is above 255."""
 
 
 def image_file(value: Any, folder: Path | None) -> bytes:
@@ -30,26 +35,34 @@ def image_file(value: Any, folder: Path | None) -> bytes:
     Args:
         folder: relative paths start here; None: paths are refused.
 
-    Raises DataError: no image of an allowed form, no such file, a file that cannot be decoded, or an image of more than
-        179 million pixels, which PIL takes for an attack.
+    Raises DataError: no image of an allowed form, no such file, a file that cannot be decoded, a colour of more than 8
+        bits, or more than 179 million pixels, which PIL takes for an attack.
     """
     from PIL import Image, ImageOps
 
-    if is_picture(value):
-        try:
-            return _written(value if isinstance(value, Image.Image) else Image.fromarray(value))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"an array of shape {getattr(value, 'shape', None)} is no image: {error}") from None
-    data = _content(value, folder)
+    data, image = b"", value
     try:
-        image = Image.open(io.BytesIO(data))
+        if not is_picture(value):
+            data = _content(value, folder)
+            image = Image.open(io.BytesIO(data))
+        elif not isinstance(value, Image.Image):
+            image = Image.fromarray(value)
         image.load()
+        upright = image.getexif().get(_ORIENTATION, 1) == 1
+        if image.mode.startswith(_WIDE):
+            raise DataError(f"{_named(value)} has pixels of mode {image.mode!r}; give 8 bits per colour")
+        if data and image.mode == "RGB" and image.format in FORMATS and upright and getattr(image, "n_frames", 1) == 1:
+            return data
+        file = io.BytesIO()
+        (image if upright else ImageOps.exif_transpose(image)).convert("RGB").save(file, "PNG")
+    except DataError:
+        raise
     except Exception as error:  # of many kinds: PIL's own, those of its decoders, too many pixels
+        if shape := getattr(value, "shape", None):
+            raise DataError(f"an array of shape {shape} is no image: {error}") from None
         reason = str(error).replace("<_io.BytesIO object at ", "<")
         raise DataError(f"{_named(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
-    if image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1 and getattr(image, "n_frames", 1) == 1:
-        return data
-    return _written(ImageOps.exif_transpose(image))
+    return file.getvalue()
 
 
 def is_picture(value: Any) -> bool:
@@ -81,12 +94,6 @@ def image_path(value: Any) -> str | None:
     if not isinstance(value, str) or value.startswith(("data:", "http://", "https://")):
         return None
     return value.removeprefix("file://")
-
-
-def _written(image: Any) -> bytes:
-    file = io.BytesIO()
-    image.convert("RGB").save(file, "PNG")
-    return file.getvalue()
 
 
 def _content(value: Any, folder: Path | None) -> bytes:

@@ -25,9 +25,8 @@ def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
         return content or ""
     parts: Parts = []
     for part in content if isinstance(content, list | tuple) else [content]:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url", "input_image"):
-            images.append(_image_of(part))
+        if is_image(part):
+            images.append(image_of(part))
             parts.append(dict(PLACE))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
@@ -37,6 +36,11 @@ def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
                 f"{shown(part)}"
             )
     return parts if PLACE in parts else text_of(parts)
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of content says that it is an image."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url", "input_image")
 
 
 def text_of(content: Any) -> str:
@@ -67,7 +71,7 @@ def places(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(m["content"].count(PLACE) for m in messages if isinstance(m.get("content"), list))
 
 
-def _image_of(part: Mapping[str, Any]) -> Any:
+def image_of(part: Mapping[str, Any]) -> Any:
     """The image that a part holds, in one of the forms that programs write; None if it holds none."""
     for key in ("image", "image_url", "url", "path", "base64", "bytes"):
         value = part.get(key)

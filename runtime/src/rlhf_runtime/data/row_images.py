@@ -14,6 +14,8 @@ from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.row_fields import Cells
 
 NO_IMAGES = "the policy is a model of text"
+MARKED = object()
+"""Stands for the image of a placeholder in a text."""
 
 
 class RowImages:
@@ -45,28 +47,28 @@ class RowImages:
     ) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Messages with content as chat templates read it, and the files of their images.
 
-        The images of the row's column belong to the parts without an image of their own, in order. Where there are no
-        such parts and no placeholders in the texts, they come before the text of the first user message.
+        The images of the row's column belong to the places without an image of their own, in order: parts of messages,
+        and placeholders in texts. Where there are no such places, they come before the text of the first user message.
         """
         found: list[Any] = []
-        read = [_with_content(i, message, found) for i, message in enumerate(messages)]
-        column = cells.images()
-        if column and None not in found:
-            user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
-            if user is not None and not any(self.marked(_texts(m.get("content"))) for m in read):
-                before = places(read[:user])
-                read[user] = {**read[user], "content": with_images(read[user]["content"], len(column))}
-                found[before:before] = column
-            else:
-                found += column
-            return read, self._within(self._files(found, cells))
-        if found.count(None) != len(column):
+        read = [self._read(i, message, found) for i, message in enumerate(messages)]
+        column, free = cells.images(), [n for n, image in enumerate(found) if image is None or image is MARKED]
+        user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
+        if column and not free and user is not None:
+            before = places(read[:user])
+            read[user] = {**read[user], "content": with_images(read[user]["content"], len(column))}
+            found[before:before] = column
+        elif len(free) == len(column):
+            for n, image in zip(free, column, strict=True):
+                found[n] = image
+        elif None in found:
             raise DataError(
                 f"{found.count(None)} image parts of the messages hold no image, and "
                 f"{cells.name('images')} holds {len(column)}; they must be equal"
             )
-        rest = iter(column)
-        return read, self._within(self._files([next(rest) if f is None else f for f in found], cells))
+        else:  # :meth:`place` will say how a placeholder is spelt
+            found = [*(image for image in found if image is not MARKED), *column]
+        return read, self._within(self._files(found, cells))
 
     def files(self, images: Sequence[Any]) -> list[bytes]:
         """Files of images that an environment or a program gives: bytes or ``data:`` URLs."""
@@ -89,6 +91,20 @@ class RowImages:
         if isinstance(self._tokens, ImageTokens):
             return self._tokens.place(ids, images, mask)
         return ids, list(mask), ()
+
+    def _read(self, number: int, message: Mapping[str, Any], found: list[Any]) -> dict[str, Any]:
+        """A message as chat templates read it. ``found`` gets the image of each of its places: None for a part that
+        holds none, :data:`MARKED` for a placeholder in a text."""
+        content, own = message.get("content"), list[Any]()
+        if isinstance(content, list):
+            content = read_content(content, f"message {number}", own)
+            message = {**message, "content": content}
+        rest = iter(own)
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = "" if part == PLACE else part["text"] or ""
+            marks = text.count(self._mark) if self._mark is not None else 0
+            found += [next(rest)] if part == PLACE else [MARKED] * marks
+        return dict(message)
 
     def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
         if values:
@@ -118,18 +134,6 @@ def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) ->
         ]
 
     return [{**m, "content": shown(m["content"])} if "content" in m else dict(m) for m in messages]
-
-
-def _with_content(number: int, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-    if not isinstance(message.get("content"), list):
-        return dict(message)
-    return {**message, "content": read_content(message["content"], f"message {number}", images)}
-
-
-def _texts(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
-    return content or ""
 
 
 def _numbered(number: int, value: Any, folder: Any) -> bytes:

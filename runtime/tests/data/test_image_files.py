@@ -1,0 +1,57 @@
+"""Image files: every form of an image becomes an RGB file that trainers, engines and programs read alike."""
+
+import io
+
+import numpy
+import pytest
+from PIL import Image
+from rlhf.errors import DataError
+from rlhf_runtime.data.image_files import data_url, image_file
+
+
+def opened(data):
+    return Image.open(io.BytesIO(data))
+
+
+FORMS = {
+    "transparent": (Image.new("RGBA", (40, 24), (255, 0, 0, 0)), "PNG", (255, 0, 0)),
+    "palette": (Image.new("RGB", (40, 24), "blue").convert("P"), "GIF", (0, 0, 255)),
+    "bitmap": (Image.new("RGB", (40, 24), "blue"), "BMP", (0, 0, 255)),
+    "tiff": (Image.new("RGB", (40, 24), "blue"), "TIFF", (0, 0, 255)),
+    "one pixel": (Image.new("RGB", (1, 1), "red"), "PNG", (255, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_image_becomes_rgb_in_a_format_that_programs_know(form):
+    image, written, colour = FORMS[form]
+    file = io.BytesIO()
+    image.save(file, written)
+    made = image_file(file.getvalue(), None)
+    read = opened(made)
+    assert (read.mode, read.size, read.getpixel((0, 0))) == ("RGB", image.size, colour)
+    assert data_url(made).startswith("data:image/png;base64,")
+    assert image_file(made, None) == made == image_file(image, None)
+
+
+def test_a_turned_image_of_pil_is_turned_as_its_file_is():
+    picture, file = Image.new("RGB", (40, 24)), io.BytesIO()
+    exif = picture.getexif()
+    exif[274] = 6
+    picture.save(file, "JPEG", exif=exif)
+    for given in (file.getvalue(), opened(file.getvalue())):
+        assert opened(image_file(given, None)).size == (24, 40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        ("uint16", (24, 40), "the image has pixels of mode 'I;16'; give 8 bits per colour"),
+        ("float32", (24, 40), "the image has pixels of mode 'F'; give 8 bits per colour"),
+        ("float32", (24, 40, 3), r"an array of shape \(24, 40, 3\) is no image"),
+        ("uint8", (0, 40, 3), r"an array of shape \(0, 40, 3\) is no image"),
+    ],
+)
+def test_pixels_that_would_be_cut_off_at_255_are_refused(kind, shape, message):
+    with pytest.raises(DataError, match=message):
+        image_file(numpy.ones(shape, kind), None)
