@@ -62,7 +62,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm)
-    loaded = _take_apart(module, kind, spec)
+    loaded = take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
     loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
     if spec.storage == "bf16":
@@ -184,12 +184,19 @@ def _outputs(kind: str) -> int | None:
     raise ModelError(f"head {kind!r} is not known: use 'lm', 'scalar' or 'classes:N' with N > 0")
 
 
-def _take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
+def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedModel:
+    """The body and the head of a model, whose weights may be on the meta device.
+
+    Raises ModelError where the class keeps them otherwise, or has an encoder beside its decoder.
+    """
     body = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
     head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)
+    who = f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r})"
+    if module.config.is_encoder_decoder or module.config.get_text_config().is_encoder_decoder:
+        raise ModelError(f"{who} has an encoder and a decoder of text; use a decoder-only architecture")
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ModelError(
-            f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r}) is not a body with one linear "
+            f"{who} is not a body with one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
         )
     caps = [getattr(module.config, name, None) for name in SOFTCAPS] if kind == "lm" else []

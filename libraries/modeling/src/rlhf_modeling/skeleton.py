@@ -21,24 +21,30 @@ from transformers import AutoConfig, PreTrainedModel
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
-from rlhf_modeling.images.architecture import has_vision, language_model
-from rlhf_modeling.model import model_class, require_weights
+from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
+from rlhf_modeling.model import model_class, require_weights, take_apart
 from rlhf_modeling.pretrained import quiet, read
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     """Refuse adapters for a model without linear layers, names of modules that the model lacks, options of a vision
-    tower for a model without one, and the experts' auxiliary loss for one without experts.
+    tower for a model without one, the experts' auxiliary loss for one without experts, and image-text models whose
+    class is not a decoder-only body with a head (BLIP-2, Florence-2).
 
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
     """
-    lora = config.lora
-    if not spec.role.trained or not (lora or config.aux_loss_coef or config.freeze_vision):
+    lora, image_text = config.lora, is_image_text(spec)
+    options = spec.role.trained and bool(lora or config.aux_loss_coef or config.freeze_vision)
+    if not (options or image_text):
         return
     try:
         module = skeleton(spec.path, spec.trust_remote_code, spec.images)
     except Exception:  # any exception: the config may have any content
+        return
+    if image_text:
+        take_apart(module, "lm", spec)
+    if not options:
         return
     for name, used in (("freeze_vision", config.freeze_vision), ("lora.vision", lora is not None and lora.vision)):
         if used and not has_vision(module):

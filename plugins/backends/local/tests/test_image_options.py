@@ -195,9 +195,37 @@ def test_models_whose_config_tells_that_images_are_not_computed_are_refused_befo
     """The folder has a config only."""
     AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
     config = TorchTrainerConfig(device="cpu")
-    TorchTrainer.check(config, spec_of(tmp_path, images=False), None)
+    with pytest.raises(ModelError, match="use a decoder-only") if family == "kosmos-2" else nullcontext():
+        TorchTrainer.check(config, spec_of(tmp_path, images=False), None)
     with pytest.raises(ModelError, match=f"the data have images, but .*{why}") if why else nullcontext():
         TorchTrainer.check(config, spec_of(tmp_path), None)
+
+
+OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+T5 = {"model_type": "t5", "d_model": 64, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+BART = {
+    "model_type": "bart",
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "images", "why"),
+    [
+        ("blip-2", OPT, True, "is not a body with one linear language-model head"),
+        ("blip-2", T5, False, "has an encoder and a decoder of text"),
+        ("florence2", BART, True, "has an encoder and a decoder of text"),
+    ],
+)
+def test_models_that_are_no_decoder_with_a_head_are_refused_before_they_are_loaded(tmp_path, family, text, images, why):
+    """Transformers builds the class on the meta device. The folder has a config only."""
+    AutoConfig.for_model(family, text_config=text, image_token_id=5).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"ForConditionalGeneration .* {why}.*; use a decoder-only architecture"):
+        TorchTrainer.check(TorchTrainerConfig(device="cpu"), spec_of(tmp_path, images=images), None)
 
 
 @pytest.mark.full
