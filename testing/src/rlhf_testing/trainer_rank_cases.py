@@ -15,7 +15,7 @@ from rlhf_testing.rank_case import farthest, held, same
 from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.token_parts import run_case
 from rlhf_testing.trainer_rank_setup import DORA as DORA
-from rlhf_testing.trainer_rank_setup import FAMILY, OF_ROLE
+from rlhf_testing.trainer_rank_setup import FAMILY, parted
 from rlhf_testing.trainer_rank_state import StateCases
 
 
@@ -44,9 +44,8 @@ class TrainerRankCases(StateCases):
 
     def case_variant(self, variant: str) -> Any:
         """Three steps, and the gradients before the first."""
-        options = self.variants[variant]
-        of_role = {k: v for k, v in options.items() if k in OF_ROLE}
-        one = self.make(self.here(**of_role), **{k: v for k, v in options.items() if k not in OF_ROLE})
+        of_role, options = parted(self.variants[variant])
+        one = self.make(self.here(**of_role), **options)
         self.first_gradients(one, variant, self.mine(0), TokenLoss())
         done = self.steps(one, range(3))
         self.keep(f"weights-{variant}", held(one))
@@ -56,9 +55,9 @@ class TrainerRankCases(StateCases):
         """Gradients of the first step and three steps, where one rank has images and the other none."""
         path = self.folder / "images"
         own = image_shares(image_batch(path, FAMILY), self.ranks)[self.rank]
-        one, other = (
-            self.make(replace(self.here(), path=str(path), images=True), **self.images[image]) for _ in range(2)
-        )
+        of_role, options = parted(self.images[image])
+        spec = replace(self.here(**of_role), path=str(path), images=True)
+        one, other = (self.make(spec, **options) for _ in range(2))
         self.first_gradients(one, f"images-{image}", own, NllLoss())
         done = [one.update(own, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
         self.keep(f"weights-images-{image}", held(one))

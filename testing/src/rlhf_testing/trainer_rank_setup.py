@@ -20,9 +20,15 @@ from rlhf_testing.token_parts import make_models
 
 Options = Mapping[str, Any]
 OF_ROLE = ("gradient_checkpointing", "dtype", "storage")
-"""Options of variants that belong to the role, not to the trainer."""
+"""Options of variants and of images that belong to the role, not to the trainer."""
 DORA: dict[str, Any] = {"rank": 4, "use_dora": True, "use_rslora": True, "modules_to_save": ("lm_head",)}
 FAMILY = "qwen3_vl"
+
+
+def parted(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of the role, and those of the trainer."""
+    of_role = {key: value for key, value in options.items() if key in OF_ROLE}
+    return of_role, {key: value for key, value in options.items() if key not in OF_ROLE}
 
 
 class TrainerRankSetup(RankCases):

@@ -49,7 +49,13 @@ class ZeroRanks(TrainerRankCases):
         "stored-hpz-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "hpz_partition_size": 2},
         "stored-lora-3": {"stage": 3, "dtype": "bf16", "storage": "bf16", "lora": {"rank": 4}},
     }
-    images = {"2": {"stage": 2}, "3": {"stage": 3}, "frozen-3": {"stage": 3, "freeze_vision": True, "ema_decay": 0.9}}
+    images = {
+        "2": {"stage": 2},
+        "3": {"stage": 3},
+        "frozen-3": {"stage": 3, "freeze_vision": True, "ema_decay": 0.9},
+        "lora-3": {"stage": 3, "lora": {"rank": 4}, "ema_decay": 0.9},
+        "lora-vision-3": {"stage": 3, "lora": {"rank": 4, "vision": True}, "gradient_checkpointing": True},
+    }
     rows = {"adapters": "2", "one key head": "2", "recomputed adapters": "1", "critic": "0", "experts": "2"}
     export_options = {"bucket": 2000}
 

@@ -54,7 +54,12 @@ class FsdpRanks(TrainerRankCases):
         "stored-lora": {**STORED, "lora": {"rank": 4}},
         "stored-muon": {**STORED, "optimizer": "muon"},
     }
-    images = {"whole": {}, "frozen": {"freeze_vision": True, "ema_decay": 0.9}, "lora": {"lora": {"rank": 4}}}
+    images = {
+        "whole": {},
+        "frozen": {"freeze_vision": True, "ema_decay": 0.9},
+        "lora": {"lora": {"rank": 4}},
+        "lora-vision": {"lora": {"rank": 4, "vision": True}, "gradient_checkpointing": True},
+    }
     rows_on_four = ("tokens", "adapters", "short rows")
 
     @classmethod
