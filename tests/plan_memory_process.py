@@ -16,7 +16,7 @@ from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
+from rlhf.types import GenerationRequest, Image, LossOutput, Reduce, RoleSpec, Sampling
 
 TOKENS, LENGTH = 512, 128
 SAMPLES = 64
@@ -50,6 +50,23 @@ def batch(seed: int) -> Batch:
     return weigh(Batch(ids_N, lens_B, unit_B, torch.zeros_like(unit_B), {"loss_mask": mask_N}), Mean(None).reduce())
 
 
+def image_batch(seed: int, path: str) -> Batch:
+    """Sequences of :data:`LENGTH` tokens, each with an image of its own."""
+    from rlhf.ops.packing import SequenceData, UnitData, pack
+    from rlhf_hub.processors import load_processor, open_image
+    from rlhf_testing.image_models import drawn
+
+    processor, units = load_processor(path), []
+    for number in range(TOKENS // LENGTH):
+        file = drawn(256, 256, f"rgb({seed},{number},0)")
+        made = processor(images=[open_image(file)], text=[processor.image_token], add_special_tokens=False)
+        own = [int(i) for i in made["input_ids"][0]]
+        ids = [*own, *(3 + i % 50 for i in range(LENGTH - len(own)))]
+        mask = [n >= len(own) for n in range(LENGTH)]
+        units.append(UnitData([SequenceData(ids, {"loss_mask": mask}, images=(Image(file, 0, len(own), own[:1]),))]))
+    return weigh(pack(units), Mean(None).reduce())
+
+
 def requests() -> list[GenerationRequest]:
     """Eight samples of each prompt; prompt and answer are half of the length each."""
     sampling = Sampling(max_new_tokens=LENGTH // 2, ignore_eos=True)
@@ -63,12 +80,13 @@ def resident(key: str) -> int:
 
 
 def main(work: dict[str, Any]) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
     torch.set_num_threads(1)
     plugins, ranks, train = Plugins.discover(), work["ranks"], work["what"] != "forward"
     options = dict(work["options"])
+    seen = bool(options.pop("images", ""))
     use = options.pop("use", "deepspeed" if ranks > 1 else "torch")
     if use == "deepspeed":
         import deepspeed  # noqa: F401
@@ -78,11 +96,16 @@ def main(work: dict[str, Any]) -> None:
     sampler = plugins.resolve("generator", "transformers").cls
     where = {"rank": work["rank"], "world_size": ranks, "rendezvous": f"tcp://127.0.0.1:{work['port']}"}
     role = RoleSpec("policy", "lm", train)
-    spec = ModelSpec(role, work["path"], "fp32", total_updates=9, **(where if ranks > 1 else {}))
+    spec = ModelSpec(role, work["path"], "fp32", total_updates=9, images=seen, **(where if ranks > 1 else {}))
+    if seen:  # imports what loading needs
+        with torch.device("meta"):
+            AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(work["path"]))
+        image_batch(0, work["path"])
     gc.collect()
     before = resident("VmRSS")
     made = trainer(trainer.Config(device="cpu", **options), spec)
-    micros = [batch(2 * work["rank"] + number) for number in range(2)]
+    numbers = [2 * work["rank"] + number for number in range(2)]
+    micros = [image_batch(number, work["path"]) if seen else batch(number) for number in numbers]
     if train:
         made.update(micros, Mean(None), {}, {})  # the first step makes the optimizer's state
     generator = sampler(sampler.Config(), GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))

@@ -15,6 +15,7 @@ from rlhf_plugin_plan.from_run_file import resolve
 from rlhf_plugin_plan.layout import Machine
 from rlhf_plugin_plan.phases import sum_of
 from rlhf_runtime.config.load import load
+from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.tiny import tiny_model
 
 from tests.members import ROOT
@@ -29,6 +30,9 @@ CASES = {
     "train adapters": ("train", 1, {"lora": {"rank": 16}}),
     "annotate": ("forward", 1, {}),
     "generate after training": ("generate", 1, {}),
+    "train on images, Qwen2.5-VL": ("train", 1, {"images": "qwen2_5_vl"}),
+    "train on images, LLaVA": ("train", 1, {"images": "llava"}),
+    "train a text part": ("train", 1, {"images": "qwen2_5_vl", "freeze_vision": True}),
     "train on two ranks of ZeRO-2": ("train", 2, {"stage": 2}),
     "train on two ranks of ZeRO-3": ("train", 2, {"stage": 3}),
     "train on two ranks of FSDP": ("train", 2, {"use": "fsdp"}),
@@ -54,6 +58,9 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         flags |= {f"trainer.{key}": str(value) for key, value in options.items()} | {
             f"placement.{role}.ranks": str(ranks)
         }
+    if "images" in options:
+        flags["data.max_images"] = "1"
+        flags["trainer.freeze_vision"] = str("freeze_vision" in options).lower()
     layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu", 2**40))
     phases = layout.role(role).memory.phases
     if what == "generate":
@@ -89,11 +96,40 @@ def path(tmp_path_factory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("models") / "100M", std=0.02, **MODEL))
 
 
+@pytest.fixture(scope="module")
+def image_text(tmp_path_factory) -> dict[str, str]:
+    """{family: a model with 100 M parameters}. Every image has 64 tokens: 256 patches in Qwen2.5-VL, 64 in LLaVA."""
+    text = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 24, "num_key_value_heads": 8}
+    tower = {"hidden_size": 768, "intermediate_size": 3072, "initializer_range": 0.02}
+    more: dict[str, dict[str, Any]] = {
+        "qwen2_5_vl": {"depth": 8, "num_heads": 12},
+        "llava": {"num_hidden_layers": 8, "num_attention_heads": 12, "image_size": 128, "patch_size": 16},
+    }
+    found = {}
+    for family, own in more.items():
+        path = tiny_image_model(
+            tmp_path_factory.mktemp(family), family, vision=tower | own, num_hidden_layers=6,
+            initializer_range=0.02, **text,
+        )  # fmt: skip
+        file = path / "processor_config.json"
+        processor = json.loads(file.read_text())
+        pixels = processor["image_processor"]
+        if family == "llava":
+            processor["patch_size"] = 16
+            pixels |= {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}}
+        else:
+            pixels["size"] = {"shortest_edge": 256, "longest_edge": 128 * 128}
+        file.write_text(json.dumps(processor))
+        found[family] = str(path)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the peak of a phase is read from /proc")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.cluster] if case[1] > 1 else []) for name, case in CASES.items()]
 )
-def test_a_phase_takes_the_planned_memory(path, name):
+def test_a_phase_takes_the_planned_memory(path, image_text, name):
+    path = image_text.get(CASES[name][2].get("images"), path)
     said, took = planned(path, *CASES[name]), measured(path, *CASES[name])
     assert said == pytest.approx(took, rel=WITHIN), f"planned {said / 2**20:.0f} MiB, measured {took / 2**20:.0f} MiB"

@@ -47,7 +47,9 @@ def image_template(image: str, end: str = EOS) -> str:
     )
 
 
-def tiny_image_model(path: str | Path, family: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> Path:
+def tiny_image_model(
+    path: str | Path, family: str = "qwen2_5_vl", seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
     """Save a random image-text model with the tokenizer, chat template and processor of its family.
 
     The tokenizer has one token per character of :data:`~rlhf_testing.tiny.CHARS` and the family's special tokens.
@@ -57,6 +59,7 @@ def tiny_image_model(path: str | Path, family: str = "qwen2_5_vl", seed: int = 0
     Args:
         path: folder, created where absent.
         family: one of :data:`FAMILIES`.
+        vision: fields of the vision part's config that replace its defaults.
         text: fields of the text part's config that replace its defaults.
 
     Returns: ``path``.
@@ -69,6 +72,7 @@ def tiny_image_model(path: str | Path, family: str = "qwen2_5_vl", seed: int = 0
     special, fields, processor, image = FAMILIES[family]
     ids = _tokenizer(path, special, image_template(image))
     config = fields({**_TEXT, "vocab_size": len(ids), **text}, ids)
+    config["vision_config"].update(vision or {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32)

@@ -36,6 +36,26 @@ class LayerSize:
 
 
 @dataclass(frozen=True, slots=True)
+class VisionSize:
+    """The part of an image-text model that reads images: a tower of equal layers over patches, and a projector."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    """Width of the feed-forward layer."""
+    gated: bool
+    """The feed-forward layer has gate, up and down matrices; otherwise it has two matrices."""
+    projector: int
+    """Inputs and outputs of the linear layers that are not in the tower's layers, together."""
+    pixels: int
+    """Numbers in one patch."""
+    patches: int
+    """Of a large image, as the model's processor divides it."""
+    tokens: int
+    """Of that image."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """A model without its values, counted from ``config.json``."""
 
@@ -69,6 +89,8 @@ class ModelSize:
     """Linear layers that can have adapters: (last part of the name, sum of the inputs, sum of the outputs, number)."""
     vision: int = 0
     """Parameters of the vision tower and the projector behind it."""
+    tower: VisionSize | None = None
+    """Set where the run has images."""
 
     @property
     def widest(self) -> int:
@@ -105,6 +127,8 @@ class TrainerWork:
     """Model outputs that the losses read."""
     annotated: tuple[str, ...] = ()
     """Model outputs that the role computes without gradient."""
+    images: int = 0
+    """Images of a sequence; 0: the run has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +142,8 @@ class SamplingWork:
     longest: int
     """Tokens of the longest sequence, prompt and answer together."""
     longest_prompt: int
+    images: int = 0
+    """Images of a prompt; 0: the run has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ class Arithmetic:
     """Rank of the adapters; 0: the weights are trained."""
     parts: int = 1
     """Ranks that divide the tokens of a micro-batch among them. ``tokens`` are those of one rank."""
+    image_tokens: int = 0
+    """Those of ``tokens`` that stand for images."""
+    trains_vision: bool = False
+    """The part that reads images gets gradients."""
+    pixels: int = 0
+    """Bytes of pixels that are kept in host memory."""
 
     @property
     def element(self) -> int:

@@ -10,6 +10,7 @@ from rlhf.interfaces.memory import ModelSize, TrainerWork
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import LoraOptions, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.images.memory import image_tokens, kept_pixels
 from rlhf_modeling.skeleton import skeleton
 
 
@@ -33,10 +34,11 @@ def arithmetic(
     budget = work.micro_tokens or parts * default_micro_tokens(bf16)
     shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
     tokens = min(max(budget, work.unit), work.unit * shares)
+    own_tokens = math.ceil(tokens / parts)
     shared = config.shared_prefixes and config.neftune_alpha is None
     lora = adapters_of(config, spec, size)
     return Arithmetic(
-        tokens=math.ceil(tokens / parts),
+        tokens=own_tokens,
         longest=work.longest,
         repeats=repeats(work, tokens) if shared else 1.0,
         device=device,
@@ -48,6 +50,9 @@ def arithmetic(
         checkpointing=spec.gradient_checkpointing and spec.role.trained,
         adapters=0 if lora is None else lora.rank,
         parts=parts,
+        image_tokens=image_tokens(size.tower, work.images, work.longest, own_tokens),
+        trains_vision=spec.role.trained and not config.freeze_vision and (lora is None or lora.vision),
+        pixels=kept_pixels(size.tower, work, spec.world_size),
     )
 
 

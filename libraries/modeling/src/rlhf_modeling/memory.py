@@ -14,6 +14,7 @@ from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, Trainer
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.images.memory import patches, recomputed_tower, tower_activations, tower_working
 from rlhf_modeling.quantized import BYTES, Format
 from rlhf_modeling.storage import Storage
 
@@ -85,11 +86,13 @@ def trainer_memory(
     state = {"weights": weights, "optimizer": optimizer, "gradients": kept}
     on_host = {"weights"} if s.host_weights else set()
     moved = {"optimizer", "gradients"}
-    rest = _split(state, on_host | moved if s.host_optimizer else on_host, s.buffers)
-    freed = gradients - kept if a.device == "cpu" else 0  # freed, but the process keeps the pages
+    on_cpu = a.device == "cpu"
+    buffers, pixels = s.buffers + (a.pixels if on_cpu else 0), 0 if on_cpu else a.pixels
+    rest = _split(state, on_host | moved if s.host_optimizer else on_host, buffers, pixels)
+    freed = gradients - kept if on_cpu else 0  # freed, but the process keeps the pages
     if freed:
         rest = replace(rest, device={**rest.device, "allocator": freed})
-    offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, s.buffers)
+    offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, buffers, pixels)
     forward = _fullest(_forward(s, a, own, work.annotated or work.outputs), a.device)
     phases = {
         "load": Held(_load(s, a, own, size, count, quantized)),
@@ -124,11 +127,16 @@ def part_of(size: ModelSize, ranks: int) -> ModelSize:
     return replace(size, layers=layers, parameters=size.parameters - less, matrices=size.matrices // ranks)
 
 
-def _split(state: Mapping[str, int], on_host: set[str], buffers: int) -> Held:
+def _split(state: Mapping[str, int], on_host: set[str], buffers: int, host: int) -> Held:
+    """
+    Args:
+        buffers: bytes on the device beside ``state``.
+        host: bytes in host memory beside ``state``.
+    """
     device = {part: size for part, size in state.items() if size and part not in on_host}
     if buffers:
         device["working"] = buffers
-    return Held(device, sum(size for part, size in state.items() if part in on_host))
+    return Held(device, host + sum(size for part, size in state.items() if part in on_host))
 
 
 def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: int, quantized: float) -> dict[str, int]:
@@ -146,6 +154,7 @@ def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: i
 
 def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
     shared = s.gathered + pass_.casts(own, a)
+    yield {"working": shared + tower_working(own, a)}
     yield {"working": shared + pass_.widest_working(own, a)}
     yield {"working": shared, "logits": pass_.head_working(own, a, outputs, backward=False)}
 
@@ -153,8 +162,9 @@ def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]
 def _train(
     s: Storage, a: Arithmetic, own: ModelSize, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
-    """The head's backward pass, a layer's, and the optimizer's step."""
-    kept, casts = pass_.activations(own, a), pass_.casts(own, a)
+    """The head's backward pass, a layer's, the vision tower's, and the optimizer's step."""
+    seen, casts = tower_activations(own, a), pass_.casts(own, a)
+    kept = pass_.activations(own, a) + seen
     common = {"gradients": gradients, "activations": kept}
     # with gradient checkpointing the casts of the forward pass are freed at its end
     behind = 0 if a.checkpointing else casts
@@ -165,6 +175,9 @@ def _train(
     tied = own.head * FP32 if own.tied and own.outputs == own.vocabulary and not a.adapters else 0
     working = s.gathered + behind + pass_.widest_working(own, a) + pass_.weight_gradient(own, a)
     yield common | {"activations": kept + pass_.recomputed(own, a), "logits": tied, "working": working}
+    if own.tower is not None:
+        working = s.gathered + behind + tower_working(own, a)
+        yield {"gradients": gradients, "activations": seen + recomputed_tower(own, a), "working": working}
     yield {"gradients": gradients, "working": s.step}
 
 
@@ -185,6 +198,8 @@ def _explained(s: Storage, a: Arithmetic, own: ModelSize, held: int, trained: in
     less = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
     second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
     layers = f"{a.tokens} computed tokens x {len(own.layers)} layers"
+    if own.tower is not None and a.trains_vision:
+        layers += f", {patches(own.tower, a)} patches of images x {own.tower.layers} layers"
     return {
         "weights": product(held, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),

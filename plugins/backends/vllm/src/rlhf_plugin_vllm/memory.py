@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
-from rlhf_modeling.activations import Arithmetic, widest_working
+from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.arithmetic import computes_bf16
+from rlhf_modeling.images.memory import prompts_working
 from rlhf_modeling.memory import product
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
@@ -49,7 +50,7 @@ def engine_memory(
     if space is not None:  # otherwise the share of the device includes it
         bf16, rows = element == 2.0, min(config.max_sequences, work.samples)
         prompts = min(config.max_batched_tokens or PREFILL_TOKENS, work.samples * work.longest_prompt)
-        added = widest_working(size, Arithmetic(tokens=prompts, longest=work.longest, device=device, bf16=bf16))
+        added = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         added = max(added, 4 * rows * size.vocabulary * FP32)
         generate = Held({**awake.device, "working": working + added})
     return EngineMemory(

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class PlanCommand(Command):
     """Show which role is on which device, how much memory each phase needs there, and whether the run fits.
 
-    The run file and flags are those of `rlhf train`. Of a model only its config.json is read; nothing is loaded or
-    started. If the run does not fit, the exit code is 1, and the output shows why, with the arithmetic, and the nearest
-    change that makes the run fit.
+    The run file and flags are those of `rlhf train`. Of a model only its config.json is read, and its processor if the
+    run has images; nothing is loaded or started. If the run does not fit, the exit code is 1, and the output shows why,
+    with the arithmetic, and the nearest change that makes the run fit.
     """
 
     name = "plan"

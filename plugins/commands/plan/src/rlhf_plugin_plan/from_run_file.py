@@ -117,6 +117,7 @@ def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int) -> T
         siblings=siblings,
         outputs=tuple(sorted(outputs)) or ("logprobs" if made.roles[name].head == "lm" else "values",),
         annotated=tuple(sorted(annotated)),
+        images=config.data.image_limit if made.spec(name).images else 0,
     )
 
 
@@ -162,8 +163,9 @@ def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine) -> En
     prompts = math.ceil(samples / per_prompt)
     if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own
         samples = prompts = MANY
-    work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest))
     policy = made.spec("policy")
+    images = config.data.image_limit if policy.images else 0
+    work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest), images)
     size = read_size(policy.path, "lm", policy.trust_remote_code, policy.images)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(

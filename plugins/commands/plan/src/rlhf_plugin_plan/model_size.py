@@ -11,6 +11,7 @@ from rlhf.interfaces.memory import ModelSize
 from rlhf_hub.published import model_folder
 
 from rlhf_plugin_plan.layer_size import cached, first, layer_size
+from rlhf_plugin_plan.vision_size import vision_size
 
 EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
 
@@ -69,6 +70,7 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
         matrices=sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2),
         linear=_linear(module, own_head),
         vision=sum(module.get_parameter(name).numel() for name in vision_parameters(module)),
+        tower=vision_size(module, config, path, trust_remote_code) if images and has_vision(module) else None,
     )
 
 
