@@ -48,6 +48,21 @@ def test_light_commands_import_nothing_heavy(words):
     assert out
 
 
+WRONG_OPTION = ("--algo", "sft", "--model", ".", "--data", "rows", "--trainer", "deepspeed", "--generator.use", "vllm")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("init", "--algo", "grpo", "--reward", "math"), 0),
+        (("train", *WRONG_OPTION, "--trainer.lrr", "1e-3"), 2),
+    ],
+    ids=("init", "train"),
+)
+def test_options_of_trainers_and_generators_are_read_without_what_loads_models(words, code):
+    assert imported(*words, heavy=("transformers", "datasets", "deepspeed", "vllm"))[:2] == (code, "")
+
+
 @pytest.mark.parametrize("words", [("--help",), ("plugins", "list"), ("plugins", "list", "--json"), ("plugins", "-h")])
 def test_what_is_installed_is_listed_without_slow_imports(words):
     assert imported(*words, heavy=HEAVY + SLOW)[:2] == (0, "")

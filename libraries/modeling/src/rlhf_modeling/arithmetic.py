@@ -8,8 +8,8 @@ from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import ModelSize, TrainerWork
 
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions, matching, saved_modules
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.adapters import matching, saved_modules
+from rlhf_modeling.config import LoraOptions, TrainingConfig
 from rlhf_modeling.images.memory import image_tokens, kept_pixels
 from rlhf_modeling.skeleton import skeleton
 

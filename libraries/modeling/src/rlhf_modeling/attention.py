@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ModelError
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
 
 from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
@@ -32,6 +31,9 @@ from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
 from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
 from rlhf_modeling.shared_prefixes import Shared, Stretch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "rlhf_packed"
 
@@ -89,6 +91,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     Raises ModelError where the class does not take an attention function. Whether packing is right for a class that
     does, is checked by a comparison (:mod:`rlhf_modeling.probe`).
     """
+    from transformers import AttentionInterface
+
     AttentionInterface.register(NAME, _attention)
     part, cause = _attending(model), None
     try:

@@ -6,14 +6,13 @@ import importlib.util
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
-from transformers import AutoConfig
 
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.images.architecture import is_image_text, require_images
 from rlhf_modeling.kernels import check_kernels
 from rlhf_modeling.precision import choose_device, precision_of
-from rlhf_modeling.pretrained import read
+from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.quantized import require_quantization
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.skeleton import check_model
@@ -37,7 +36,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     """
     check_storage(spec)
     if spec.images:
-        require_images(spec, read(spec, "model", AutoConfig.from_pretrained))
+        require_images(spec, read_config(spec))
     if spec.storage == "bf16" and config.kernels == "liger":
         raise ConfigError(
             f"role {spec.role.name!r} has storage = 'bf16' and trainer.kernels = 'liger', which takes norms' "

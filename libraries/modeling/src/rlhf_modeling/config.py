@@ -7,12 +7,36 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
-from rlhf_modeling.adapters import LoraOptions
-from rlhf_modeling.kernels import Kernels
+Kernels = Literal["auto", "own", "liger", "none"]
 
 
 def _pair(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+class LoraOptions(ComponentConfig):
+    rank: int = Field(gt=0)
+    """Rank of the adapters' two factors."""
+    alpha: int | None = Field(None, gt=0)
+    """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
+    targets: tuple[str, ...] | None = None
+    """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
+    that are slices of one tensor are not linear layers."""
+    vision: bool = False
+    """Image-text models: layers of the vision tower and its projector get adapters too."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the input of an adapter, in training."""
+    use_rslora: bool = False
+    """Scale the adapters' product by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Train the length of every row of an adapted matrix as well (Liu et al. 2024, arXiv:2402.09353)."""
+    modules_to_save: tuple[str, ...] | None = None
+    """Ends of the names of modules that are trained whole beside the adapters (``embed_tokens``, ``lm_head``). Where
+    the head is tied to the embedding, either name trains both. Absent: none. The role's own scalar or classes head is
+    always trained."""
+    quantization: Literal["nf4", "int8"] | None = None
+    """Keep the frozen linear layers quantised, by bitsandbytes: ``nf4``, 4 bits with quantised scales (QLoRA, Dettmers
+    et al. 2023, arXiv:2305.14314), or ``int8`` with one scale per row. Absent: fp32."""
 
 
 class TrainingConfig(ComponentConfig):

@@ -10,17 +10,19 @@ Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-for
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from rlhf_modeling.adapters import linear
 from rlhf_modeling.attention import PackedAttention, attention_route
 from rlhf_modeling.quantized import QuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LAYERS = frozenset(
     {

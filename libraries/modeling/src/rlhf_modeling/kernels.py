@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from rlhf.errors import CapabilityError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_modeling import liger
+from rlhf_modeling.config import Kernels
 from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
 from rlhf_modeling.stored import in_fp32
 
-Kernels = Literal["auto", "own", "liger", "none"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 AGREE = 1e-3
 """Largest difference, norm-wise, between hidden states of Liger's and of transformers' layers."""
 

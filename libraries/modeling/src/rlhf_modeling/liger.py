@@ -17,13 +17,14 @@ import inspect
 import os
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import CapabilityError
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INSTALL = "pip install 'rlhf-kit[liger]'"
 ROTARY = "apply_rotary_pos_emb"
@@ -86,6 +87,8 @@ def use_liger(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _known(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
+    from transformers.activations import ACT2FN
+
     who, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
     layers: list[Any] = [m for m in model.modules() if type(m).__name__ in LAYERS]
     if len(layers) != count:

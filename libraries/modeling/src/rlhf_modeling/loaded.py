@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rlhf.errors import ModelError, TrainingError
 from rlhf.ops.heads import OutputHead, shape_logits
 from rlhf.types import Image
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_modeling.attention import attend_with, packed
 from rlhf_modeling.images.row import ImageInputs
@@ -31,6 +30,9 @@ from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.shared_prefixes import Shared, share_prefixes
 from rlhf_modeling.stored import fp32_head
 from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Layout = Literal["shared", "packed", "alone"]
 Images = Sequence[tuple[Image, ...]]

@@ -13,7 +13,7 @@ from rlhf.interfaces.memory import FP32, Held, ModelSize, TrainerMemory, Trainer
 
 from rlhf_modeling import activations as pass_
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.images.memory import patches, recomputed_tower, tower_activations, tower_working
 from rlhf_modeling.quantized import BYTES, Format
 from rlhf_modeling.storage import Storage

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.seeds import derive_seed
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-)
 
-from rlhf_modeling.adapters import LoraOptions, add_adapters, saved_modules
-from rlhf_modeling.images.architecture import classifier, has_vision, language_model, require_images
-from rlhf_modeling.kernels import Kernels, use_kernels
+from rlhf_modeling.adapters import add_adapters, saved_modules
+from rlhf_modeling.config import Kernels, LoraOptions
+from rlhf_modeling.images.architecture import auto_classes, classifier, has_vision, language_model, require_images
+from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.pretrained import EXPECTED, quiet, read
+from rlhf_modeling.pretrained import EXPECTED, quiet, read, read_config
 from rlhf_modeling.probe import probe
 from rlhf_modeling.quantized import Format, quantizable, quantize_layers
 from rlhf_modeling.rope import length_rope
 from rlhf_modeling.stored import DTYPES, widen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config fields of the soft cap of logits: ``softcap * tanh(logits / softcap)``."""
@@ -55,7 +53,7 @@ def load_model(
     is of a kind that the separate head cannot represent, or not causal.
     """
     kind = spec.role.head
-    auto, from_lm = model_class(spec, read(spec, "model", AutoConfig.from_pretrained))
+    auto, from_lm = model_class(spec, read_config(spec))
     options: dict[str, Any] = {"dtype": DTYPES[spec.storage], "output_loading_info": True, "use_safetensors": True}
     if from_lm:
         options["num_labels"] = _outputs(kind)
@@ -169,7 +167,8 @@ def draw_head(loaded: LoadedModel, spec: ModelSpec) -> None:
 def _classification(architectures: Sequence[str]) -> Any:
     """The body and a linear head named ``score``. The head of a token-classification model has a bias."""
     tokens = any("TokenClassification" in name for name in architectures)
-    return AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    classes = auto_classes()
+    return classes.AutoModelForTokenClassification if tokens else classes.AutoModelForSequenceClassification
 
 
 def _outputs(kind: str) -> int | None:

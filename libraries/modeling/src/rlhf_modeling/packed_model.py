@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError
 from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.attention import attend_with, attention_route
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PackedModel(nn.Module):

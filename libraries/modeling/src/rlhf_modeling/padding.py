@@ -7,9 +7,11 @@ regard to the attention mask. If the pad token were also the end token, it would
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 _MEANT_FOR_PADDING = ("pad", "reserved", "unused")
 

@@ -1,4 +1,7 @@
-"""Reads and writes models and tokenizers in Hugging Face format, with our messages and without progress bars."""
+"""Reads and writes models and tokenizers in Hugging Face format, with our messages and without progress bars.
+
+The modules of this package import transformers inside functions: its import takes seconds, and options are read without
+it."""
 
 from __future__ import annotations
 
@@ -8,14 +11,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf_hub.published import looks_local, model_folder
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROCESSOR_FILES = (
     "processor_config.json",
@@ -43,8 +47,17 @@ def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
         ) from cause
 
 
+def read_config(spec: ModelSpec) -> Any:
+    """The model's config. Raises ModelError as :func:`read`."""
+    from transformers import AutoConfig
+
+    return read(spec, "model", AutoConfig.from_pretrained)
+
+
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model."""
+    from transformers import AutoTokenizer
+
     return read(spec, "tokenizer", AutoTokenizer.from_pretrained)
 
 
@@ -102,6 +115,8 @@ def exporting(module: PreTrainedModel) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Suppress transformers' progress bar and its report of missing weights, which :mod:`rlhf_modeling.model`
     checks."""
+    from transformers.utils import logging
+
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

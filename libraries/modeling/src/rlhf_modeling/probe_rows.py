@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.seeds import derive_seed
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlhf_modeling.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3
 """A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
@@ -51,6 +53,8 @@ def probe_rows(loaded: LoadedModel) -> list[Tensor]:
 @contextmanager
 def short_lengths(module: PreTrainedModel) -> Iterator[None]:
     """Every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens inside."""
+    from transformers import PreTrainedModel
+
     holders: dict[int, Any] = {id(part): part for part in module.modules()}
     for part in [part for part in holders.values() if isinstance(part, PreTrainedModel)]:
         for config in (part.config, part.config.get_text_config()):

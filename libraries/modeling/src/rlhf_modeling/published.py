@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf_modeling.state import copy_into
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Published:
@@ -52,6 +54,8 @@ class Published:
         return {name: tensor.shape for name, tensor in self._convert(meta).items()}
 
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
         converted: dict[str, Tensor] = revert_weight_conversion(self._module, tensors)
         return converted
 

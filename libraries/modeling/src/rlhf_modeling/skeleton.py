@@ -7,7 +7,7 @@ import importlib.util
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import CapabilityError, ConfigError
@@ -16,14 +16,16 @@ from rlhf_hub.hub import hub_name
 from rlhf_hub.published import INDEX, model_folder
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
 
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
 from rlhf_modeling.model import model_class, require_weights, take_apart
-from rlhf_modeling.pretrained import quiet, read
+from rlhf_modeling.pretrained import quiet, read, read_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
@@ -72,6 +74,8 @@ def skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -
     Args:
         images: the run has images.
     """
+    from transformers import AutoConfig
+
     place = model_folder(path, code=trust_remote_code)
     config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     with torch.device("meta"), quiet():
@@ -89,7 +93,7 @@ def check_files(spec: ModelSpec) -> None:
 
     Raises ModelError.
     """
-    config = read(spec, "model", AutoConfig.from_pretrained)
+    config = read_config(spec)
     auto, from_lm = model_class(spec, config)
     if hub_name(spec.path) is not None and not Path(spec.path).expanduser().is_dir():
         return

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import ModelSpec
-from transformers import PreTrainedModel
 
 from rlhf_modeling.adapters import without_adapters
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.ema import SecondValues
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class WeightViews:

@@ -7,7 +7,8 @@ import torch
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_modeling.adapters import LoraOptions, add_adapters, linear
+from rlhf_modeling.adapters import add_adapters, linear
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.fused import restore_layers
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_testing.tiny import tiny_model

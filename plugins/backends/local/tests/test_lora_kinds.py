@@ -9,7 +9,8 @@ import torch
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_modeling.adapters import LoraOptions, is_adapter
+from rlhf_modeling.adapters import is_adapter
+from rlhf_modeling.config import LoraOptions
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
 from torch.func import functional_call

@@ -83,7 +83,7 @@ def test_tensors_that_are_one_in_checkpoints_are_streamed_together(monkeypatch):
         parts = [t for n, t in tensors.items() if n.startswith("part")]
         return rest | ({"whole": torch.cat(parts)} if parts else {})
 
-    monkeypatch.setattr("rlhf_modeling.published.revert_weight_conversion", joined)
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", joined)
     own = {"part.a": torch.randn(2, 3), "middle": torch.randn(4), "part.b": torch.randn(1, 3)}
     of = Published(None, {name: tensor.shape for name, tensor in own.items()})  # type: ignore[arg-type]
     got = dict(of.stream(own.items()))

@@ -9,7 +9,7 @@ import torch
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
-from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.quantized import BYTES, QuantizedLinear
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer

@@ -7,8 +7,9 @@ import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic, activations, copies, layer_saved
-from rlhf_modeling.adapters import LoraOptions, train_adapters_only
+from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.attention import packed
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.fused import LAYERS, restore_layers
 from rlhf_modeling.model import load_model
 from rlhf_modeling.shared_prefixes import share_prefixes

@@ -10,9 +10,9 @@ from rlhf.interfaces import ModelSpec, Trainer
 from rlhf.interfaces.memory import TrainerWork
 from rlhf.types import RoleSpec
 from rlhf_modeling.activations import Arithmetic
-from rlhf_modeling.adapters import LoraOptions, train_adapters_only
+from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.arithmetic import arithmetic, saved_parameters
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.config import LoraOptions, TrainingConfig
 from rlhf_modeling.memory import part_of, trainer_memory
 from rlhf_modeling.model import load_model
 from rlhf_modeling.storage import Storage, whole_storage

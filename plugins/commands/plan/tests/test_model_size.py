@@ -77,7 +77,8 @@ def test_counts_are_those_of_the_loaded_model(tmp_path):
 
 
 def test_adapters_are_counted_as_peft_makes_them(tmp_path):
-    from rlhf_modeling.adapters import LoraOptions, add_adapters, is_adapter
+    from rlhf_modeling.adapters import add_adapters, is_adapter
+    from rlhf_modeling.config import LoraOptions
     from transformers import AutoModelForCausalLM
 
     path = tiny_model(tmp_path / "model")

@@ -11,19 +11,8 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-)
 
-from rlhf_modeling.pretrained import read
+from rlhf_modeling.pretrained import read_config
 
 NOT_HERE = (
     "cannot be computed with images here, causally and packed ({}). Models whose image tokens attend in both "
@@ -32,17 +21,25 @@ NOT_HERE = (
 """Of a model, with the reason."""
 
 
+def auto_classes() -> Any:
+    """transformers' table of classes. Its import takes seconds, so it is not imported with this module."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto
+
+
 def reads_images(config: Any, images: bool) -> bool:
     """Whether the model is loaded with its vision tower: the run has ``images``, or transformers has no language model
     without one for this config."""
-    if config.get_text_config() is config or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if config.get_text_config() is config or type(config) not in auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
-    return images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return images or type(config) not in auto_classes().MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def language_model(config: Any, images: bool) -> Any:
     """The auto class of transformers that loads the language model with this config; see :func:`reads_images`."""
-    return AutoModelForImageTextToText if reads_images(config, images) else AutoModelForCausalLM
+    classes = auto_classes()
+    return classes.AutoModelForImageTextToText if reads_images(config, images) else classes.AutoModelForCausalLM
 
 
 def require_images(spec: ModelSpec, config: Any) -> None:
@@ -65,7 +62,8 @@ def _image_problem(config: Any) -> str:
     """Why an image-text model with this config is not computed with images, as far as the config tells; empty: it may
     be."""
     kind, here = type(config), "cannot be computed with images here: "
-    classes = [mapping[kind] for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING) if kind in mapping]
+    mappings = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto_classes().MODEL_MAPPING
+    classes = [mapping[kind] for mapping in mappings if kind in mapping]
     if not any(hasattr(each, "get_image_features") for each in classes):
         return here + "its class has no get_image_features, so no tokens of a sequence stand for an image"
     if not hasattr(config, "image_token_id"):
@@ -78,7 +76,7 @@ def _image_problem(config: Any) -> str:
 def attends_ahead(config: Any) -> bool:
     """Whether an image-text model with this config lets any of four tokens, two of which are an image's, attend to a
     later one. Classes with such masks make them in ``create_masks_for_generate``, which reads the config only."""
-    make = getattr(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], "create_masks_for_generate", None)
+    make = getattr(auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], "create_masks_for_generate", None)
     given = set(inspect.signature(make).parameters) if make is not None else set()
     kinds = given & {"token_type_ids", "mm_token_type_ids"}
     if make is None or not kinds:
@@ -96,7 +94,7 @@ def is_image_text(spec: ModelSpec) -> bool:
     """Whether the role's model is loaded with a vision tower; False where its config cannot be read, which is reported
     when the model is loaded."""
     try:
-        config = read(spec, "model", AutoConfig.from_pretrained)
+        config = read_config(spec)
     except ModelError:
         return False
     return reads_images(config, spec.images)
@@ -112,6 +110,8 @@ class Scored:
 
     @staticmethod
     def from_pretrained(place: str, *, trust_remote_code: bool, num_labels: int | None = None, **options: Any) -> Any:
+        from transformers import AutoConfig
+
         labels = {} if num_labels is None else {"num_labels": num_labels}
         config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **labels)
         return _scored_class(config.__class__).from_pretrained(place, config=config, **options)
@@ -119,8 +119,10 @@ class Scored:
 
 @cache
 def _scored_class(config_class: type) -> Any:
-    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
-    body: Any = MODEL_MAPPING[config_class]
+    from transformers import conversion_mapping
+
+    whole: Any = auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+    body: Any = auto_classes().MODEL_MAPPING[config_class]
     base: Any = next(c for c in whole.__mro__ if c.__name__.endswith("PreTrainedModel"))
 
     def make(self: Any, config: Any) -> None:
@@ -130,15 +132,15 @@ def _scored_class(config_class: type) -> Any:
         self.post_init()
 
     name = whole.__name__.replace("ForConditionalGeneration", "") + "ForSequenceClassification"
-    conversions = get_checkpoint_conversion_mapping(whole.__name__)
+    conversions = conversion_mapping.get_checkpoint_conversion_mapping(whole.__name__)
     if conversions is not None:  # transformers finds them by the name of the class
-        register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+        conversion_mapping.register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
     return type(name, (base,), {"__init__": make, "__module__": base.__module__})
 
 
 def classifier(config: Any, images: bool) -> Any | None:
     """The loader of an image-text model with a scalar or classes head; None: transformers has one."""
-    known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    known = type(config) in auto_classes().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     return Scored if reads_images(config, images) and not known else None
 
 

@@ -11,7 +11,7 @@ from rlhf.errors import CheckpointError, ConfigError
 from torch import Tensor
 
 from rlhf_modeling import state
-from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.precision import Precision
 from rlhf_modeling.sharded import checkpoint_files
 from rlhf_modeling.sharded.process_group import barrier

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from rlhf.interfaces import ModelSpec
 
-from rlhf_modeling.adapters import LoraOptions
-from rlhf_modeling.kernels import Kernels, use_kernels
+from rlhf_modeling.config import Kernels, LoraOptions
+from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import adapt, draw_head, load_model
 from rlhf_modeling.probe import probe

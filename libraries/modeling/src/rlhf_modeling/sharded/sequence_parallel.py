@@ -14,12 +14,11 @@ import torch.distributed as dist
 from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
 from torch import Tensor, nn
-from transformers import AutoConfig
 
 from rlhf_modeling.attention import PackedAttention, attend_with, use_packed_attention
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.pretrained import quiet, read
+from rlhf_modeling.pretrained import quiet, read_config
 from rlhf_modeling.probe_rows import probe_rows, short_lengths, wrong
 from rlhf_modeling.rope import length_rope
 from rlhf_modeling.skeleton import skeleton
@@ -50,7 +49,7 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
             f"sequence_parallel = {ranks} divides rows of text, but role {spec.role.name!r} has an image-text model, "
             "which needs whole rows. Set sequence_parallel = 1."
         )
-    settings = read(spec, "model", AutoConfig.from_pretrained)
+    settings = read_config(spec)
     who = " or ".join(settings.architectures or [spec.path])
     heads = getattr(settings.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % ranks:

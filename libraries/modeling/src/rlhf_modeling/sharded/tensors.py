@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_modeling.adapters import NAME, adapted, is_adapter, merged_name, with_product
 from rlhf_modeling.published import Published
 from rlhf_modeling.sharded.partition import Partition
 from rlhf_modeling.sharded.split import Split
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BASE = ".base_layer.weight"
 

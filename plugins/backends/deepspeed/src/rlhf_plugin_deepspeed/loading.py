@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf_modeling.adapters import LoraOptions
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import adapt, draw_head, load_model

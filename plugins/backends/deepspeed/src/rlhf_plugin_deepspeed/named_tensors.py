@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged
 from rlhf_modeling.sharded.tensors import BASE, NamedTensors
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_plugin_deepspeed.tensor_split import TensorSplit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 

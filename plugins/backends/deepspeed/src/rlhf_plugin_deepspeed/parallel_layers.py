@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from rlhf_modeling.noise import has_noise
 from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from rlhf_plugin_deepspeed.tensor_split import TensorSplit
 from rlhf_plugin_deepspeed.topology import Topology
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LAYERS = frozenset(
     {

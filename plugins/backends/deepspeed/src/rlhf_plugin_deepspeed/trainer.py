@@ -20,7 +20,7 @@ from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.precision import choose_device
-from rlhf_modeling.pretrained import read
+from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
@@ -30,7 +30,6 @@ from rlhf_modeling.sharded.process_group import collective
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from torch import Tensor
-from transformers import AutoConfig
 
 from rlhf_plugin_deepspeed import memory
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -99,7 +98,7 @@ class DeepSpeedTrainer(ShardedTrainer):
                 "an image-text model. Set tensor_parallel = 1, with stage = 3 to divide the model."
             )
         if config.tensor_parallel > 1:
-            settings = read(spec, "model", AutoConfig.from_pretrained)
+            settings = read_config(spec)
             check_sizes(settings, " or ".join(settings.architectures or [spec.path]), config.tensor_parallel)
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
@@ -43,6 +45,8 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     found = []
     for child in module.children():
         wanted = type(child).__name__ in names if names else isinstance(child, GradientCheckpointingLayer)

@@ -7,7 +7,7 @@ of the flattened parameter too. The optimizer steps plain tensors that share mem
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf_modeling.sharded.partition import Flat, Partition, Piece
@@ -16,7 +16,9 @@ from rlhf_modeling.sharded.tensors import NamedTensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LocalParts(Partition):

@@ -6,7 +6,7 @@ import inspect
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ModelError
@@ -18,16 +18,21 @@ from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.probe_rows import short_lengths
 from rlhf_modeling.stored import in_fp32
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
-from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAttention
+from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAttention, register_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Decoder:
     """A reference to a causal language model of transformers. The model is changed inside :meth:`borrowed` only."""
 
     def __init__(self, module: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
+        register_attention()
         self.module = module
         self.dtype: torch.dtype | None = None
         """Dtype of autocast; None: the module runs without autocast."""

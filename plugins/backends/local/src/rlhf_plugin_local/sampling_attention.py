@@ -13,7 +13,6 @@ import torch
 from rlhf.errors import ModelError
 from rlhf_modeling.attention import PackedAttention, current_route
 from torch import Tensor
-from transformers import AttentionInterface
 
 from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 
@@ -24,7 +23,12 @@ POSITIONS = 32
 """On a CPU in bf16 a decoding step attends to whole blocks of this many positions, the last ones masked. oneDNN keeps
 compiled code for each shape; with a new shape in every step that fragments the heap."""
 
-AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
+
+def register_attention() -> None:
+    """Let models call, under :data:`NAME`, the attention of the enclosing context."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
 
 
 class PromptAttention(PackedAttention):
