@@ -56,7 +56,8 @@ def scored(reward, group: Group) -> list[float | None]:
             scorer.close()
 
     asyncio.run(score())
-    assert not any(t.error for t in group.trajectories)
+    if errors := [t.error for t in group.trajectories if t.error]:
+        raise RewardError(errors[0])
     return [t.rewards["unit"].value for t in group.trajectories]
 
 
@@ -66,6 +67,13 @@ def by_sample(prompt, completion, row):
 
 def test_a_function_of_a_sample_is_called_for_each():
     assert values(by_sample, group("2", "33")) == [12.0, 3.0]
+
+
+def test_a_missing_column_is_named_with_the_columns_that_there_are():
+    """In a worker process too, to which the row is sent."""
+    for call in (values, scored):
+        with pytest.raises((KeyError, RewardError), match=r"no column 'anwser'; columns present: .*answer"):
+            call(lambda prompt, completion, row: row["anwser"], group("2"))
 
 
 def test_a_function_of_completions_gets_lists_of_the_columns():

@@ -54,11 +54,8 @@ def knowing_columns(about: str, give: str) -> Iterator[None]:
     """
     try:
         yield
-    except KeyError as error:
-        lacking = error if isinstance(error, NoColumn) else error.__context__  # Row raises a KeyError of its own
-        if not isinstance(lacking, NoColumn):
-            raise
-        name, present = lacking.args
+    except NoColumn as error:
+        name, present = error.args
         columns = f" (they have {', '.join(present)})" if present else ""
         needed = ", ".join(f"{json.dumps(column)}: ..." for column in [*present, name])
         entry = give.replace("NAME", f"{json.dumps(name)}: ...").replace("EACH", needed)

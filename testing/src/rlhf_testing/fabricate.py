@@ -14,6 +14,7 @@ from rlhf.interfaces.tokens import Tokens
 from rlhf.types import DataForm, Group, Head, RewardResult, RoleSpec, Row, Trajectory, Turn
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
+from rlhf.types.rows import Columns
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -34,8 +35,8 @@ class NoColumn(KeyError):
     """A made-up row lacks a column. ``args``: the column's name, and the names of the row's columns."""
 
 
-class Columns(dict[str, Any]):
-    """The columns of a made-up row: a plain dict that raises :class:`NoColumn`."""
+class MadeUpColumns(Columns):
+    """The columns of a made-up row. They raise :class:`NoColumn`."""
 
     def __missing__(self, name: str) -> Any:
         raise NoColumn(name, list(self))
@@ -43,7 +44,7 @@ class Columns(dict[str, Any]):
 
 def row(columns: Mapping[str, Any] | None = None, index: int = 0) -> Row:
     """One data row; by default with a prompt and an answer."""
-    return Row(Columns(columns or _usual(index)), "fabricated", index)
+    return Row(MadeUpColumns(columns or _usual(index)), "fabricated", index)
 
 
 def _usual(index: int) -> dict[str, Any]:

@@ -17,11 +17,19 @@ class RowLayout(Protocol):
         """Name of the column that holds ``field``, for messages."""
 
 
+class Columns(dict[str, Any]):
+    """The columns of a row by name. The KeyError for a column that the row lacks says which columns there are."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(f"no column {name!r}; columns present: {', '.join(self) or 'none'}")
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One data row with all its columns, as read; rewards and environments see every column."""
 
     columns: Mapping[str, Any]
+    """Another mapping than :class:`Columns` is copied to one."""
     source: str
     """Name of the source in the run file; per-source metrics use it."""
     index: int
@@ -29,11 +37,12 @@ class Row:
     layout: RowLayout | None = field(default=None, compare=False, repr=False)
     """How the columns of its source are read, if they are not the columns that the run file names."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.columns, Columns):
+            object.__setattr__(self, "columns", Columns(self.columns))
+
     def __getitem__(self, name: str) -> Any:
-        try:
-            return self.columns[name]
-        except KeyError:
-            raise KeyError(f"no column {name!r}; columns present: {', '.join(self.columns)}") from None
+        return self.columns[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.columns.get(name, default)
