@@ -124,6 +124,7 @@ def test_rlhf_eval_reports_failures_and_stops_after_too_many(
     assert code == 0, err
     assert json.loads(out)["failed"] == 0.25
     assert "note: evaluation sample 0 of row 0 of" in err
+    assert err.count("row 0 of") == 1, "the message names the sample once"
     assert "the judge is down" in err
     code, out, err = evaluate("> 0")
     assert (code, out) == (1, "")

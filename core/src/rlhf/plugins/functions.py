@@ -36,10 +36,10 @@ def reward_of_samples(
         return t.prompt_text, t.completion, t.row.columns
 
     def score(self: Any, group: Group) -> list[RewardResult]:
-        return [RewardResult(reward_value(function(*arguments(t)), label, t)) for t in group.trajectories]
+        return [RewardResult(reward_value(function(*arguments(t)), label)) for t in group.trajectories]
 
     async def score_async(self: Any, group: Group) -> list[RewardResult]:
-        return [RewardResult(reward_value(await function(*arguments(t)), label, t)) for t in group.trajectories]
+        return [RewardResult(reward_value(await function(*arguments(t)), label)) for t in group.trajectories]
 
     body = {
         "name": name,
@@ -53,8 +53,15 @@ def reward_of_samples(
     return type(class_name, (Reward,), body)
 
 
-def reward_value(value: Any, label: str, trajectory: Any) -> float | None:
-    """A reward function's return value for a sample, checked: a finite number or None. Raises RewardError otherwise."""
+def reward_value(value: Any, label: str, where: str = "") -> float | None:
+    """A reward function's return value for a sample, checked: a finite number or None.
+
+    Args:
+        label: name of the function in messages.
+        where: which of several samples the value is for, in messages.
+
+    Raises RewardError otherwise.
+    """
     if value is None:
         return None
     try:
@@ -62,7 +69,5 @@ def reward_value(value: Any, label: str, trajectory: Any) -> float | None:
     except OverflowError:  # an integer that is too large for a float
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(
-            f"{label} returned {shown(value)} for sample {trajectory.index}; expected a finite number or None"
-        )
+        raise RewardError(f"{label} returned {shown(value)}{where}; expected a finite number or None")
     return number

@@ -166,4 +166,5 @@ def _results(values: Any, group: Group, label: str) -> list[RewardResult]:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, list | tuple) or len(listed) != len(samples):
         raise RewardError(f"{label} returned {shown(values)}; expected a list with {len(samples)} numbers")
-    return [RewardResult(reward_value(v, label, t)) for v, t in zip(listed, samples, strict=True)]
+    checked = [reward_value(v, label, f" for sample {t.index}") for v, t in zip(listed, samples, strict=True)]
+    return [RewardResult(value) for value in checked]

@@ -182,18 +182,17 @@ class Scorer:
         return [result for (result,) in await asyncio.gather(*(self._call(reward, one) for one in alone))]
 
     async def _call(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
-        """One result or error text per trajectory, after at most ``retries`` further attempts."""
+        """One result or error text per trajectory, after at most ``retries`` further attempts. The texts do not name
+        the sample, because messages about failed samples do."""
         results: list[RewardResult | str] = []
         for _ in range(1 + reward.retries):
             try:
                 results = [
-                    r if isinstance(r, RewardResult) else f"RewardError: {reward}: score() {r}, {_where(group, t)}"
-                    for r, t in zip(await self._attempt(reward, group), group.trajectories, strict=True)
+                    r if isinstance(r, RewardResult) else f"RewardError: {reward}: score() {r}"
+                    for r in await self._attempt(reward, group)
                 ]
             except RlhfError as error:
-                only = group.trajectories[0] if reward.instance.per_sample else None
-                message = f"{type(error).__name__}: {str(error).rstrip('.')}, {_where(group, only)}"
-                results = [message] * len(group.trajectories)
+                results = [f"{type(error).__name__}: {error}"] * len(group.trajectories)
             if all(isinstance(r, RewardResult) for r in results):
                 return results
         if reward.retries:
@@ -253,8 +252,3 @@ def combine(
     if not rewards_given and not turns:
         return None, None
     return math.fsum(rewards_given + ([] if turns_placed else turns)), math.fsum(scores_given + turns)
-
-
-def _where(group: Group, trajectory: Trajectory | None = None) -> str:
-    row = f"row {group.row.index} of source {group.row.source!r}"
-    return row if trajectory is None else f"sample {trajectory.index[1]} of {row}"
