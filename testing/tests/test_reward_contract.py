@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 
 import pytest
 from rlhf.interfaces import Reward
 from rlhf.types import RewardResult, RoleSpec
+from rlhf_testing import awaiting
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.reward import RewardContract
 
@@ -147,6 +149,25 @@ class Hangs(Brevity):
         await asyncio.sleep(60)
 
 
+class PlainHangs(Brevity):
+    """Never returns, and catches every Exception."""
+
+    def score(self, group):
+        PlainHangs.called += 1
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:
+                continue
+
+
+class Blocks(Brevity):
+    """Blocks the event loop."""
+
+    async def score(self, group):
+        time.sleep(60)
+
+
 class Counts(Brevity):
     """Says that it reads texts, and counts tokens."""
 
@@ -189,9 +210,29 @@ def test_empty_answer_must_not_raise():
         suite(EmptyFails).test_every_answer_alone()
 
 
-def test_hanging_reward_is_stopped():
-    with pytest.raises(Nonconformance, match="took longer than"):
-        suite(Hangs, limit=0.1).test_results()
+@pytest.mark.parametrize("made", [Hangs, Blocks])
+def test_hanging_reward_is_stopped(made, monkeypatch):
+    monkeypatch.setattr(awaiting, "GRACE", 0.1)
+    with pytest.raises(Nonconformance, match=r"score took longer than 0\.1 s"):
+        suite(made, limit=0.1).test_results()
+
+
+def test_a_plain_reward_that_hangs_is_interrupted_and_waited_for_once(monkeypatch):
+    monkeypatch.setattr(awaiting, "GRACE", 0.1)
+    PlainHangs.called = 0
+    for check in ("test_results", "test_repeatable"):
+        with pytest.raises(Nonconformance, match=r"PlainHangs.score took longer than 0\.1 s on fabricated data"):
+            getattr(suite(PlainHangs, limit=0.1), check)()
+    assert PlainHangs.called == 1
+
+
+def test_a_timeout_of_the_reward_itself_is_not_called_slow():
+    class Unreachable(Brevity):
+        async def score(self, group):
+            raise TimeoutError("no server")
+
+    with pytest.raises(TimeoutError, match="no server"):
+        suite(Unreachable).test_results()
 
 
 def test_wrong_case_is_noticed():
