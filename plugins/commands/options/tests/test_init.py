@@ -133,6 +133,7 @@ def test_every_line_says_what_it_is_and_none_is_long(call):
         if re.match(r"#?[\w.]+ =", line):
             assert "  # " in line, line
     assert re.search(r"^#steps = +# integer > 0, <= 1e\+07; \w+", text, re.MULTILINE)
+    assert re.search(r"^#output = +# text; The run directory; if not set, the next of `runs/1`", text, re.MULTILINE)
     assert re.search(r"^#lr = 1e-06 +# Peak learning rate of AdamW\.$", text, re.MULTILINE)
     assert re.search(r"^use = \"math\" +# installed: code, format, http, judge, length, math", text, re.MULTILINE)
 

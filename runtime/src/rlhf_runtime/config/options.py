@@ -29,6 +29,8 @@ from rlhf_runtime.config.sections import Choice
 _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): ""}
 _BOUNDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 USE = "A reference to the plugin; its options stand beside it."
+CHOSEN_BY_THE_RUN = ("run.output",)
+"""Options whose value a run chooses where they are not set. The default in their class is not that value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def option(path: str, field: FieldInfo, plugin: str = "") -> Option:
     return Option(
         path,
         "table" if PLUGIN_OPTIONS in field.metadata else _bounded(_type(field.annotation), field.metadata),
-        None if required else to_jsonable_python(default),
+        None if required or path in CHOSEN_BY_THE_RUN else to_jsonable_python(default),
         required,
         one_paragraph(field.description or (USE if kind else "")),
         tuple(_allowed(field.annotation)),
