@@ -264,6 +264,20 @@ def test_isolate_refuses_what_cannot_be_isolated(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+def test_isolate_hides_the_packages_of_pythonpath_from_pip(tmp_path, capsys, monkeypatch):
+    """pip would take a package there for installed, and a worker does not see it."""
+    (tmp_path / "far.py").write_text(ENV)
+    program, seen = tmp_path / "python", tmp_path / "seen"
+    program.write_text(f'#!/bin/sh\n[ "$2" = venv ] && mkdir -p "$3/bin" && cp "$0" "$3/bin/python"\nenv >> {seen}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["plugins", "isolate", f"file:{tmp_path}/far.py", "--kind", "env", "--output", str(tmp_path / "there")]
+    assert main([*words, "--python", str(program)]) == 0
+    assert f"made {tmp_path}/there with pluggy" in capsys.readouterr().out
+    names = [line.partition("=")[0] for line in seen.read_text().splitlines()]
+    assert (names.count("PATH"), names.count("PYTHONPATH")) == (2, 0)
+
+
 @pytest.mark.full
 def test_isolate_makes_an_environment_in_which_the_plugin_runs(tmp_path, capsys):
     """Asks a package index."""

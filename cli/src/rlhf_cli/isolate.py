@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
 
     Raises ConfigError: the plugin is of another kind, or the folder exists. PluginError: Python or pip failed.
     """
-    from rlhf_runtime.workers.isolation import to_install
+    from rlhf_runtime.workers.isolation import environment, to_install
 
     own = resolved.kind in SECTIONS
     if resolved.kind == "rollout":
@@ -53,9 +54,12 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
         raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
     wanted = to_install(resolved) + packages
     made_python = folder / "bin" / "python"
+    # Without PYTHONPATH, as in a worker: pip would take packages there for installed.
+    variables = environment(str(made_python), os.environ)
     try:
-        _call([python, "-m", "venv", str(folder)])
-        _call([str(made_python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        _call([python, "-m", "venv", str(folder)], variables)
+        pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _call([str(made_python), *pip, *wanted], variables)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -63,9 +67,9 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
     return f'{made}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
 
 
-def _call(command: list[str]) -> None:
+def _call(command: list[str], variables: dict[str, str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     except OSError as error:
         raise ConfigError(f"--python {command[0]} cannot be started: {error.strerror}") from None
     if done.returncode != 0:
