@@ -161,6 +161,8 @@ def test_metrics_are_a_table_in_a_notebook(shop):
         ({"tokenizer": "x"}, ConfigError, r"tokenizer: given beside the path of a model"),
         ({"model": object()}, ConfigError, r"model: a object object is no model of transformers"),
         ({"reward": lambda sample: 1.0}, ConfigError, r"`def f\(completions, \*\*columns\)`"),
+        ({"learning_rate": 1}, ConfigError, r"no argument 'learning_rate'\. Did you mean trainer\.lr\? The arg"),
+        ({"rewards": 1}, ConfigError, r"no argument 'rewards'\. Did you mean 'reward'\?.*options={\"trainer\.lr\""),
         ({"observers": [3]}, ConfigError, r"observers: got int 3\. An observer is a function `def f\(step, metrics, c"),
     ],
 )

@@ -21,6 +21,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.observe.metrics import read_metrics
 from rlhf_runtime.observe.numbered_folders import default_folder
 from rlhf_runtime.observe.run_folder import check_folder
+from rlhf_runtime.python.arguments import only_known
 from rlhf_runtime.python.given_files import GivenFiles
 from rlhf_runtime.python.observers import observer_entries
 from rlhf_runtime.python.result import MetricRows, Result
@@ -32,6 +33,7 @@ LATER = "(given as an object)"
 """Stands for the path of a file that is not written yet."""
 
 
+@only_known
 def train(
     algorithm: str | None = None,
     *,
