@@ -19,11 +19,12 @@ from rlhf.interfaces import Algorithm, Component, Curriculum, Observer, Reward
 from rlhf.saved import refuse, validated
 from rlhf.types import Group
 
-from rlhf_runtime.checkpoint import Checkpoint, dumps, read_json, write_json
+from rlhf_runtime.checkpoint import Checkpoint, dumps, loads, read_json, write_json
 from rlhf_runtime.checkpoint.json_values import encode
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.loop.control import Control
+from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.state_fields import SavedContinuousState, SavedReplayState, SavedState
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.best_value import BestTracker
@@ -83,8 +84,10 @@ class RunState:
         self.components |= {f"observer.{name}": observer for name, observer in observers.items()}
         self.updates = 0
         """Number of steps that changed weights, including those before a resume."""
+        self.unevaluated: Metrics | None = None
+        """The metrics of the last step, if the checkpoint was saved because the evaluation after this step failed."""
 
-    def collect(self, step: int) -> State:
+    def collect(self, step: int, unevaluated: Metrics | None = None) -> State:
         """The current state. It may be written later, as long as the weights do not change."""
         components: dict[str, dict[str, Any]] = {}
 
@@ -102,6 +105,8 @@ class RunState:
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)
+        if unevaluated is not None:
+            values["unevaluated"] = dumps(unevaluated, f"metrics of step {step}", nonfinite="mark")
         if self.best is not None:
             values["best"] = self.best.state_dict()
         return State(step, encode(values), pending)
@@ -154,6 +159,8 @@ class RunState:
             self.best.load_state_dict(state["best"])
         self.control.restore(saved_state.changed)
         self.updates = saved_state.updates
+        if saved_state.unevaluated is not None:
+            self.unevaluated = loads(saved_state.unevaluated, f"{where}, unevaluated")
         return saved_state.step
 
 

@@ -96,6 +96,9 @@ class Run:
             self.reports.tell(0, metrics)
         self.done = self.first_step
         # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
+        if self.state.unevaluated is not None:
+            self.directory.metrics.cut(self.done - 1)  # an earlier resume may have come further than this
+            self._end_step(self.done, self.state.unevaluated, saved=True)
         self._stopping = self._stops(self.done)
         self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
@@ -190,26 +193,32 @@ class Run:
             metrics["data/dropped"] = float(self.data.dropped)
         if self.config.data.bad_rows == "drop":
             metrics["data/bad_rows"] = float(self.data.bad_rows)
-        self.done, is_best = done, False
+        self._end_step(done, metrics)
+
+    def _end_step(self, done: int, metrics: Metrics, saved: bool = False) -> None:
+        """The part of :meth:`finish` after the step's own metrics are known.
+
+        Args:
+            saved: whether there is a checkpoint of the step, because its evaluation failed.
+        """
+        self.done, is_best, section = done, False, self.config.checkpoint
         if self.evaluation is not None and self._evaluates(done):
-            try:
-                metrics |= self._evaluate(self.evaluation)
-                is_best = self.evaluation.best.update(done, metrics)[0]
-            except Exception:  # the step itself is complete, so it can be saved without the metrics of its evaluation
-                self.reports.record(done, metrics)
-                self.saves.hold(done)
-                raise
+            if not saved:
+                self.saves.hold(done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
+            metrics |= self._evaluate(self.evaluation)
+            is_best = self.evaluation.best.update(done, metrics)[0] and section.save_best
         self.reports.record(done, metrics)
-        self.saves.hold(done)
+        self.saves.hold(done, is_best)
         self.reports.tell(done, metrics)
         if self.control.apply():
-            self.saves.hold(done)
+            self.saves.hold(done, is_best)
         # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
         self._stopping = self._stops(done)
-        last, section = self._is_last(done), self.config.checkpoint
-        asked = self.control.take_save()
-        if asked or _due(done, section.every) or last or (is_best and section.save_best):
-            self.saves.save(done, best=is_best and section.save_best)
+        last, asked = self._is_last(done), self.control.take_save()
+        if saved:
+            self.saves.complete(done, is_best)
+        elif asked or _due(done, section.every) or last or is_best:
+            self.saves.save(done, is_best)
         self.saves.export(done, last)
 
     def rescue(self) -> None:

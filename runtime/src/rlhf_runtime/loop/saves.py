@@ -15,6 +15,7 @@ from rlhf.steps import STEP_SEPARATOR
 from rlhf_runtime.checkpoint import CheckpointStore, read_json, write_json
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState, State
+from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
@@ -51,20 +52,33 @@ class Saves:
         """The state of the last finished step, until it is in a checkpoint."""
         self._intact_changes = 0
         """:meth:`_changes` at that moment. A larger value later means that the weights have changed since."""
+        self._intact_best: Mapping[str, Any] | None = None
+        """The best metric and its value, if this step has it."""
 
-    def hold(self, done: int) -> None:
-        """Remember the state after ``done`` finished steps, so that :meth:`rescue` can save it."""
-        self._intact, self._intact_changes = self._state.collect(done), self._changes()
+    def hold(self, done: int, best: bool = False, unevaluated: Metrics | None = None) -> None:
+        """Remember the state after ``done`` finished steps, so that :meth:`rescue` can save it.
+
+        Args:
+            unevaluated: the step's metrics, before the evaluation that follows it.
+        """
+        self._intact, self._intact_changes = self._state.collect(done, unevaluated), self._changes()
+        self._intact_best = self._mark() if best else None
 
     def save(self, step: int, best: bool = False) -> None:
         """A complete checkpoint after ``step`` finished steps, or an error that leaves the old ones intact."""
         state, self._intact = self._state, None
         self._take_devices_back()
-        mark = {"metric": state.best.metric, "value": state.best.value} if best and state.best is not None else None
+        mark = self._mark() if best else None
         with self._reports.timeline.phase("save"):
             path = self._store.save(step, lambda folder: state.write(folder, step), self._meta, mark)
         self._reports.timeline.instant("checkpoint", step=step)
         self._reports.observe("checkpoint_saved", step, path)
+
+    def complete(self, step: int, best: bool) -> None:
+        """Mark the checkpoint of ``step``, which was saved before its evaluation, if the evaluation is the best."""
+        self._intact = None
+        if best:
+            self._store.mark_best(step, **self._mark())
 
     def export(self, done: int, last: bool) -> None:
         """Export the model after ``done`` steps, if an export is due. After a resume it may exist.
@@ -111,17 +125,22 @@ class Saves:
     def rescue(self) -> None:
         """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost
         when a row, a reward or an environment fails. The failure remains the error that is shown."""
-        held, self._intact = self._intact, None
+        held, self._intact, best = self._intact, None, self._intact_best
         if held is None or self._changes() != self._intact_changes:
             return
         try:
             self._take_devices_back()
-            self._store.save(held.step, lambda folder: self._state.write(folder, held.step, held), self._meta)
+            self._store.save(held.step, lambda folder: self._state.write(folder, held.step, held), self._meta, best)
         except RlhfError as error:
             self._progress.note(f"what was learnt since the last checkpoint is lost: {error}")
         else:
             steps = "1 step" if held.step == 1 else f"{held.step} steps"
             self._progress.note(f"saved what was learnt in {steps}; continue with --resume")
+
+    def _mark(self) -> dict[str, Any]:
+        """The best metric so far and its value."""
+        best = self._state.best
+        return {"metric": best.metric, "value": best.value} if best is not None else {}
 
     def _changes(self) -> int:
         """Number of changes, or possible changes, of roles' weights."""

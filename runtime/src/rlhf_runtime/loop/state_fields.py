@@ -122,6 +122,8 @@ class SavedState(Saved):
     best: SavedBest | None = None
     changed: dict[str, Any] = {}
     """:attr:`rlhf_runtime.loop.control.Control.changed`."""
+    unevaluated: str | None = None
+    """:attr:`rlhf_runtime.loop.checkpoint_state.RunState.unevaluated`, as JSON."""
 
 
 class SavedContinuousState(SavedState):
