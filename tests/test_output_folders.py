@@ -52,6 +52,9 @@ def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     assert "overwrite = false" in (second.path / "config.toml").read_text()
     resumed = shop.train("sft", "run", "--resume", run={"steps": 2})
     assert [line["step"] for line in resumed.lines()] == [1, 2]
+    fewer = shop.run("sft", "run", "--resume", run={"steps": 1})
+    assert (fewer.code, len(resumed.lines())) == (2, 2)
+    assert "a run of 1 steps cannot be resumed after step 2" in fewer.said
     both = shop.run("sft", "run", "--resume", "--overwrite")
     assert both.code == 2
     assert "a run is either continued or deleted" in both.said

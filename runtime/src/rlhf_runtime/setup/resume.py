@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rlhf.errors import RlhfError
+from rlhf.errors import ConfigError, RlhfError
 from rlhf.saved import validated
 
 from rlhf_runtime.checkpoint import CheckpointStore, Difference, compare, describe, require_same_run
@@ -57,6 +57,7 @@ def check_resume(prepared: Prepared) -> None:
     newest = CheckpointStore(run.output).newest() if run.resume else None
     if newest is None:
         return
+    check_steps(newest.step, prepared.total_steps)
     before = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta").environment
     now = describe(
         prepared.config.model_dump(mode="json"),
@@ -67,6 +68,15 @@ def check_resume(prepared: Prepared) -> None:
     )
     found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
+
+
+def check_steps(done: int, total: int) -> None:
+    """Raises ConfigError where a run is resumed that has made more steps than it is to have."""
+    if done > total:
+        raise ConfigError(
+            f"a run of {total} steps cannot be resumed after step {done}. Steps count from the start of the run, those "
+            f"before the resume included: set run.steps to more than {done}, e.g. --steps {done + total}."
+        )
 
 
 def restore(
