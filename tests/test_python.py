@@ -134,6 +134,8 @@ def test_the_trained_model_answers(shop):
     assert said.out.splitlines() == [f"1+1={answers[0]}"]
     with pytest.raises(ConfigError, match=r"prompts is a list of texts or conversations, got str '1\+1='"):
         result.generate("1+1=")
+    with pytest.raises(ConfigError, match=r"prompt 1 is str ''; allowed: a text or a list of messages, not empty"):
+        result.generate(["1+1=", ""])
 
 
 def test_metrics_are_a_table_in_a_notebook(shop):
@@ -171,6 +173,11 @@ def test_wrong_arguments_are_refused_before_any_file_is_written(shop, changes, e
     with pytest.raises(error, match=problem):
         train(shop, "out", **changes)
     assert sorted(shop.folder.rglob("*")) == before
+
+
+def test_only_the_algorithm_may_be_given_without_its_name(shop):
+    with pytest.raises(ConfigError, match=r"got 2 arguments without a name; only algorithm may be given so"):
+        rlhf.train("rloo", shop.model)
 
 
 def test_a_folder_with_a_run_is_refused_before_objects_are_written(shop):

@@ -1,4 +1,4 @@
-"""Refuses arguments that ``rlhf.train`` does not have, with the argument or option that is meant."""
+"""Refuses arguments that ``rlhf.train`` does not have, and names the argument or option that may be meant."""
 
 from __future__ import annotations
 
@@ -19,11 +19,18 @@ R = TypeVar("R")
 
 
 def only_known(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which then raises ConfigError in place of TypeError for a keyword that it does not have."""
+    """Wraps ``function``. The result raises ConfigError in place of TypeError for a keyword that ``function`` does not
+    have, and for an argument that must be given by its name."""
     parameters = inspect.signature(function).parameters
+    by_place = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(by_place):
+            raise ConfigError(
+                f"rlhf.{function.__name__} got {len(args)} arguments without a name; only {', '.join(by_place)} may be "
+                f"given so. Name the others: rlhf.{function.__name__}(..., model=..., data=...)."
+            )
         for name in kwargs:
             if name not in parameters:
                 algorithm = args[0] if args else kwargs.get("algorithm")

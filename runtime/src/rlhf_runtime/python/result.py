@@ -83,6 +83,11 @@ class Result:
         """
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
             raise ConfigError(f"generate(): prompts is a list of texts or conversations, got {shown(prompts)}")
+        for number, prompt in enumerate(prompts):
+            if not prompt or not isinstance(prompt, str | list):
+                raise ConfigError(
+                    f"generate(): prompt {number} is {shown(prompt)}; allowed: a text or a list of messages, not empty"
+                )
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
