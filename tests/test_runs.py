@@ -17,8 +17,9 @@ import torch
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.load import load
 from rlhf_runtime.loop.saves import Saves
+from rlhf_runtime.observe import RunDirectory
 from rlhf_testing.tiny import tiny_reward_model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tests.runs import ALGORITHMS, PROMPTS, Finished, Workshop, assert_same_run
@@ -315,6 +316,18 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(shop: Workshop)
         assert "finite" in file.metadata()["reason"]
         assert file.get_tensor("lens_B").numel() == 4
         assert file.get_tensor("tok.loss_mask").any()
+
+
+def test_a_full_disk_where_the_batch_of_a_skipped_step_is_kept(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RunDirectory, "keep_batch", full)
+        run = shop.run("sft", "run", **unstable(shop, "(1,)"))
+    assert run.code == 1
+    assert f"{run.path / 'skipped'} could not be saved: SafetensorError: " in run.said
+    assert "The disk is full" in run.said
 
 
 def test_a_run_whose_every_step_was_skipped_fails(shop: Workshop) -> None:

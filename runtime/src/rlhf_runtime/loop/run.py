@@ -168,7 +168,8 @@ class Run:
 
     def keep_skipped(self, reason: str, batch: Batch) -> None:
         """Keep the batch of a skipped optimizer step for inspection, and report it."""
-        path = self.directory.keep_batch(self.done + 1, reason, batch)
+        with self.store.writing(self.directory.path / "skipped"):
+            path = self.directory.keep_batch(self.done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def finish(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
