@@ -153,10 +153,13 @@ def text_of(content: Any) -> str:
 
 
 def _images(content: Any) -> list[str]:
-    """The images in content, in order, as the client wrote them."""
-    parts = content if isinstance(content, list) else []
-    values = (p.get("image_url") or p.get("image") for p in parts if isinstance(p, Mapping) and "text" not in p)
-    return [str(value.get("url") if isinstance(value, Mapping) else value) for value in values]
+    """The images in content, in order, as the client wrote them: the parts that have no text."""
+    made = []
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
+            value = part.get("image_url") or part.get("image") or part
+            made.append(str(value.get("url") or _json(value)) if isinstance(value, Mapping) else str(value))
+    return made
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> list[bytes]:

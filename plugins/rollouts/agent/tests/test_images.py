@@ -13,7 +13,7 @@ RED, BLUE = drawn(40, 24, "red"), drawn(24, 40, "blue")
 SHOWN = """
 def shown(image):
     url = f"data:image/png;base64,{image}"
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "colour?"}]
+    parts = [FORM, {"type": "text", "text": "colour?"}]
     return {"role": "user", "content": parts}
 
 def say(messages):
@@ -43,13 +43,20 @@ def lab(laboratory, tmp_path):
     lab.close()
 
 
-def shows(then: str) -> str:
+FORMS = {
+    "url": '{"type": "image_url", "image_url": {"url": url}}',
+    "base64": '{"type": "image", "base64": image, "text": None}',
+}
+
+
+def shows(then: str, form: str = "url") -> str:
     images = [base64.b64encode(image).decode() for image in (RED, BLUE)]
-    return (SHOWN + then).replace("IMAGES", repr(images))
+    return (SHOWN + then).replace("IMAGES", repr(images)).replace("FORM", FORMS[form])
 
 
-def test_equal_texts_with_other_images_are_other_conversations(lab, program):
-    trajectory = lab.one(program(shows(SHOWS)))
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_texts_with_other_images_are_other_conversations(lab, program, form):
+    trajectory = lab.one(program(shows(SHOWS, form)))
     assert trajectory.status != "failed", trajectory.error
     assert trajectory.info["rollout/sequences/conversation"] == 1
     assert [[i.data for i in t.images] for t in trajectory.turns if not t.sampled] == [[RED], [BLUE], [BLUE]]
