@@ -330,6 +330,31 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
         template.encode_messages([{"role": "user", "content": [{"type": "image", "path": "red.png"}]}])
 
 
+def test_an_image_of_a_tool_stands_between_its_texts(data):
+    template = data([{"prompt": "hi"}]).template
+    asked = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "a", "tool_calls": [call]}
+    parts = [{"type": "text", "text": "here"}, {"type": "image_url", "image_url": {"url": url(BLUE)}}]
+    shown = [{"role": "tool", "tool_call_id": "1", "content": [*parts, {"type": "text", "text": "there"}]}]
+    first, whole = template.encode_messages(asked), template.encode_messages([*asked, answer, *shown])
+    following = template.encode_following(asked, answer, shown, closed=False)
+    assert [*first.ids, *template.tokenizer("a")["input_ids"], *following.ids] == list(whole.ids)
+    assert [i.data for i in whole.images] == [RED, BLUE]
+    [image] = following.images
+    here, there = (template.tokenizer.decode(part) for part in (following.ids[: image.at], following.ids[image.at :]))
+    assert here.endswith("here<|vision_start|>")
+    assert "<|vision_end|>there<eos>" in there
+
+
+def test_a_placeholder_that_a_program_writes_is_refused(data):
+    template = data([{"prompt": "hi"}]).template
+    with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
+        template.encode_messages([{"role": "user", "content": "what is <|image_pad|>?"}])
+    with pytest.raises(DataError, match="1 placeholder of images in the text and 0 images"):
+        template.encode_observation("what is <|image_pad|>?")
+
+
 def test_the_preview_shows_images_as_their_size(data):
     from rlhf_runtime.data.preview import preview
 
@@ -354,6 +379,8 @@ def test_objects_of_a_python_program_become_files(models, tmp_path):
     assert [i.size for i in read] == [(40, 24), (40, 24), (24, 40), (40, 24)]
     assert read[0].tobytes() == read[3].tobytes() == opened(RED)[0].tobytes()
     assert images[2].data == BLUE
+    with pytest.raises(DataError, match=r"row 1, 'vectors'.*pixels of mode 'F'; give 8 bits per colour"):
+        GivenFiles(tmp_path / "other").rows("train", [{"prompt": "hi"}, {"vectors": numpy.ones((3, 4), "float32")}])
 
 
 def test_an_environments_images_cross_a_process():

@@ -14,7 +14,7 @@ from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
-from rlhf_testing.image_models import tiny_image_model
+from rlhf_testing.image_models import drawn, tiny_image_model
 from rlhf_testing.suite_losses import NllLoss
 
 TOLERANCE = 1e-5
@@ -70,6 +70,18 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(folder, family)
                 torch.testing.assert_close(gradients[name], expected, atol=TOLERANCE, rtol=0)
     assert set(gradients) <= {name for name, _ in plain.model.named_parameters()}
     assert any(gradients[name].abs().max() > 1e-3 for name in vision_parameters(one.module))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_of_one_pixel_and_thin_ones_are_computed_as_by_transformers(folder, family):
+    """Three pixels of height are as many as colours."""
+    rows = (("a", drawn(1, 1), "b"), ("c", drawn(30, 3), "d", drawn(1, 20)), ("e", drawn(900, 16), "f", drawn(16, 900)))
+    path = folder(family)
+    batch, plain = image_batch(path, family, rows), PlainImageModel(path, family)
+    found = trainer_of(path).forward([batch], ("logprobs",))[0]["logprobs"]
+    with torch.no_grad():
+        want = torch.cat([plain.logprobs(parts) for parts in rows]) * batch.tok["loss_mask"]
+    torch.testing.assert_close(found, want, atol=TOLERANCE, rtol=0)
 
 
 def test_equal_tokens_with_other_images_share_nothing(folder):

@@ -101,6 +101,7 @@ PROMPTS = (
     ("ab", BLUE, "cd"),  # equal tokens, another image
     (RED, "x", RED, "y"),  # the same image twice
     (WIDE, "and ", BLUE),
+    (drawn(1, 1), "small and thin", drawn(900, 16)),
     ("only text",),
 )
 

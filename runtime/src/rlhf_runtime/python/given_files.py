@@ -159,7 +159,10 @@ def json_value(value: Any, where: str) -> Any:
     if isinstance(value, list):
         return [json_value(item, f"{where}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, bytes) or is_picture(value):
-        return data_url(image_file(value, None))
+        try:
+            return data_url(image_file(value, None))
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
     raise DataError(
         f"{where}: got {shown(value)}; allowed: text, numbers, booleans, None, and lists and dicts of them, as in a "
         "jsonl file. Convert it: list(...), int(...), float(...) or str(...)."

@@ -27,7 +27,8 @@ def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) ->
 
     vision = getattr(config, "vision_config", None)
     width = first(vision, "embed_dim", "hidden_size")
-    parts = [(name, m) for name, m in module.named_modules() if name.startswith(vision_prefixes(module))]
+    prefixes = vision_prefixes(module)
+    parts = [(name, m) for name, m in module.named_modules() if name.startswith(prefixes)]
     lists = [(name, m) for name, m in parts if isinstance(m, nn.ModuleList)]
     reads = [m for _, m in parts if isinstance(m, nn.Conv2d | nn.Conv3d) and m.out_channels == width]
     if width is None or not lists or not reads:
