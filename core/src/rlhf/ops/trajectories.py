@@ -33,7 +33,7 @@ from torch import Tensor
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import check_reward, name_of, step_rewards_of, temperature_of, wrong_logprobs
-from rlhf.ops.spans import masked, sums
+from rlhf.ops.spans import empty, masked, sums
 from rlhf.types import Group, Image, Trajectory, Turn
 from rlhf.types.images import joined_images
 
@@ -75,7 +75,7 @@ def assemble(
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
     action_B = tok["loss_mask"][end_B]
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
-    tok["last_action"] = torch.from_numpy(np.zeros(batch.tokens, np.bool_))
+    tok["last_action"] = empty((batch.tokens,), torch.bool).zero_()
     tok["last_action"][last_U[last_U >= 0]] = True
     return replace(batch, tok=tok, images_B=layout.images())
 
@@ -167,7 +167,7 @@ class _Layout:
         def per_token(values_T: list[bool] | list[float], dtype: type) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values_T, dtype), counts_T))
 
-        step_reward_N = torch.from_numpy(np.zeros(self.tokens, np.float32))
+        step_reward_N = empty((self.tokens,), torch.float32).zero_()
         if self.step_rewards:
             step_reward_N[list(self.step_rewards)] = torch.tensor(list(self.step_rewards.values()), dtype=torch.float32)
         columns = {
