@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.runs import PAIRS, Workshop, assert_same_run
@@ -34,6 +35,7 @@ def test_a_reference_that_was_trained_further_under_its_path_is_refused(shop: Wo
     assert_same_run(resumed, whole)
 
 
+@pytest.mark.full
 def test_another_chat_template_under_the_same_path_is_refused(shop: Workshop) -> None:
     template = shop.file("chat.jinja", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
     changes = {"data": {"chat_template": str(template)}, "checkpoint": {"every": 1}}

@@ -56,7 +56,7 @@ def same(resumed: Finished, whole: Finished) -> None:
     assert pointers[0] == pointers[1]
 
 
-@pytest.mark.parametrize("every", [2, 4], ids=["inside the run", "at its end"])
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.full), 4], ids=["inside the run", "at its end"])
 def test_an_evaluation_that_failed_is_made_by_the_resume(shop: Workshop, every: int) -> None:
     given = evaluated(shop, every)
     whole = shop.train("rloo", "whole", **given)
