@@ -13,6 +13,7 @@ import pytest
 from rlhf.plugins.entry import KINDS
 from rlhf_cli.main import main
 from rlhf_cli.scaffold import LIKE
+from rlhf_testing.tiny import tiny_model
 
 WRITTEN = {f"my_{kind}": (kind, None) for kind in KINDS} | {f"like_{like}": ("algorithm", like) for like in LIKE}
 """{name: (kind, --like)}: everything that the command can write."""
@@ -171,6 +172,24 @@ def test_a_new_plugin_passes_its_own_tests_and_the_suite_of_its_kind(outcomes, n
     assert set(found[name]) == {"passed"}, output
     least = 5 if name == "my_backend" else 6
     assert found[name]["passed"] >= least, "its own tests and the conformance suite"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_new_backends_observer_and_curriculum_make_a_run_together(workshop, tmp_path):
+    _, environment = workshop
+    model = tiny_model(tmp_path / "model", hidden=16, heads=2, kv_heads=1)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    (tmp_path / "reward.py").write_text("def score(prompt, completion, row): return len(set(completion)) / 9\n")
+    words = ["train", "--algo", "rloo", "--model", str(model), "--data", "rows.jsonl", "--reward", "file:reward.py"]
+    words += ["--steps", "2", "--policy.dtype", "fp32", "--data.batch_size", "2", "--data.max_tokens", "32"]
+    words += ["--sampling.samples_per_prompt", "2", "--sampling.max_new_tokens", "4", "--output", "run"]
+    words += [w for kind in ("launcher", "trainer", "generator", "curriculum") for w in (f"--{kind}.use", f"my_{kind}")]
+    code = "import sys; from rlhf_cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, *words, "--observer", "my_observer"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "my_observer.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow

@@ -158,6 +158,12 @@ class TestInProcess(LauncherContract):
     world_sizes = (1, 3)
 
 
+class Embedded(InProcess):
+    """Promises a worker in this process; its groups hold none."""
+
+    capabilities = frozenset({"in_process", "export:module"})
+
+
 class Broadcast(Group):
     def call(self, method, per_rank):
         return [getattr(w, method)(*per_rank[0]) for w in self.workers]
@@ -290,6 +296,7 @@ def suite(contract, made, **attributes):
         (LauncherContract, launcher_with(Backwards), "test_calls", "must give"),
         (LauncherContract, launcher_with(Broadcast), "test_wrong_number_of_arguments", "takes arguments for"),
         (LauncherContract, launcher_with(Silent), "test_first_cause", "does not reach the caller"),
+        (LauncherContract, Embedded, "test_worker_in_this_process", "`worker` of a group of one rank is None: set it"),
         (LauncherContract, launcher_with(Vague), "test_first_cause", "message is lost: actor died"),
     ],
 )

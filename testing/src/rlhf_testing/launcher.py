@@ -180,6 +180,20 @@ class LauncherContract(Contract):
             expect(got == 1, f"{self.about(config)} two groups share a worker")
             launcher.shutdown()
 
+    def test_worker_in_this_process(self) -> None:
+        """A launcher that can ``export:module`` gives the worker of a group of one rank. A generator in this process
+        samples from its module."""
+        if "export:module" not in self.cls.capabilities:
+            return
+        for config in self.grid():
+            launcher, group = self.launched(config, 1)
+            expect(
+                isinstance(group.worker, CountingTrainer),
+                f"{self.about(config)} has the capability 'export:module', and `worker` of a group of one rank is "
+                f"{group.worker!r}: set it to the trainer, or remove the capability",
+            )
+            launcher.shutdown()
+
     def test_generator(self) -> None:
         """``launch_generator`` returns a generator that accepts a trainer's weight stream and answers every request."""
         for config in self.grid():
