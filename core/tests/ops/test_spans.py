@@ -24,7 +24,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(0,), (5,), (3, 2), (0, 2)])
+@pytest.mark.parametrize("shape", [(0,), (5,), (3, 2), (0, 2), (2**21 + 1, 2)])
 def test_empty_is_memory_of_any_shape_and_dtype(shape, dtype):
     made, want = empty(shape, dtype), torch.zeros(shape, dtype=dtype)
     made.zero_()
