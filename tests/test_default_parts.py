@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from rlhf.plugins import Plugins
+from rlhf_runtime.config.components import build_algorithm
+from rlhf_runtime.config.sections import Choice
 
 from tests.members import PLUGINS
 
@@ -49,3 +51,11 @@ def test_every_algorithm_has_its_default_parts():
     )
     slots = {name: plugins.resolve("algorithm", name).cls.slots for name in names}
     assert {n: {s: (slot.use, dict(slot.defaults)) for s, slot in own.items()} for n, own in slots.items()} == PARTS
+
+
+def test_dr_grpo_of_openrlhf_takes_the_mean_over_tokens():
+    """As the README of the plugin says: grpo with the advantage of dr_grpo."""
+    chosen = Choice(use="grpo", options={"advantage": "dr_grpo", "preset": "openrlhf"})
+    algorithm = build_algorithm(Plugins.discover(), chosen)[0]
+    assert (algorithm.parts["advantage"].name, algorithm.parts["loss"].name) == ("dr_grpo", "ppo")
+    assert algorithm.parts["loss"].reduce()["policy"].how == "token_mean"
