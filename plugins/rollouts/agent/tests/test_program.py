@@ -164,6 +164,7 @@ def test_options_that_fit_no_program_are_refused(options, error):
         ({"program": "file:missing.py:run"}, "cannot read .*missing.py"),
         ({"program": "file:{folder}/agent.py:walk"}, "defines no 'walk'; it defines run"),
         ({"program": "file:{folder}/broken.py:run"}, "cannot read .* as Python"),
+        ({"program": "file:{folder}/none.py:run"}, "cannot read .*none.py': No such file or directory. Give the path"),
         ({"program": "file:{folder}/agent.py:run", "python": "no-python"}, "'no-python' is no program"),
         ({"program": "file:{folder}/agent.py:run", "environment": ("UNSET_X",)}, "UNSET_X is not set"),
         ({"command": ("no-such-program",)}, "no program 'no-such-program' is found"),

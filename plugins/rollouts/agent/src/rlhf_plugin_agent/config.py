@@ -57,7 +57,12 @@ def check_program(config: AgentConfig) -> None:
     path, function = config.function
     try:
         table = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.program: cannot read {str(path)!r}: {error.strerror}. Give the path of a file and the name of "
+            "its function, file:PATH.py:FUNCTION."
+        ) from None
+    except (SyntaxError, ValueError) as error:  # ValueError: text that is not UTF-8, or a null byte
         raise ConfigError(f"rollout.program: cannot read {str(path)!r} as Python: {error}") from None
     made = [s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()]
     if function not in made:
