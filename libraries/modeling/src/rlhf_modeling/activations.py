@@ -103,8 +103,12 @@ def recomputed(size: ModelSize, a: Arithmetic) -> int:
 
 
 def casts(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes of the bf16 copies of the layers' matrices during a pass. Experts are not copied."""
-    return sum(2 * layer.parameters for layer in size.layers if not layer.routed) if a.casts else 0
+    """Bytes of the bf16 copies of the layers' matrices during a pass, and of the vision tower's where the run has
+    images. Experts are not copied."""
+    if not a.casts:
+        return 0
+    vision = size.vision if size.tower is not None else 0
+    return 2 * (vision + sum(layer.parameters for layer in size.layers if not layer.routed))
 
 
 def layer_working(layer: LayerSize, size: ModelSize, a: Arithmetic) -> int:

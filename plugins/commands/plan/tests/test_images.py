@@ -10,7 +10,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.memory import SamplingWork, TrainerWork
 from rlhf.types import RoleSpec
-from rlhf_modeling.activations import Arithmetic, activations, recomputed, widest_working
+from rlhf_modeling.activations import Arithmetic, activations, casts, recomputed, widest_working
 from rlhf_modeling.adapters import LoraOptions
 from rlhf_modeling.arithmetic import arithmetic
 from rlhf_modeling.config import TrainingConfig
@@ -119,6 +119,11 @@ def test_the_tower_is_counted_where_it_is_trained(size):
     assert memory.tower_activations(size, a) == kept
     assert phases["train"].device["activations"] == activations(size, a) + kept + recomputed(size, a)
     assert memory.recomputed_tower(size, a) == 512 * 4 * (10 * 64 + 2 * 64)
+
+
+def test_the_weights_of_the_tower_are_cast_where_it_is_computed(size):
+    a = Arithmetic(bf16=True, casts=True)
+    assert casts(size, a) - casts(replace(size, tower=None), a) == 2 * size.vision > 0
 
 
 def test_pixels_are_in_host_memory(size):
