@@ -85,6 +85,14 @@ def measure(folder: Path, times: Sequence[float], steps: int) -> list[dict[str, 
     return found
 
 
+def table(found: Sequence[dict[str, float]]) -> str:
+    lines = ["| " + " | ".join(found[0]) + " |", "|" + "---|" * len(found[0])]
+    for line in found:
+        *seconds, longer, total = line.values()
+        lines.append("| " + " | ".join(f"{value:.1f} s" for value in seconds) + f" | {longer:.2f} | {total:.2f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=14, help=f"of each run; the first {WARM_UP} are not counted")
@@ -100,10 +108,7 @@ def main() -> None:
         rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(2000)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         found = measure(folder, options.learning, options.steps)
-    print("\n| " + " | ".join(found[0]) + " |\n|" + "---|" * len(found[0]))
-    for line in found:
-        *seconds, longer, total = line.values()
-        print("| " + " | ".join(f"{value:.1f} s" for value in seconds) + f" | {longer:.2f} | {total:.2f} |")
+    print(f"\n{table(found)}")
     if options.output is not None:
         text = {"overlap": found, "machine": machine() | {"load_before": load}}
         options.output.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")

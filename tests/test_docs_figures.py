@@ -35,7 +35,7 @@ def written(page: Path) -> list[str]:
     return [f"| {' | '.join(row.values())} |" for table in tables(page) for row in table.rows]
 
 
-def made(report: Any, preferences: Any, driver: Any) -> set[str]:
+def made(report: Any, preferences: Any, driver: Any, overlap: Any) -> set[str]:
     """The rows that the scripts make from each result."""
     shown = []
     for result in RESULTS.values():
@@ -43,6 +43,8 @@ def made(report: Any, preferences: Any, driver: Any) -> set[str]:
             shown.append(report.tables(result))
         elif "parity" in result:
             shown += [preferences.table(result["comparison"]), preferences.phases(result["arms"])]
+        elif "overlap" in result:
+            shown.append(overlap.table(result["overlap"]))
         elif "per_token" in result:
             whole = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
             shown.append(driver.table(whole))  # the first measurement has other parts
@@ -52,7 +54,7 @@ def made(report: Any, preferences: Any, driver: Any) -> set[str]:
 def test_the_tables_of_benchmarks_are_made_of_the_results(script):
     rows = written(BENCHMARKS / "measurements.md")
     assert len(rows) > 50
-    known = made(script("report"), script("preferences"), script("driver"))
+    known = made(*map(script, ("report", "preferences", "driver", "overlap")))
     assert [row for row in rows if re.sub(r" +", " ", row) not in known] == []
 
 
