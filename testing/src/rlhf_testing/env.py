@@ -18,6 +18,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlhf.interfaces.env import Env
@@ -135,14 +136,15 @@ class EnvContract(Contract):
     def test_gives_everything_back(self) -> None:
         """``close`` releases everything that an episode opened: files, connections, processes, threads. A run opens
         thousands of episodes, and the worker process of a plain environment serves many of them in turn."""
-        for config in self.grid():
-            for whole, when in ((True, "an episode that was played to its end"), (False, "one that was left at once")):
-                left = leaks(lambda: self._closed(config, whole))  # noqa: B023
-                expect(
-                    not left,
-                    f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "
-                    "close() gives back what reset() and step() opened",
-                )
+        ends = {"an episode that was played to its end": True, "one that was left at once": False}
+        played = [(config, when) for config in self.grid() for when in ends]
+        found = leaks([partial(self._closed, config, ends[when]) for config, when in played])
+        for (config, when), left in zip(played, found, strict=True):
+            expect(
+                not left,
+                f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "
+                "close() gives back what reset() and step() opened",
+            )
 
     def _closed(self, config: Any, whole: bool) -> Episode:
         """An episode after its end. It is returned because a garbage-collected object may close its files by itself."""
