@@ -20,7 +20,6 @@ from rlhf_modeling.storage import Storage
 
 FREED = {"cpu": 0.15, "cuda": 0.10}
 """Allowance for memory that an allocator keeps after it is freed, as a share of temporary memory."""
-PARTS_AT_LOAD = ("weights", "working")
 
 
 def adapter_parameters(size: ModelSize, rank: int, lora: LoraOptions | None) -> tuple[int, int]:

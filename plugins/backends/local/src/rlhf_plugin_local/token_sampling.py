@@ -92,7 +92,7 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
     top_B1 = z_BV.amax(-1, keepdim=True)
     weight_BV = (z_BV - top_B1).exp_()
     total_B = weight_BV.sum(-1)
-    threshold_B1 = _threshold(z_BV, top_B1, weight_BV, p)
+    threshold_B1 = _threshold(z_BV, top_B1, p)
     if threshold_B1 is not None:
         weight_BV = weight_BV.masked_fill(z_BV < threshold_B1, 0.0)
         total_B = weight_BV.sum(-1)
@@ -103,7 +103,7 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
     return token_B, chosen_B - top_B1[:, 0] - total_B.log()
 
 
-def _threshold(z_BV: Tensor, top_B1: Tensor, weight_BV: Tensor, p: Draw) -> Tensor | None:
+def _threshold(z_BV: Tensor, top_B1: Tensor, p: Draw) -> Tensor | None:
     """The smallest z that stays, [B, 1]; None if no row is truncated."""
     threshold_B1 = None
     if p.log_min_p_B is not None:
