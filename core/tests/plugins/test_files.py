@@ -81,9 +81,7 @@ def test_an_attribute_names_any_function_of_three_arguments(site, write):
 @pytest.mark.parametrize("value", ["'good'", "float('nan')", "[1.0]", "10**1000", "10**9999"])
 def test_a_function_that_returns_no_number_is_an_error_not_a_zero(site, write, value):
     path = write("bad.py", f"def score(prompt, completion, row): return {value}")
-    with pytest.raises(
-        RewardError, match=r"reward function 'score' of .*bad.py returned .* for sample \(0, 0\); expected"
-    ):
+    with pytest.raises(RewardError, match=r"reward function 'score' of .*bad.py returned .*; expected a finite number"):
         values(site.plugins().resolve("reward", f"file:{path}"))
 
 

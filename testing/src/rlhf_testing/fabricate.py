@@ -156,7 +156,7 @@ def examples(
             sequences.append(TokenSequence(prompt + answer, mask, role))
         values: dict[str, Any] = {"label": index % 2 == 0} if form == "labels" else {}
         if form == "pairs":
-            values = Columns({"margin": float(further["margin"])} if "margin" in further else {})
+            values = MadeUpColumns({"margin": float(further["margin"])} if "margin" in further else {})
         if form == "steps":
             values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
         made.append(Example(row(_usual(index) | further, index), sequences, values))

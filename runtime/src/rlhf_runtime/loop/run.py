@@ -206,8 +206,12 @@ class Run:
         if self.evaluation is not None and self._evaluates(done):
             if not saved:
                 self.saves.hold(done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
-            metrics |= self._evaluate(self.evaluation)
-            is_best = self.evaluation.best.update(done, metrics)[0] and section.save_best
+            try:
+                metrics |= self._evaluate(self.evaluation)
+                is_best = self.evaluation.best.update(done, metrics)[0] and section.save_best
+            except Exception:
+                self.reports.record(done, metrics)  # the step itself is complete
+                raise
         self.reports.record(done, metrics)
         self.saves.hold(done, is_best)
         self.reports.tell(done, metrics)
