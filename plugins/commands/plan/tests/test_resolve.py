@@ -340,7 +340,7 @@ def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
     assert target("cuda").memory is None
     monkeypatch.setattr("rlhf_plugin_plan.machines.gpu_memory", lambda: 40 * GIB)
     assert (target().device, target().memory) == ("cuda", 40 * GIB)
-    for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB"):
+    for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB", "80"):
         with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):
             target(memory=wrong)
     with pytest.raises(ConfigError, match="--host-memory applies to nodes with GPUs"):

@@ -16,13 +16,14 @@ GIB = 2**30
 def parse(text: str, what: str) -> int:
     """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
 
-    Raises ConfigError if ``text`` is no positive number with one of :data:`UNITS`.
+    Raises ConfigError if ``text`` is no number with one of :data:`UNITS`, or less than 1 MiB: ``80`` lacks its unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None
-    if match is None or factor is None or float(match.group(1)) <= 0:
-        raise ConfigError(f"{what} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB")
-    return int(float(match.group(1)) * factor)
+    size = 0 if match is None or factor is None else int(float(match.group(1)) * factor)
+    if size < 2**20:
+        raise ConfigError(f"{what} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB, at least 1MiB")
+    return size
 
 
 def text(count: float) -> str:
