@@ -39,7 +39,9 @@ from rlhf_testing.tiny import tiny_model
 
 SPEED = 10.0
 """Simulated seconds per second."""
-STEPS, WARM_UP = 14, 4
+STEPS, WARM_UP, ENDING = 20, 4, 5
+"""Steps of a run, those that are not measured, and those at its end, whose idle time is not counted: no further prompts
+are drawn for them."""
 BATCH, SAMPLES = 16, 4
 WORKLOADS: dict[str, dict[str, Any]] = {
     "delays, learning 2 s": {"trainer": 2.0, "tokens": 40.0},
@@ -94,18 +96,20 @@ def arguments(folder: Path, workload: dict[str, Any], stream: list[str]) -> list
     return ["train", *flags, "--run.overwrite", *stream]
 
 
-def measure(folder: Path, workload: dict[str, Any], stream: list[str]) -> dict[str, float]:
-    """Medians over the steps after the warm-up."""
+def measure(folder: Path, workload: dict[str, Any], stream: list[str]) -> dict[str, Any]:
+    """Means over the steps after the warm-up. In waves the idle time of engines is not known."""
     code = rlhf(arguments(folder, workload, stream))
     if code:
         raise SystemExit(code)
     lines = read_metrics(folder / "run" / "metrics.jsonl")[WARM_UP:]
     step = statistics.fmean(line["time/step"] for line in lines) * SPEED
+    idle = [line["stream/idle"] for line in lines[:-ENDING] if "stream/idle" in line]
     return {
         "step [s]": step,
         "waiting for samples [s]": statistics.fmean(line["time/generate"] for line in lines) * SPEED,
         "samples a second": BATCH * SAMPLES / step,
         "age, median": statistics.fmean(line.get("stream/age", 0.0) for line in lines),
+        "engines idle": statistics.fmean(idle) if idle else None,
     }
 
 
@@ -221,7 +225,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2500, help="groups of a batch, with --scale")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tiny_model(folder / "model", hidden=16, heads=2, kv_heads=1)
@@ -241,10 +245,12 @@ def main() -> None:
             found[title] = {stream: measure(folder, workload, flags) for stream, flags in compared[1].items()}
     for title, streams in found.items():
         first = next(iter(streams.values()))["samples a second"]
-        print(f"\n{title}\n\n| stream | step | waiting | samples a second | ratio | age |\n|---|---|---|---|---|---|")
+        print(f"\n{title}\n\n| stream | step | waiting | samples a second | ratio | age | idle |")
+        print("|---|---|---|---|---|---|---|")
         for stream, figures in streams.items():
-            step, waiting, rate, age = figures.values()
-            print(f"| {stream} | {step:.1f} s | {waiting:.1f} s | {rate:.1f} | {rate / first:.2f} | {age:.1f} |")
+            step, waiting, rate, age, idle = figures.values()
+            ratio, share = rate / first, "" if idle is None else f"{idle:.1%}"
+            print(f"| {stream} | {step:.1f} s | {waiting:.1f} s | {rate:.1f} | {ratio:.2f} | {age:.1f} | {share} |")
     if options.output is not None:
         options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
