@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
@@ -107,17 +107,36 @@ def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) ->
             f"{len(bundles)} ranks own devices, each needs a node of its own (launcher.strategy = 'STRICT_SPREAD'), "
             f"and there are {len(nodes)} nodes"
         )
-    for bundle in sorted(bundles, key=lambda b: -b.devices):
-        for node in free:
-            if all(node.get(name, 0) >= amount for name, amount in bundle.resources.items()):
-                for name, amount in bundle.resources.items():
-                    node[name] -= amount
-                if strategy == "STRICT_SPREAD":
-                    node.clear()
-                break
-        else:
+    for index, found in _layout(bundles, nodes, strategy):
+        if found is None:
+            bundle = bundles[index]
             return f"no node is left with room for a rank of {bundle.role!r} with {bundle.devices} devices"
     return ""
+
+
+def _layout(
+    bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str = "PACK"
+) -> Iterator[tuple[int, Node | None]]:
+    """(position of a bundle, its node, or None if no node has room)."""
+    free = [dict(node.resources) for node in nodes]
+    for index in sorted(range(len(bundles)), key=lambda i: -bundles[i].devices):
+        wanted = bundles[index].resources
+        for node, left in zip(nodes, free, strict=True):
+            if all(left.get(name, 0) >= amount for name, amount in wanted.items()):
+                for name, amount in wanted.items():
+                    left[name] -= amount
+                if strategy == "STRICT_SPREAD":
+                    left.clear()
+                yield index, node
+                break
+        else:
+            yield index, None
+
+
+def assign(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> list[str]:
+    """The node id of each bundle, for launchers that choose nodes by themselves, after :func:`check_fits`."""
+    found = {index: node.id for index, node in _layout(bundles, nodes) if node is not None}
+    return [found[index] for index in range(len(bundles))]
 
 
 def _held(nodes: Sequence[Node], kind: str) -> str:

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR, ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_processes import launcher as module
+from rlhf_plugin_processes import this_machine
 from rlhf_plugin_processes.backend import ProcessesBackend
 from rlhf_plugin_processes.config import ProcessesConfig
+from rlhf_plugin_processes.devices import gpus_of
 from rlhf_plugin_processes.launcher import ProcessesLauncher
 from rlhf_plugin_processes.shared_values import SharedValue
 from rlhf_testing.backend import BackendContract
@@ -89,7 +90,7 @@ def test_generators_that_need_the_trainers_module_are_refused():
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    monkeypatch.setattr(module, "visible_gpus", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setattr(this_machine, "visible_gpus", lambda: ["4", "5", "6", "7"])
 
 
 def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
@@ -98,7 +99,7 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
     launcher.place(places)
     assert launcher._placed.cuda
     seen = {
-        role: [module.gpus_of(a, launcher._bundles, launcher._gpus) for a in allocations]
+        role: [gpus_of(a, launcher._bundles, launcher._placed.nodes, ["4", "5", "6", "7"]) for a in allocations]
         for role, allocations in launcher._placed.allocations.items()
     }
     assert seen == {"policy": [["4"], ["5"]], "critic": [["4"], ["5"]], GENERATOR: [["6", "7"]]}
@@ -110,7 +111,7 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
 
 def test_no_gpus_without_gpus():
     [allocation] = allocate({"policy": Place(1, 2)}, bundles_of({"policy": Place(1, 2)}, "CPU"), ["here"])["policy"]
-    assert module.gpus_of(allocation, [2], []) is None
+    assert gpus_of(allocation, [2], ["here"], []) is None
     assert allocation.threads == 2
 
 

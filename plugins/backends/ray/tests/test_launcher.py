@@ -17,8 +17,8 @@ from rlhf.errors import CapabilityError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
-from rlhf_plugin_ray.cluster.version_check import check_versions
 from rlhf_plugin_ray.config import RayConfig
+from rlhf_workers.driver.version_check import check_versions
 from rlhf_workers.process.worker import COMPARED, installed_version
 from worker_standins import OddConfig, OddGenerator, OddTrainer
 

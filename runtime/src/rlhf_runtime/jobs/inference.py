@@ -22,6 +22,7 @@ from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
+from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, prepare
 
@@ -44,6 +45,7 @@ class Answer(Algorithm):
 @contextmanager
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
+    join(config, plugins)
     plugins = plugins.extended("algorithm", Answer)
     config = _for_answers(config, plugins)
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)

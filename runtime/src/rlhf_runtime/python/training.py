@@ -27,6 +27,7 @@ from rlhf_runtime.python.observers import observer_entries
 from rlhf_runtime.python.result import MetricRows, Result
 from rlhf_runtime.python.reward_functions import reward_entries
 from rlhf_runtime.setup import build
+from rlhf_runtime.setup.join import join
 
 Path_ = str | os.PathLike[str]
 LATER = "(given as an object)"
@@ -96,6 +97,7 @@ def train(
     given = {key: value for key, value in given.items() if value is not None}
     path = None if run_file is None else os.fspath(run_file)
     config = load(path, _overrides(given, options or {}), plugins)
+    join(config, plugins)
     with objects.written(config) as written:
         if written:
             config = load(path, _overrides({**given, **written}, options or {}), plugins)

@@ -35,6 +35,7 @@ from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, training_failures
 from rlhf_runtime.samples.stream import Stream
 from rlhf_runtime.setup.evaluation import make_evaluation
+from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.plugins import where_trainer
 from rlhf_runtime.setup.prepare import Prepared, prepare
@@ -46,8 +47,9 @@ from rlhf_runtime.setup.training_stream import training_stream
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
     """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run."""
-    prepared = prepare(config, plugins or Plugins.discover())
-    run = build(prepared)
+    plugins = plugins or Plugins.discover()
+    join(config, plugins)
+    run = build(prepare(config, plugins))
     try:
         online(run) if isinstance(run, OnlineRun) else offline(run)
     except StandstillError as cause:  # a signal asked the run to stop, and a plugin kept the step from ending

@@ -1,4 +1,4 @@
-"""The launcher ``processes``: several ranks and engines on one machine, without Ray.
+"""The launchers ``processes`` (ranks and engines on one machine) and ``torchrun`` (on several), without Ray.
 
 Importing this package does not import torch; the hook imports what it returns.
 """
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @hookimpl
 def rlhf_register_launcher() -> list[type[Launcher]]:
     from rlhf_plugin_processes.launcher import ProcessesLauncher
+    from rlhf_plugin_processes.torchrun.launcher import TorchrunLauncher
 
-    return [ProcessesLauncher]
+    return [ProcessesLauncher, TorchrunLauncher]
 
 
 @hookimpl

@@ -1,14 +1,19 @@
-"""Messages between the driver and one worker, over a pair of Unix sockets that no other process can reach."""
+"""Messages between the driver and another process: over a pair of Unix sockets, or over TCP to another machine.
+
+Between machines the content of shared memory is sent, and the receiver puts the content into shared memory of its own.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
 import socket
 import struct
 import threading
 from dataclasses import dataclass
 
-from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
+from rlhf_plugin_processes.shared_values import Descriptor, SharedValue, shared_memory
 
 ASK, ITEMS, BESIDE, ROOM = "ask", "items", "beside", "room"
 """Kinds of messages to a worker: a call; a call of a generator method; a call beside another call; an item of a stream
@@ -19,6 +24,8 @@ that could not be read or answered."""
 
 _HEADER = struct.Struct("!QI")
 """Bytes of the message, number of file descriptors."""
+_SIZE = struct.Struct("!Q")
+"""Bytes of the shared memory of one file descriptor."""
 _BATCH = 200
 """File descriptors of one packet; Linux allows 253."""
 
@@ -36,6 +43,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._local = end.family == socket.AF_UNIX
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -51,8 +59,12 @@ class Channel:
         numbers = [descriptor.number for descriptor in descriptors]
         with self._sending:
             self._end.sendall(_HEADER.pack(len(data), len(numbers)))
-            for start in range(0, len(numbers), _BATCH):
-                socket.send_fds(self._end, [b"f"], numbers[start : start + _BATCH])
+            if self._local:
+                for start in range(0, len(numbers), _BATCH):
+                    socket.send_fds(self._end, [b"f"], numbers[start : start + _BATCH])
+            else:
+                for number in numbers:
+                    self._send_content(number)
             self._end.sendall(data)
 
     def receive(self) -> Message | None:
@@ -61,10 +73,13 @@ class Channel:
             size, count = _HEADER.unpack(self._exactly(_HEADER.size))
             descriptors: list[Descriptor] = []
             while len(descriptors) < count:
-                _, numbers, _, _ = socket.recv_fds(self._end, 1, min(_BATCH, count - len(descriptors)))
-                if not numbers:
-                    return None
-                descriptors += map(Descriptor, numbers)
+                if self._local:
+                    _, numbers, _, _ = socket.recv_fds(self._end, 1, min(_BATCH, count - len(descriptors)))
+                    if not numbers:
+                        return None
+                    descriptors += map(Descriptor, numbers)
+                else:
+                    descriptors.append(self._receive_content())
             call, kind, sizes, content = pickle.loads(self._exactly(size))
         except OSError:
             return None
@@ -72,15 +87,32 @@ class Channel:
             return Message(call, kind, SharedValue(sizes, descriptors[-1], descriptors[:-1]))
         return Message(call, kind, SharedValue(sizes, content, descriptors))
 
+    def _send_content(self, number: int) -> None:
+        size, sent = os.fstat(number).st_size, 0
+        self._end.sendall(_SIZE.pack(size))
+        while sent < size:
+            sent += os.sendfile(self._end.fileno(), number, sent, size - sent)
+
+    def _receive_content(self) -> Descriptor:
+        [size] = _SIZE.unpack(self._exactly(_SIZE.size))
+        descriptor = shared_memory(size)
+        with mmap.mmap(descriptor.number, size) as memory, memoryview(memory) as view:
+            self._fill(view)
+        return descriptor
+
     def _exactly(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
-        view = memoryview(data)
-        while view:
-            got = self._end.recv_into(view)
+        self._fill(memoryview(data))
+        return bytes(data)
+
+    def _fill(self, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            with view[filled:] as rest:
+                got = self._end.recv_into(rest)
             if not got:
                 raise ConnectionError("the other process closed its end")
-            view = view[got:]
-        return bytes(data)
+            filled += got
 
     def close(self) -> None:
         self._end.close()

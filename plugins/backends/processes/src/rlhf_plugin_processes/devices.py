@@ -20,7 +20,7 @@ def visible_gpus() -> list[str]:
     return [part.strip() for part in listed.split(",") if part.strip()][:count]
 
 
-def this_machine(cpus: int | None, gpus: Sequence[str]) -> Node:
+def node_here(cpus: int | None, gpus: Sequence[str]) -> Node:
     """
     Args:
         cpus: number of CPU cores; None: those that this process may use.
@@ -37,12 +37,18 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> Node:
     return Node("here", "this machine", {"CPU": float(cpus or len(os.sched_getaffinity(0)))})
 
 
-def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str]) -> list[str] | None:
+def gpus_of(
+    allocation: Allocation, bundles: Sequence[int], nodes: Sequence[str], gpus: Sequence[str]
+) -> list[str] | None:
     """The GPU ids of one worker; None without GPUs.
 
     Args:
-        bundles: number of devices of each bundle. GPUs are given to bundles in order.
+        bundles: number of devices of each bundle. The GPUs of a node are given to its bundles in order.
+        nodes: the node of each bundle.
+        gpus: ids of the GPUs of the worker's node.
     """
     if not gpus:
         return None
-    return [gpus[sum(bundles[:bundle]) + index] for bundle, index in allocation.slots]
+    home = nodes[allocation.bundle]
+    before = [sum(n for n, node in zip(bundles[:b], nodes, strict=False) if node == home) for b in range(len(bundles))]
+    return [gpus[before[bundle] + index] for bundle, index in allocation.slots]

@@ -12,7 +12,7 @@ from rlhf_workers.driver.calls import CallFailed, Calls
 from rlhf_workers.process.payload import Payload
 
 from rlhf_plugin_processes.shared_values import SharedValue
-from rlhf_plugin_processes.worker_loop import HOST
+from rlhf_plugin_processes.this_machine import LOOPBACK
 
 
 class Reference:
@@ -55,9 +55,8 @@ class Stream:
 class ProcessCalls(Calls):
     """The references of one launcher. Threads that read from workers settle them, any thread may wait for them."""
 
-    host = HOST
-
     def __init__(self) -> None:
+        self.host = LOOPBACK
         self._changed = threading.Condition()
 
     @property

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from rlhf.errors import ConfigError
 
 
-def refuse_other_systems() -> None:
-    """Raises ConfigError where processes cannot be supervised and memory cannot be shared as this launcher does it."""
+def refuse_other_systems(launcher: str) -> None:
+    """Raises ConfigError where processes cannot be supervised and memory cannot be shared as ``launcher`` does it."""
     if sys.platform != "linux":
         raise ConfigError(
-            f"launcher 'processes' needs Linux, this is {sys.platform}. Use --launcher.use ray, or local."
+            f"launcher {launcher!r} needs Linux, this is {sys.platform}. Use --launcher.use ray, or local."
         )
 
 
@@ -24,7 +24,6 @@ def refuse_torchrun(environment: Mapping[str, str]) -> None:
     ranks = environment.get("WORLD_SIZE", "several")
     raise ConfigError(
         f"this process is rank {environment.get('RANK', '?')} of {ranks} that torchrun started, and launcher "
-        "'processes' starts ranks and engines itself: every process of torchrun would start a whole run. Start "
-        f"`rlhf train` once, without torchrun, with placement.policy.ranks = {ranks}; for several machines use "
-        "--launcher.use ray."
+        "'processes' starts ranks and engines itself: every process of torchrun would start a whole run. Use "
+        "--launcher.use torchrun; or start `rlhf train` once, without torchrun."
     )

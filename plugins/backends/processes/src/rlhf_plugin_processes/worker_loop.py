@@ -21,22 +21,25 @@ from rlhf_workers.process.worker import Worker
 from rlhf_plugin_processes.channel import ANSWER, ASK, BESIDE, END, FAILED, ITEM, ROOM, Channel, Message
 from rlhf_plugin_processes.shared_values import SharedValue
 
-HOST = "127.0.0.1"
-"""Ranks meet on the loopback interface, which no other machine reaches."""
 
+class ProcessWorker(Worker):
+    """A worker that is told its address."""
 
-class LocalWorker(Worker):
-    """A worker on the driver's machine."""
+    def __init__(self, address: str, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._address = address
 
     def address(self) -> str:
-        return HOST
+        return self._address
 
 
 class WorkerLoop:
     """Serves one driver until it closes its end."""
 
-    def __init__(self, end: socket.socket, name: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
-        self.worker, self.channel = LocalWorker(name, os.getcwd(), env, devices), Channel(end)
+    def __init__(
+        self, end: socket.socket, name: str, env: Mapping[str, str], devices: Sequence[str] | None, address: str
+    ) -> None:
+        self.worker, self.channel = ProcessWorker(address, name, os.getcwd(), env, devices), Channel(end)
         self._calls: SimpleQueue[Message] = SimpleQueue()
         self._room: dict[int, threading.Semaphore] = {}
         """{call: how many more items may wait for their reader}, of streams with a limit."""

@@ -14,13 +14,13 @@ import ray
 from rlhf.interfaces import Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle, slug
+from rlhf_workers.driver.version_check import check_versions
 from rlhf_workers.launcher import Placed, WorkerLauncher, divide_plugins
 from rlhf_workers.placement import Allocation, check_fits, device_kind
 
 from rlhf_plugin_ray.actors import Actor, RayCalls, RayWorker
 from rlhf_plugin_ray.cluster.connection import Cluster
 from rlhf_plugin_ray.cluster.reservation import Reservation
-from rlhf_plugin_ray.cluster.version_check import check_versions
 from rlhf_plugin_ray.config import RayConfig
 
 

@@ -1,4 +1,4 @@
-"""Checks that every node has the driver's versions of plugins, Python, Ray and frameworks."""
+"""Checks that every node has the driver's versions of plugins, Python and frameworks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
 from rlhf.errors import PluginVersionMismatch
+
 from rlhf_workers.process.failure import RemoteTraceback
-from rlhf_workers.process.worker import COMPARED, installed_version
+from rlhf_workers.process.worker import installed_version
 
 
 def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     """``described``: the result of every worker's ``describe``. Raises PluginVersionMismatch naming every node that
     differs."""
-    here = {"python": platform.python_version(), "ray": ray.__version__}
-    here |= {name: installed_version(name) for name in COMPARED}
     problems: dict[str, list[str]] = {}
     traces = []
     for facts in described:
         found = problems.setdefault(facts["address"], [])
-        for name, version in here.items():
-            if facts["versions"][name] != version:
-                found.append(f"{name} is {facts['versions'][name]} there and {version} here")
+        for name, there in facts["versions"].items():
+            here = platform.python_version() if name == "python" else installed_version(name)
+            if there != here:
+                found.append(f"{name} is {there} there and {here} here")
         if facts["problem"] is not None:
             found.append(facts["problem"].message)
             traces.append(facts["problem"].trace)

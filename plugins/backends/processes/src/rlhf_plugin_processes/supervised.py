@@ -1,0 +1,74 @@
+"""One worker process of this machine under its supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rlhf_plugin_processes.machine import Started
+from rlhf_plugin_processes.shared_values import Descriptor
+
+_FOLDER = Path(__file__).parent
+_END_SECONDS = 30.0
+"""Time for a supervisor to end its worker with all descendants."""
+
+
+class Supervised(Started):
+    """The worker ends when this process ends (:mod:`rlhf_plugin_processes.supervisor`)."""
+
+    def __init__(
+        self, end: socket.socket, env: Mapping[str, str], devices: Sequence[str] | None, log: Descriptor
+    ) -> None:
+        """
+        Args:
+            end: the worker's end of its channel to the driver.
+            env: all environment variables.
+            devices: ids of the visible GPUs; None where there are no GPUs.
+            log: where the output of the worker goes. It is kept open, because the message about the worker's death ends
+                with it.
+        """
+        self._log = log
+        number = end.fileno()
+        worker = [sys.executable, "-P", str(_FOLDER / "worker_program.py"), str(number)]
+        if devices is not None:
+            env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_FOLDER / "supervisor.py"), str(os.getpid()), str(number), *worker],
+            stdin=subprocess.DEVNULL,
+            stdout=log.number,
+            stderr=log.number,
+            env=env,
+            pass_fds=[number],
+            start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only this process
+        )
+
+    def wait(self) -> str:
+        return _exit_cause(self._supervisor.wait())
+
+    def kill(self) -> None:
+        if self._supervisor.poll() is None:
+            self._supervisor.send_signal(signal.SIGTERM)
+        try:
+            self._supervisor.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:  # a process waits in the kernel; it ends when the kernel lets it
+            self._supervisor.kill()
+
+    def beside(self, function: Callable[..., str], *arguments: Any) -> str:
+        return function(*arguments)
+
+
+def _exit_cause(status: int) -> str:
+    """``status``: as :attr:`subprocess.Popen.returncode` has it."""
+    if status == -signal.SIGKILL:
+        return "its process was killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` shows it)"
+    if status < 0:
+        with suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with exit code {status}"
