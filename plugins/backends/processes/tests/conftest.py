@@ -1,4 +1,5 @@
-"""Launchers for the suites of `libraries/workers/tests`. Workers get the import path of the driver."""
+"""Launchers for the suites of `libraries/workers/tests`: `processes`, and `torchrun` with two machines. Workers get the
+import path of the driver."""
 
 from __future__ import annotations
 
@@ -18,10 +19,15 @@ for suite in SHARED.glob("suite_*.py"):
     pytest.register_assert_rewrite(suite.stem)
 
 
-@pytest.fixture(scope="module")
-def make_launcher() -> Callable[..., ProcessesLauncher]:
+@pytest.fixture(scope="module", params=["processes", "torchrun"])
+def make_launcher(request: pytest.FixtureRequest) -> Callable[..., ProcessesLauncher]:
     """``make_launcher(**options)``: a launcher that counts four CPUs, whatever this machine has."""
-    return lambda **options: ProcessesLauncher(ProcessesConfig(cpus=4, **options))
+    if request.param == "processes":
+        return lambda **options: ProcessesLauncher(ProcessesConfig(cpus=4, **options))
+
+    from torchrun_machines import CPUS, MachinesLauncher
+
+    return lambda **options: MachinesLauncher(ProcessesConfig(cpus=CPUS, **options))
 
 
 @pytest.fixture

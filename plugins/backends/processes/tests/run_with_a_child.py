@@ -1,4 +1,5 @@
-"""A driver with one rank that has a child of its own, run by test_ends.py. The argument says how the driver ends."""
+"""A driver with one rank that has a child of its own, run by test_ends.py. The first argument says how the driver
+ends; the second is ``torchrun`` for ranks on two machines."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_processes.launcher import ProcessesLauncher
 from rlhf_testing.launcher import CountingTrainer
+from rlhf_workers.launcher import WorkerLauncher
 
 
 class Parent(CountingTrainer):
@@ -33,11 +35,10 @@ class Parent(CountingTrainer):
         os._exit(code)
 
 
-def main(how: str) -> None:
-    launcher = ProcessesLauncher()
-    launcher.place({"policy": Place()})
-    policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), ""))
-    print(json.dumps(policy.call("starts", [()])[0]), flush=True)
+def main(how: str, launcher: WorkerLauncher, ranks: int) -> None:
+    launcher.place({"policy": Place(ranks)})
+    policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=ranks))
+    print(json.dumps([pid for pids in policy.call("starts", [()] * ranks) for pid in pids]), flush=True)
     sys.stdin.readline()
     if how == "raises":
         raise ValueError("a reward failed")
@@ -47,4 +48,9 @@ def main(how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[2:] == ["torchrun"]:
+        from torchrun_machines import MachinesLauncher
+
+        main(sys.argv[1], MachinesLauncher(), ranks=3)
+    else:
+        main(sys.argv[1], ProcessesLauncher(), ranks=1)

@@ -57,7 +57,7 @@ def test_more_ranks_than_devices_are_refused():
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"rank 1 of 4 that torchrun started.*placement.policy.ranks = 4"):
+    with pytest.raises(ConfigError, match=r"rank 1 of 4 that torchrun started.*--launcher.use torchrun"):
         ProcessesLauncher.check(ProcessesConfig(), {"policy": Place()}, None, "auto")
     with pytest.raises(ConfigError, match="torchrun"):
         ProcessesLauncher().place({"policy": Place()})

@@ -37,7 +37,7 @@ class ProcessesLauncher(WorkerLauncher):
     name = "processes"
     capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "answers"})
     Config = ProcessesConfig
-    there: ClassVar[str] = "this machine"
+    machines_are: ClassVar[str] = "this machine"
     """What the machines are, for a message."""
 
     def __init__(self, config: ProcessesConfig | None = None) -> None:
@@ -71,7 +71,7 @@ class ProcessesLauncher(WorkerLauncher):
         with self._or_nothing():
             self._machines = {machine.node.id: machine for machine in self._find_machines()}
             found = [machine.node for machine in self._machines.values()]
-            check_fits(places, found, there=self.there)
+            check_fits(places, found, there=self.machines_are)
             kind = device_kind(found)
             bundles = bundles_of(places, kind)
             nodes = assign(bundles, found)

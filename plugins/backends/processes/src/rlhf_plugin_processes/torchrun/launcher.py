@@ -25,10 +25,11 @@ class TorchrunLauncher(ProcessesLauncher):
     that the driver places there. Further processes of torchrun wait for the end of the run."""
 
     name = "torchrun"
-    there: ClassVar[str] = "the machines of torchrun"
+    machines_are: ClassVar[str] = "the machines of torchrun"
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
+        self._this: Member | None = None
         self._closing = ExitStack()
 
     @classmethod
@@ -45,7 +46,7 @@ class TorchrunLauncher(ProcessesLauncher):
         """A run can be checked, but not placed, without torchrun."""
 
     def _find_machines(self) -> list[Machine]:
-        this = member(os.environ)
+        self._this = this = member(os.environ)
         here = ThisMachine(self.config.cpus, without=VARIABLES)
         here.node = replace(here.node, id=str(this.machine))
         machines: list[Machine] = [here]
@@ -74,7 +75,7 @@ class TorchrunLauncher(ProcessesLauncher):
 
     def _threads(self) -> str:
         # for several processes on a machine torchrun sets it to 1 by itself
-        return super()._threads() if member(os.environ).local_size == 1 else ""
+        return super()._threads() if self._this is not None and self._this.local_size == 1 else ""
 
     def _check_described(self, members: Sequence[WorkerHandle]) -> None:
         check_versions([m.facts for m in members])

@@ -97,8 +97,8 @@ class DriverAddress:
             found = json.loads(kept.get(_KEY))
         except DistError as cause:
             raise WorkerError(
-                f"torchrun on the machine of the driver ({member.driver}) ended before the run started its workers. The "
-                "output of rank 0 says why."
+                f"torchrun on the machine of the driver ({member.driver}) ended before the run started its workers. "
+                "The output of rank 0 says why."
             ) from cause
         self._host, self._port, self._token = member.driver, found["port"], found["token"]
 
