@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,8 @@ class Machines:
         """All processes of the run, after the step."""
         deadline, path = time.monotonic() + 300, self.output / "metrics.jsonl"
         while not path.exists() or len(read_metrics(path)) < step:
-            assert time.monotonic() < deadline and self.torchruns[0].poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            assert self.torchruns[0].poll() is None, self.said()
             time.sleep(0.1)
         return [p for t in self.torchruns for p in psutil.Process(t.pid).children(recursive=True)]
 
@@ -64,9 +64,9 @@ class Machines:
 
 
 @pytest.fixture
-def place(tiny: Workshop, tmp_path: Path) -> Iterator[Workshop]:
+def place(tiny: Workshop, tmp_path: Path) -> Workshop:
     model = tiny_model(tmp_path / "tiny", hidden=32, heads=2, kv_heads=1, head_dim=32)
-    yield Workshop(tmp_path, model, tiny.data)
+    return Workshop(tmp_path, model, tiny.data)
 
 
 def test_a_run_on_two_machines_is_the_run_on_one_also_after_a_stop(forks: Forks, place: Workshop) -> None:
