@@ -7,8 +7,9 @@ import json
 import sys
 
 import pytest
-from ray_nodes import ADDRESSES, RAY, NotPermitted, RayNodes
+from ray_nodes import RAY, RayNodes
 from ray_paths import HERE, PATHS
+from rlhf_testing.two_hosts import ADDRESSES, NotPermitted
 
 pytestmark = pytest.mark.full
 

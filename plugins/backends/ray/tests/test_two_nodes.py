@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ray_nodes import ADDRESSES, INTERFACE, NotPermitted, RayNodes
+from ray_nodes import RayNodes
 from ray_paths import HERE, PATHS
+from rlhf_testing.two_hosts import ADDRESSES, INTERFACE, NotPermitted
 
 pytestmark = pytest.mark.full
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ray_nodes import ADDRESSES, PORT
+from ray_nodes import PORT
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
 from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
+from rlhf_testing.two_hosts import ADDRESSES
 from worker_standins import OddGenerator, OddTrainer
 
 

@@ -20,8 +20,13 @@ _KEY = "rlhf/driver"
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6))
-"""A machine that does not answer for 45 s is lost."""
+_LOST = (
+    (socket.TCP_KEEPIDLE, 15),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 6),
+    (socket.TCP_USER_TIMEOUT, 45_000),
+)
+"""A machine that does not answer for 45 s is lost: one that should send, and one to which something was sent."""
 
 
 class Meeting:
@@ -115,7 +120,7 @@ def _prepare(end: socket.socket) -> None:
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE:
+    for option, value in _LOST:
         end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
