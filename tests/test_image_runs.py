@@ -183,6 +183,26 @@ def test_a_run_of_text_has_the_log_probs_of_transformers(images, generator, monk
 
 @pytest.mark.full
 @pytest.mark.slow
+def test_a_run_with_images_stops_where_the_engine_has_a_wrong_vision_tower(images, monkeypatch):
+    pytest.importorskip("vllm")
+    from rlhf_plugin_vllm.worker import reload
+
+    end = reload.Reload.end
+
+    @torch.no_grad()
+    def wrong(self):
+        missing = end(self)
+        self.model.visual.merger.norm.weight.neg_()
+        return missing
+
+    monkeypatch.setattr(reload.Reload, "end", wrong)
+    run = images.run("grpo", "wrong-tower", **changes(images, "grpo", generator=VLLM["generator"]))
+    assert run.code != 0
+    assert "log-probs of the canary with an image differ" in run.said
+
+
+@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize("mode", ["single turn", "turns", "continuous"])
 def test_on_ray_with_vllm(images, mode):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pickle
 from contextlib import suppress
 from dataclasses import replace
+from io import BytesIO
+from itertools import repeat
 
+import PIL.Image
 import pytest
 import torch
 from rlhf.errors import SyncError, TrainingError, WorkerError
 from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
-from rlhf.types import RoleSpec
+from rlhf.types import Image, RoleSpec
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.precompute import PrecomputedRole, Table
@@ -21,15 +24,31 @@ from rlhf_runtime.models.weight_sync import WeightSync
 VOCABULARY = 11
 
 
-def logprobs(weights, ids):
-    """A model whose prediction of a token is a row of ``body @ head`` chosen by the token before it."""
-    return (weights["body"][ids[:-1]] @ weights["head"]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+def logprobs(weights, ids, images=()):
+    """A model whose prediction of a token is a row of ``body @ head`` chosen by the token before it. An image adds a
+    row of ``tower`` at all tokens from its first one on."""
+    hidden = weights["body"][ids[:-1]]
+    for image in images:
+        hidden[image.at :] += weights["tower"][sum(image.data) % VOCABULARY]
+    return (hidden @ weights["head"]).log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+class ThreeTokens:
+    """Makes three tokens of every image."""
+
+    placeholder = 10
+
+    def place(self, ids, images):
+        assert ids == [self.placeholder]
+        return [4, 10, 10], [], (Image(images[0], 0, 3, ids),)
 
 
 class Bigram:
     def __init__(self):
         draw = torch.Generator().manual_seed(0)
-        self.live = {n: torch.randn(VOCABULARY, VOCABULARY, generator=draw) for n in ("body", "head", "unused")}
+        self.live = {
+            n: torch.randn(VOCABULARY, VOCABULARY, generator=draw) for n in ("body", "head", "tower", "unused")
+        }
         self.calls = []
 
     def facts(self):
@@ -38,7 +57,8 @@ class Bigram:
     def forward(self, micros, heads, view):
         out = []
         for micro in micros:
-            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist())]) for ids in micro.ids_N.split(24)]
+            each = zip(micro.ids_N.split(micro.lens_B.tolist()), micro.images_B or repeat(()), strict=False)
+            parts = [torch.cat([torch.zeros(1), logprobs(self.live, ids.tolist(), own)]) for ids, own in each]
             out.append({"logprobs": torch.cat(parts)})
         return out
 
@@ -106,9 +126,10 @@ class Copying(Generator):
     def end_load(self):
         return [Proof(self.version, nbytes=self.size, received=self.got)]
 
-    def logprobs(self, sequences):
+    def logprobs(self, sequences, images=()):
         self.calls.append("canaries")
-        return [[logprobs(self.held, ids).tolist() for ids in sequences]]
+        self.seen = list(zip(sequences, images or repeat(()), strict=False))
+        return [[logprobs(self.held, ids, own).tolist() for ids, own in self.seen]]
 
     def stale(self, bucket):
         return [name for name, t in bucket.tensors if not torch.equal(self.held[name], t)]
@@ -127,8 +148,8 @@ def made():
     group, generator = Local(trainer), Copying()
     role = Role(ModelSpec(RoleSpec("policy", trained=True), "m"), group, 1000)
 
-    def sync(longest=2048, **section):
-        return WeightSync(role, generator, SyncSection(**section), 0, notes.append, longest)
+    def sync(longest=2048, images=None, **section):
+        return WeightSync(role, generator, SyncSection(**section), 0, notes.append, longest, images)
 
     sync().push(0)
     generator.calls.clear()
@@ -138,22 +159,10 @@ def made():
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(9, 9), (2048, 24)])
-def test_canaries_are_no_longer_than_the_generator_accepts(made, monkeypatch, longest, tokens):
-    trainer, _, generator, sync, _ = made
-    seen = []
-    answer = generator.logprobs
-    monkeypatch.setattr(generator, "logprobs", lambda sequences: seen.extend(map(len, sequences)) or answer(sequences))
-    monkeypatch.setattr(
-        trainer, "forward", lambda micros, heads, view: [{"logprobs": per_canary(trainer, micros[0], tokens)}]
-    )
+def test_canaries_are_no_longer_than_the_generator_accepts(made, longest, tokens):
+    _, _, generator, sync, _ = made
     assert sync(longest).push(1)["sync/canary"] < 1e-6
-    assert seen == [tokens] * 2
-
-
-def per_canary(trainer, micro, tokens):
-    return torch.cat(
-        [torch.cat([torch.zeros(1), logprobs(trainer.live, i.tolist())]) for i in micro.ids_N.split(tokens)]
-    )
+    assert [len(ids) for ids, _ in generator.seen] == [tokens] * 2
 
 
 def swap(bucket):
@@ -175,7 +184,7 @@ def test_a_sync_reports_the_bytes_that_it_sent(made):
     assert all(torch.equal(generator.held[n], t) for n, t in trainer.live.items())
     assert metrics["sync/canary"] < 1e-6
     assert metrics == {"sync/version": 1, "sync/attempts": 1, "sync/canary": metrics["sync/canary"],
-                       "sync/MiB": 3 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
+                       "sync/MiB": 4 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
 
 
 def test_the_generator_pauses_until_the_new_weights_are_proven(made):
@@ -214,6 +223,68 @@ def test_a_tensor_that_arrived_and_is_not_used_fails_the_canary_and_is_named(mad
     with pytest.raises(SyncError, match=r"canaries differ .* Stale in the generator: head\."):
         sync().push(1)
     assert "sync/canary" in sync(canaries=0).push(2)  # what was asked for: fingerprints only
+
+
+def test_a_run_with_images_has_the_canaries_of_text_and_one_with_an_image(made):
+    _, _, generator, sync, notes = made
+    sync().push(1)
+    text, shown = generator.seen, {}
+    for version in (2, 1):
+        assert sync(images=ThreeTokens()).push(version)["sync/canary"] < 1e-6
+        shown[version] = generator.seen[-1]
+    assert generator.seen[:-1] == text
+    ids, [image] = shown[1]
+    assert (len(ids), ids[1:4], image.at, image.tokens) == (1 + 3 + 24, [4, 10, 10], 1, 3)
+    with PIL.Image.open(BytesIO(image.data)) as picture:
+        assert (picture.format, picture.mode, picture.size) == ("PNG", "RGB", (64, 64))
+    assert shown[2][1][0].data != image.data
+    sync(images=ThreeTokens()).push(1)
+    assert generator.seen[-1] == shown[1]
+    sync(images=ThreeTokens(), canaries=0).push(3)
+    assert generator.calls[-2:] == ["load", "resume"], "no canary of any kind"
+    assert not notes
+
+
+@pytest.mark.parametrize(("stale", "named"), [("tower", "the canary with an image"), ("head", "the canaries")])
+def test_the_message_names_the_canary_with_an_image_where_those_of_text_agree(made, stale, named):
+    _, _, generator, sync, _ = made
+    generator.forgets = (stale,)
+    with pytest.raises(SyncError, match=rf"log-probs of {named} differ .* Stale in the generator: {stale}\."):
+        sync(images=ThreeTokens()).push(1)
+
+
+def test_canaries_of_text_do_not_see_a_stale_tower(made):
+    _, _, generator, sync, _ = made
+    generator.forgets = ("tower",)
+    assert sync().push(1)["sync/canary"] < 1e-6
+
+
+@pytest.mark.parametrize(("wrong", "compared"), [(1, False), (3, False), (4, True), (27, True)])
+def test_tokens_after_the_image_are_compared(made, monkeypatch, wrong, compared):
+    """The image has the positions 1 to 3. One token's log-prob is wrong by 1."""
+    _, _, generator, sync, _ = made
+    answer = generator.logprobs
+
+    def engine(*given):
+        [[*texts, shown]] = answer(*given)
+        return [[*texts, [x + (i + 1 == wrong) for i, x in enumerate(shown)]]]
+
+    monkeypatch.setattr(generator, "logprobs", engine)
+    metrics = sync(images=ThreeTokens(), tolerance=0.1).push(1)
+    assert metrics["sync/canary"] == pytest.approx(compared / 24, abs=1e-6)
+
+
+def test_an_image_canary_has_room_for_a_token_after_the_image_or_is_left_out_with_a_note(made):
+    _, _, generator, sync, notes = made
+    assert sync(5, ThreeTokens()).push(1)["sync/canary"] < 1e-6
+    assert [len(ids) for ids, _ in generator.seen] == [5, 5, 5]
+    assert not notes
+    weights = sync(4, ThreeTokens())
+    for version in (2, 3):
+        weights.push(version)
+        assert [(len(ids), own) for ids, own in generator.seen] == [(4, ())] * 2
+    [note] = notes
+    assert "without a canary with an image, which needs more than 4 tokens" in note
 
 
 @pytest.mark.parametrize(
@@ -265,7 +336,7 @@ def test_buckets_are_as_large_as_the_run_file_says(made, monkeypatch):
 def test_of_many_lost_tensors_eight_are_named(made):
     trainer, group, _, sync, _ = made
     trainer.live |= {f"layer{i}": torch.zeros(1) for i in range(10)}
-    group.lost = lambda bucket: Bucket(bucket.tensors[:3], bucket.fingerprints[:3])
+    group.lost = lambda bucket: Bucket(bucket.tensors[:4], bucket.fingerprints[:4])
     with pytest.raises(SyncError, match=r"did not receive layer0, (layer\d, ){6}layer7 and 2 more"):
         sync().push(1)
 

@@ -201,7 +201,8 @@ class Generator(Component):
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[list[float]]]:
         """Log-probs at temperature 1 of every token but the first, under the current weights, by each engine: [engine]
-        [sequence][token - 1]. The controller compares them after a sync, as canaries (``accept:tensors``).
+        [sequence][token - 1]. The controller compares them after a sync, as canaries (``accept:tensors``). In a run
+        with images one canary has an image.
 
         Args:
             images: of each sequence (capability ``images``); empty: no sequence has any.

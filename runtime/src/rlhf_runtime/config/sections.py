@@ -157,7 +157,8 @@ class SyncSection(ComponentConfig):
     timeout: Positive = 600.0
     """Seconds for sending and loading one bucket."""
     canaries: NotNegative = 2
-    """Sequences of random tokens whose log-probs are compared after each sync; 0 compares fingerprints only."""
+    """Sequences of random tokens whose log-probs are compared after each sync, and in a run with images one more, which
+    has an image. 0 compares fingerprints only."""
     tolerance: Positive | None = None
     """Largest allowed mean difference of a canary's log-probs. Default: 1e-4 in fp32, 0.05 if either side computes in
     bf16."""

@@ -38,6 +38,11 @@ class RowImages:
         self._mark: str | None = mark
         """The placeholder as text."""
 
+    @property
+    def tokens(self) -> ImageTokens | None:
+        """Makes the tokens of images; None where the run cannot have images."""
+        return self._tokens if isinstance(self._tokens, ImageTokens) else None
+
     def of_row(self, cells: Cells) -> list[bytes]:
         """The files in the row's column of images, whose placeholders are in the text."""
         return self._within(self._files(cells.images(), cells))

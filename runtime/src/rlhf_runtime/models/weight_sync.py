@@ -1,8 +1,9 @@
 """Send new weights from the trainer to the generator, and prove that the generator samples with them.
 
 After each sync three things must agree with the trainer: the version; the fingerprint of every tensor as each engine
-received it; and the log-probs of a few random tokens (canaries). The canaries also detect errors after the arrival,
-such as a packed copy that was not updated, or a tensor that was loaded into the wrong place.
+received it; and the log-probs of a few random sequences (canaries), in runs with images also of one with an image. The
+canaries also detect errors after the arrival, such as a packed copy that was not updated, or a tensor that was loaded
+into the wrong place.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import torch
 from rlhf.errors import SyncError
 from rlhf.interfaces import Generator, Proof
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf.ops.packing import pack
 from rlhf.seeds import derive_seed
 from torch import Tensor
 
 from rlhf_runtime.config.sections import SyncSection
+from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.models.canaries import CANARY_TOKENS, Canary, image_canary, mean_differences, text_canary
 from rlhf_runtime.models.roles import Role
 
 HOLDS_NOTHING = "accept:nothing"
 """Capability of a generator without weights, which needs no sync."""
-CANARY_TOKENS = 24
 _SHOWN = 8
 """Largest number of names in a message."""
 
@@ -37,7 +39,7 @@ class _Wanted:
     version: int
     sent: Callable[[], list[Any]]
     """By rank; the first rank has the fingerprints."""
-    canaries: list[list[int]]
+    canaries: list[Canary]
     outputs: Callable[[], dict[str, Tensor]] | None
     """Log-probs of the canaries, if there are any."""
 
@@ -47,6 +49,7 @@ class WeightSync:
 
     Args:
         longest: largest number of tokens of a sequence that the generator accepts.
+        images: makes the tokens of images, in a run that has some.
     """
 
     def __init__(
@@ -57,10 +60,10 @@ class WeightSync:
         seed: int,
         note: Callable[[str], None],
         longest: int = CANARY_TOKENS,
+        images: ImageTokens | None = None,
     ) -> None:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
-        self.tokens = min(CANARY_TOKENS, longest)
-        """Number of tokens of a canary."""
+        self.longest, self.images = longest, images
         self.version = 0
         self.by_module = policy.group.worker is not None and "accept:module" in generator.capabilities
 
@@ -122,12 +125,25 @@ class WeightSync:
         sent = self.policy.group.begin("sent", [()] * self.policy.group.size)
         if not (count := self.section.canaries):
             return _Wanted(version, sent, [], None)
+        canaries = self._canaries(version, count)
+        outputs = self.policy.begin_forward(pack([c.unit() for c in canaries]), [resolve_head("logprobs", None)])
+        return _Wanted(version, sent, canaries, outputs)
+
+    def _canaries(self, version: int, count: int) -> list[Canary]:
+        """``count`` of text, then one with an image in a run with images."""
         draw = random.Random(derive_seed(self.seed, "canary", version))
         vocabulary = self.policy.facts.vocabulary
-        canaries = [[draw.randrange(vocabulary) for _ in range(self.tokens)] for _ in range(count)]
-        units = [UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in canaries]
-        outputs = self.policy.begin_forward(pack(units), [resolve_head("logprobs", None)])
-        return _Wanted(version, sent, canaries, outputs)
+        canaries = [text_canary(draw, vocabulary, min(CANARY_TOKENS, self.longest)) for _ in range(count)]
+        if self.images is not None:
+            shown = image_canary(draw, vocabulary, self.images, self.longest)
+            if shown is not None:
+                return [*canaries, shown]
+            self.note(
+                f"syncs are proven without a canary with an image, which needs more than {self.longest} tokens "
+                "(data.max_tokens)"
+            )
+            self.images = None
+        return canaries
 
     def _buckets(self) -> Iterator[Any]:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
@@ -146,25 +162,26 @@ class WeightSync:
             for names, what in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
                     problems.append(f"{proof.who} {what} {_listed(names)}")
-        difference = 0.0 if wanted.outputs is None else self._canary(wanted.canaries, wanted.outputs)
+        if wanted.outputs is None:
+            return problems, 0.0
+        shown = [c.images for c in wanted.canaries]
+        answers = self.generator.logprobs([c.ids for c in wanted.canaries], *([shown] if any(shown) else []))
+        found = mean_differences(wanted.canaries, wanted.outputs()["logprobs"], answers)
         tolerance = self._tolerance(proofs)
-        if not difference <= tolerance:
+        wrong = [canary for canary, apart in zip(wanted.canaries, found, strict=True) if not apart <= tolerance]
+        largest = float(torch.tensor(found).max())  # NaN, if one is
+        if wrong:
+            what = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
             problems.append(
-                f"log-probs of the canaries differ from the trainer's by {difference:.2g} on average; allowed are "
+                f"log-probs of {what} differ from the trainer's by {largest:.2g} on average; allowed are "
                 f"{tolerance:g} (sync.tolerance). {self._suspects()}"
             )
-        return problems, difference
+        return problems, largest
 
     def _tolerance(self, proofs: Sequence[Proof]) -> float:
         if self.section.tolerance is not None:
             return self.section.tolerance
         return 0.05 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
-
-    def _canary(self, canaries: Sequence[list[int]], outputs: Callable[[], dict[str, Tensor]]) -> float:
-        """Largest mean |difference| over engines and canaries; NaN where either side is not finite."""
-        answers = [torch.tensor(theirs) for theirs in self.generator.logprobs(canaries)]
-        ours = outputs()["logprobs"].view(len(canaries), self.tokens)[:, 1:]
-        return float(torch.stack([(theirs - ours).abs().mean(1).max() for theirs in answers]).max())
 
     def _suspects(self) -> str:
         """After a canary failed, send the weights once more, for comparison only."""

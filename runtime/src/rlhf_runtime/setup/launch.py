@@ -115,7 +115,8 @@ def launch_sampler(
         # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
         generator = launcher.launch_generator(chosen, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
-    weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens)
+    images = template.images.tokens if policy.spec.images else None
+    weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)
     main = MainThread(stop)
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))
