@@ -252,6 +252,47 @@ def test_rewards_that_ask_a_model():
     assert "roles() declares none" in failures("reward", Undeclared)["results"]
 
 
+def test_rewards_that_declare_columns():
+    class Reads(Constant):
+        """Well made."""
+
+        async def score(self, group):
+            return [RewardResult(float(t.answer == group.row["answer"])) for t in group.trajectories]
+
+        def columns(self):
+            return ["answer"]
+
+    class Text(Reads):
+        """One text is a collection of letters."""
+
+        def columns(self):
+            return "answer"
+
+    class Empty(Reads):
+        """No name."""
+
+        def columns(self):
+            return ("answer", "")
+
+    class Elsewhere(Reads):
+        """Not a column of the row."""
+
+        def columns(self):
+            return ("gold",)
+
+    class Unread(Constant):
+        """Does without it."""
+
+        def columns(self):
+            return {"answer"}
+
+    assert failures("reward", Reads) == {}
+    assert "must give a list or tuple of texts that are not empty, got 'answer'" in failures("reward", Text)["columns"]
+    assert "got ('answer', '')" in failures("reward", Empty)["columns"]
+    assert "names 'gold'; this suite's row has ['answer', 'prompt']" in failures("reward", Elsewhere)["columns"]
+    assert "but score() works on a row without it. Leave it out" in failures("reward", Unread)["columns"]
+
+
 def test_rewards_that_cannot_run_in_a_worker():
     """Mistakes that a run also refuses, or that make its first step fail."""
 

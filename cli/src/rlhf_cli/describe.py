@@ -18,7 +18,7 @@ DECLARATIONS: dict[str, tuple[str, ...]] = {
     "loss": ("outputs", "columns", "reduce", "prepass"),
     "curriculum": ("min_scores", "repeats", "reads_probabilities"),
     "rollout": ("needs_env",),
-    "reward": ("roles",),
+    "reward": ("roles", "columns"),
     "trainer": ("capabilities",),
     "generator": ("capabilities",),
     "launcher": ("capabilities",),

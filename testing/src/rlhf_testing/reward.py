@@ -17,7 +17,7 @@ import inspect
 import json
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -195,6 +195,29 @@ class RewardContract(Contract):
             for role in roles:
                 expect(isinstance(role, RoleSpec), f"{about} roles() must hold RoleSpecs, got {role!r}")
                 expect(not role.trained, f"{about} role {role.name!r} of a reward cannot be trained")
+
+    def test_columns(self) -> None:
+        """``columns()`` gives names of columns, and ``score`` fails on a row without one of them."""
+        for config in self.grid():
+            about, reward = self.about(config), self.ready(config)
+            names = reward.columns()
+            listed = isinstance(names, Collection) and not isinstance(names, str)
+            expect(
+                listed and all(isinstance(name, str) and name for name in names),
+                f"{about} columns() must give a list or tuple of texts that are not empty, got {names!r}",
+            )
+            for name in names:
+                without = {column: value for column, value in self.columns.items() if column != name}
+                expect(
+                    len(without) < len(self.columns),
+                    f"{about} columns() names {name!r}; this suite's row has {sorted(self.columns)}. Give the row that "
+                    'column: conformance = {"columns": {...}}, or `columns` of the suite',
+                )
+                try:
+                    self.score(reward, fabricate.text_group(without, self.answers))
+                except Exception:
+                    continue
+                expect(False, f"{about} columns() names {name!r}, but score() works on a row without it. Leave it out")
 
     def test_reads(self) -> None:
         """A reward that reads texts only needs no tokenizer: without token ids its results are the same."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -88,6 +88,14 @@ class Reward(Component):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         """Models this reward needs; placed, loaded and put to sleep by the run like any other role."""
+        return ()
+
+    def columns(self) -> Collection[str]:
+        """Columns without which ``score`` fails, by the options. Leave out a column that ``score`` reads only if the
+        row has it. A value may be None.
+
+        A run is refused before a model is loaded if no row of a source that the reward scores has such a column. A row
+        that lacks it, while other rows of its source have it, is found when it is scored."""
         return ()
 
     async def setup(self, context: RewardContext) -> None:

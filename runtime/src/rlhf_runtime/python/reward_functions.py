@@ -117,6 +117,9 @@ def _reward_of_groups(
             )
         return given if takes_all else {n: given[n] for n in taken if n in given}
 
+    def columns(self: Any) -> tuple[str, ...]:
+        return tuple(n for n in needed if n not in OURS)
+
     def score(self: Any, group: Group) -> list[RewardResult]:
         return _results(function(**arguments(group)), group, label)
 
@@ -128,6 +131,7 @@ def _reward_of_groups(
         "__module__": module,
         "__doc__": function.__doc__ or f"Scores the samples of a prompt with {label}(completions, **columns).",
         "made_from": staticmethod(function),
+        "columns": columns,
         "score": score_async if is_async(function) else score,
     }
     return type(f"Reward_{name}", (Reward,), body)

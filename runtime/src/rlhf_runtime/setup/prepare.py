@@ -32,6 +32,7 @@ from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
+from rlhf_runtime.setup.reward_columns import check_columns
 from rlhf_runtime.setup.role_checks import check_roles
 from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
@@ -124,6 +125,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if env is not None and config.env is not None:
         episodes = Episodes(env.resolved, env.config, config.env)
     held_out = data.eval_rows()[: config.eval.max_rows]  # read in any case, so that invalid rows are refused
+    # `rlhf eval` has no updates, and answers held-out rows only
+    check_columns(made, data, held_out, made.online and bool(updates) and config.stream.replay is None)
     if algorithm.data != "prompts":
         _check_eval_rows(algorithm, len(held_out))
     elif held_out and not config.run.resume:  # the first start of a resumed run has checked this

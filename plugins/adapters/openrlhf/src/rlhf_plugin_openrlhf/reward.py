@@ -33,12 +33,16 @@ def reward_class(module: ModuleType, function: Callable[..., Any]) -> type[Rewar
     async def score_async(self: Any, group: Group) -> list[RewardResult]:
         return [_result(await function(*arguments(self, t))) for t in group.trajectories]
 
+    def columns(self: Any) -> tuple[str, ...]:
+        return () if self.config.label is None else (self.config.label,)
+
     body = {
         "__module__": module.__name__,
         "__doc__": function.__doc__ or f"{function.__name__} of {module.__file__}.",
         "Config": RewardConfig,
         "per_sample": True,
         "reads": "text",
+        "columns": columns,
         "score": score_async if inspect.iscoroutinefunction(function) else score,
     }
     return type(CLASS_NAME, (Reward,), body)

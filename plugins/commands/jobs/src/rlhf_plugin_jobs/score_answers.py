@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -21,9 +21,11 @@ from rlhf_runtime.config.components import resolved_run
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
+from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.prepare import Prepared
+from rlhf_runtime.setup.reward_columns import column_problems, refuse
 from rlhf_runtime.workers.main_thread import MainThread
 
 _AT_ONCE = 64
@@ -146,6 +148,8 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     """Check everything that needs no model. The roles are those of the rewards."""
     placed = place_rewards(config, plugins)
     data = TrainData(placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits)
+    scored = list(_first(data.sources["eval"], config.eval.max_rows))
+    refuse([line for lines in column_problems(placed.rewards, scored, "eval").values() for line in lines])
     return Prepared(
         **vars(placed),
         data=data,
@@ -155,3 +159,12 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
         observers={},
         resolve=functools.partial(resolved_run, plugins),
     )
+
+
+def _first(sources: Sequence[Source], rows: int | None) -> Iterator[Source]:
+    """The sources that hold the first ``rows`` rows."""
+    for source in sources:
+        if rows is not None and rows <= 0:
+            return
+        yield source
+        rows = None if rows is None else rows - len(source)

@@ -35,6 +35,9 @@ class ReasoningGymReward(Reward):
     }
     per_sample = True
 
+    def columns(self) -> tuple[str, ...]:
+        return ("task", "task_config", "seed")
+
     def score(self, group: Group) -> list[RewardResult]:
         entry = _entry(group.row)
         results = []

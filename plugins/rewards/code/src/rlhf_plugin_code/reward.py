@@ -78,6 +78,9 @@ class CodeReward(Reward):
         )  # fmt: skip
         self._launcher: Launcher | None = None
 
+    def columns(self) -> tuple[str, ...]:
+        return (self.config.column,)
+
     async def setup(self, context: RewardContext) -> None:
         self._launcher = await working(self._sandboxes, self._python, self._limits)
 

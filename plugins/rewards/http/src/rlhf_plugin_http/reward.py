@@ -81,6 +81,9 @@ class HttpReward(Reward):
         self._tokens: Tokens | None = None
         self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
 
+    def columns(self) -> tuple[str, ...]:
+        return () if self.config.label is None else (self.config.label,)
+
     async def setup(self, context: RewardContext) -> None:
         self._tokens = context.tokens
 

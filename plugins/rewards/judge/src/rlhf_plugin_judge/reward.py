@@ -61,6 +61,10 @@ class JudgeReward(Reward):
         self._endpoint = Endpoint(c.url, c.token_env, c.timeout, c.max_requests)
         self._warned = False
 
+    def columns(self) -> tuple[str, ...]:
+        """A template may read further columns. Whether it does is known only when it is filled in."""
+        return () if self.config.reference is None else (self.config.reference,)
+
     async def score(self, group: Group) -> list[RewardResult]:
         if self.config.mode == "pairwise":
             return await self._compare(group)

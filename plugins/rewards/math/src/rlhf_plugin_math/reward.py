@@ -47,6 +47,9 @@ class MathReward(Reward):
     Config = MathConfig
     reads = "text"
 
+    def columns(self) -> tuple[str, ...]:
+        return (self.config.column,)
+
     def score(self, group: Group) -> list[RewardResult]:
         truth = self._truth(group.row)
         if truth is None:

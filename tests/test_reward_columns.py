@@ -1,0 +1,182 @@
+"""Rewards declare the columns that they need. A run whose data lacks one is refused before a model is loaded.
+
+A run that would continue without the samples that fail is not refused.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import rlhf
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Reward
+from rlhf_runtime.jobs import inference, scoring
+from rlhf_runtime.setup import build
+
+from tests.runs import Finished, Workshop
+from tests.test_bad_input import nothing_written, refused
+
+MATH = [{"use": "math"}]
+BARE = [{"prompt": f"{n}+1=", "answr": str(n + 1), "response": "2"} for n in range(8)]
+"""Rows without the column ``answer``."""
+OPENRLHF = "def reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': 1.0}\n"
+DECLARED: dict[str, tuple[dict[str, Any], str]] = {
+    "math": ({"column": "gold"}, "--reward.math.column"),
+    "code": ({"column": "gold", "sandbox": "limits"}, "--reward.code.column"),
+    "http": ({"urls": ["http://127.0.0.1:1"], "label": "gold"}, "--reward.http.label"),
+    "judge": ({"url": "http://127.0.0.1:1", "model": "m", "reference": "gold"}, "--reward.judge.reference"),
+    "openrlhf": ({"label": "gold"}, "--reward.openrlhf.label"),
+}
+"""{reward: (options that name the column ``gold``, the flag that names another one)}."""
+
+
+@pytest.fixture
+def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a model fails the test."""
+    for module in (build, inference, scoring):
+        monkeypatch.setattr(module, "launch_roles", lambda *_: pytest.fail("models are loaded"))
+
+
+def trained(shop: Workshop, *flags: str, train: Any = None, held_out: Any = None, **changes: Any) -> Finished:
+    """A run of two steps with ``math`` on these sources."""
+    data = {"train": train or str(shop.rows("bare.jsonl", BARE)), "eval": held_out or []}
+    changes = {"reward": MATH, "run": {"steps": 2}} | changes
+    return shop.run("rloo", "run", *flags, data=data, **changes)
+
+
+def sources(shop: Workshop, **rows: Any) -> list[dict[str, str]]:
+    return [{"path": str(shop.rows(f"{name}.jsonl", given)), "name": name} for name, given in rows.items()]
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], []])
+def test_a_missing_column_is_refused_before_models_are_loaded(shop: Workshop, no_models, flags: list[str]) -> None:
+    run = trained(shop, *flags)
+    error = refused(
+        run,
+        "the rewards cannot score the data (1 problem)",
+        "data.train 'bare' (",
+        "bare.jsonl) has no column 'answer', which reward 'math' reads; columns present: prompt, answr, response.",
+        "Did you mean 'answr'? Name the right one with --reward.math.column.",
+    )
+    assert "sources" not in error, "no other source has the column"
+    assert nothing_written(run)
+    assert trained(shop, "--dry-run", "--reward.math.column", "answr").code == 0
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_rewards_declare_the_column_that_an_option_names(shop: Workshop, no_models, name: str) -> None:
+    options, flag = DECLARED[name]
+    use = f"file:{shop.file('openrlhf.py', OPENRLHF)}" if name == "openrlhf" else name
+    run = trained(shop, "--dry-run", reward=[{"use": use, **options}])
+    refused(run, f"no column 'gold', which reward '{name}' reads", f"Name the right one with {flag}.")
+    assert trained(shop, "--dry-run", flag, "answr", reward=[{"use": use, **options}]).code == 0
+
+
+@pytest.mark.parametrize(
+    ("use", "options"),
+    [("http", {"urls": ["http://127.0.0.1:1"]}), ("judge", {"url": "http://127.0.0.1:1", "model": "m"})],
+)
+def test_columns_that_a_reward_can_do_without_are_not_needed(shop: Workshop, use: str, options: dict[str, Any]) -> None:
+    assert trained(shop, "--dry-run", reward=[{"use": use, **options}]).code == 0
+    function = f"file:{shop.file('openrlhf.py', OPENRLHF)}"
+    assert trained(shop, "--dry-run", reward=[{"use": function}]).code == 0
+
+
+@pytest.mark.skipif(find_spec("rlhf_plugin_reasoning_gym") is None, reason="rlhf-plugin-reasoning-gym is not installed")
+def test_fixed_columns_are_all_named(shop: Workshop) -> None:
+    run = trained(shop, "--dry-run", reward=[{"use": "reasoning_gym"}])
+    error = refused(run, "(3 problems)", "Add it to the data.")
+    assert all(f"has no column {name!r}" in error for name in ("task", "task_config", "seed"))
+
+
+def test_each_source_is_checked_and_only_where_the_reward_scores_it(shop: Workshop, no_models) -> None:
+    two = sources(shop, sums=[{"prompt": "1+1=", "answer": "2"}] * 4, chat=BARE)
+    error = refused(trained(shop, train=two), "(1 problem)", "data.train 'chat' (")
+    assert "or name the sources that this reward scores with --reward.math.sources." in error
+    only = [{"use": "math", "sources": ["sums"]}, {"use": "length", "high": 3}]
+    assert trained(shop, "--dry-run", train=two, reward=only).code == 0
+
+
+def test_a_value_of_none_and_a_column_of_some_rows_are_accepted(shop: Workshop) -> None:
+    rows = [*BARE, {"prompt": "1+1=", "answer": None}]
+    assert trained(shop, "--dry-run", train=str(shop.rows("some.jsonl", rows))).code == 0
+
+
+@pytest.mark.full
+def test_training_that_leaves_failed_samples_out_is_refused_only_if_all_fail(shop: Workshop) -> None:
+    right, stream = [{"prompt": "1+1=", "answer": "2"}] * 8, {"on_failed_sample": "drop_sample", "max_failed": 1.0}
+    run = trained(shop, train=sources(shop, sums=right, chat=BARE), stream=stream)
+    assert "has no column 'answer'; it has ['answr'" in run.out, "some samples failed"
+    assert run.code == 0, run.said
+    refused(trained(shop, "--dry-run", train=sources(shop, a=BARE, b=BARE), stream=stream), "(2 problems)")
+
+
+def test_evaluation_is_refused_if_its_share_of_failures_ends_the_run(shop: Workshop, no_models) -> None:
+    right = [{"prompt": "1+1=", "answer": "2"}] * 100
+    for counts, fails in (((4, 4), False), ((4, 5), True), ((100, 28), False), ((92, 100), True)):
+        held_out = sources(shop, sums=right[: counts[0]], chat=(BARE * 13)[: counts[1]])
+        run = trained(shop, "--dry-run", train=str(shop.data), held_out=held_out)
+        assert run.code == (2 if fails else 0), (counts, run.said)
+        assert ("data.eval 'chat' (" in run.err) == fails
+    held_out = sources(shop, sums=right[:4], chat=BARE)
+    assert trained(shop, "--dry-run", "--eval.max_rows", "8", train=str(shop.data), held_out=held_out).code == 0
+
+
+@pytest.mark.full
+def test_the_allowed_share_of_evaluation_is_that_of_the_run(shop: Workshop) -> None:
+    """What is not refused finishes, and what is refused would have failed."""
+    right = [{"prompt": "1+1=", "answer": "2"}] * 4
+    at_most = {"train": str(shop.data), "held_out": sources(shop, sums=right, chat=BARE[:4])}
+    run = trained(shop, **at_most)
+    assert run.code == 0, run.said
+    assert "4 of 8 evaluation samples failed" in run.out
+
+
+def test_an_offline_run_needs_the_column_in_held_out_rows_only(shop: Workshop) -> None:
+    data = {"train": str(shop.rows("bare.jsonl", BARE)), "eval": str(shop.data)}
+    sampling = {"max_new_tokens": 4}
+    shop.train("sft", "run", "--dry-run", reward=MATH, data=data, sampling=sampling)
+    run = shop.run("sft", "run", "--dry-run", reward=MATH, data=data | {"eval": data["train"]}, sampling=sampling)
+    refused(run, "data.eval 'bare' (")
+
+
+def test_eval_and_score_are_refused_before_models_are_loaded(shop: Workshop, no_models) -> None:
+    data, out = shop.rows("bare.jsonl", BARE), str(shop.folder / "scored.jsonl")
+    words = ("--model", str(shop.model), "--data", str(data), "--reward", "math")
+    error = refused(shop.command("eval", *words), "(1 problem)", "data.eval 'bare' (")
+    assert "data.train" not in error
+    refused(shop.command("score", *words, "-o", out), "data.eval 'bare' (", "--reward.math.column")
+
+
+def test_score_checks_the_sources_that_it_reaches(shop: Workshop) -> None:
+    (first, second) = sources(shop, sums=[{"prompt": "1+1=", "answer": "2", "response": "2"}], chat=BARE)
+    words = ["score", "--model", str(shop.model), "--data", first["path"], "--data", second["path"], "--reward", "math"]
+    words += ["-o", str(shop.folder / "scored.jsonl")]
+    refused(shop.command(*words), "data.eval 'chat' (", "--reward.math.sources")
+    assert shop.command(*words, "--eval.max_rows", "1").code == 0
+
+
+def test_functions_and_classes_of_python_are_checked(shop: Workshop, no_models) -> None:
+    def level_of(completions, level, answr, other=None, **columns):
+        return [1.0 for _ in completions]
+
+    class Named(Reward):
+        async def score(self, group):
+            raise AssertionError
+
+        def columns(self):
+            return self.needed
+
+    def train(reward: Any) -> None:
+        given = {"model": shop.model, "data": BARE, "output": shop.folder / "out", "steps": 1}
+        rlhf.train("rloo", reward=reward, options={"sampling.samples_per_prompt": 2}, **given)
+
+    with pytest.raises(ConfigError, match=r"\(1 problem\)[^$]*no column 'level', which reward 'level_of' reads"):
+        train(level_of)
+    named = Named()
+    for wrong in ("answr", ["answr", ""], 3):
+        named.needed = wrong
+        with pytest.raises(rlhf.errors.PluginError, match=r"reward 'named'.*: columns\(\) (returned|raised TypeError)"):
+            train(named)
