@@ -127,7 +127,28 @@ def test_show_says_what_it_is(installed, capsys):
         {"name": "inner.weight", "type": "number", "required": False, "default": 0.5, "doc": "A weight."},
     ]
     assert shown["declares"]["calls"] == "async def: on the event loop"
-    assert shown["declares"]["roles"] == "depends on its options (path: Field required)"
+    assert shown["declares"]["roles"] == "depends on options that must be set: path"
+
+
+def test_show_names_all_options_that_must_be_set(installed, capsys):
+    installed("probe", REWARD.replace("limit: int | None = 3", "limit: int"))
+    assert "  roles: depends on options that must be set: path, limit" in run(capsys, "show", "probe")[1].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        (
+            '    def model_post_init(self, _):\n            raise ValueError("give x")',
+            "options that must be set: give x",
+        ),
+        ('def __init__(self, config):\n        raise ValueError("broken")', "its options (broken)"),
+    ],
+)
+def test_show_says_why_default_options_are_refused(installed, capsys, added, said):
+    text = REWARD.replace("path: str\n", "path: str = 'x'\n")
+    installed("probe", text.replace("    def roles", f"    {added}\n\n    def roles"))
+    assert f"  roles: depends on {said}" in run(capsys, "show", "probe")[1].splitlines()
 
 
 def test_show_for_people(installed, capsys):

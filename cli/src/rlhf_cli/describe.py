@@ -52,7 +52,7 @@ def options(config: type[Any]) -> list[dict[str, Any]]:
 
 
 def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
-    """Needs or capabilities, with the default options; ``"depends on its options"`` if an option is required."""
+    """Needs or capabilities, with the default options; which options must be set if there are no default options."""
     cls = resolved.cls
     if resolved.kind == "env":
         return {"calls": _calls(cls.step)}
@@ -62,7 +62,7 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
         try:
             subject = _instance(resolved, plugins)
         except (ValidationError, RlhfError, TypeError, ValueError) as error:
-            problem = f"depends on its options ({_cause(error)})"
+            problem = f"depends on {_why_not_built(error)}"
             return found | dict.fromkeys(DECLARATIONS[resolved.kind], problem)
     for name in DECLARATIONS.get(resolved.kind, ()):
         value = getattr(subject, name)
@@ -70,12 +70,14 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
     return found
 
 
-def _cause(error: Exception) -> str:
-    """The first line of the message."""
+def _why_not_built(error: Exception) -> str:
+    """The names of the required options. If no option is required by itself: why the default options are refused."""
     if not isinstance(error, ValidationError):
-        return str(error).splitlines()[0]
-    first = error.errors(include_url=False)[0]
-    return ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
+        return f"its options ({str(error).splitlines()[0]})"
+    errors = error.errors(include_url=False)
+    missing = [".".join(map(str, one["loc"])) for one in errors if one["type"] == "missing"]
+    why = ": ".join([*map(str, errors[0]["loc"]), errors[0]["msg"].removeprefix("Value error, ")])
+    return f"options that must be set: {', '.join(missing) or why}"
 
 
 def _instance(resolved: Resolved, plugins: Plugins) -> Any:
