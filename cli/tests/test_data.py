@@ -47,13 +47,13 @@ def models(tmp_path_factory):
 def show(models, tmp_path, capsys):
     """What ``rlhf data preview`` prints for rows; with ``--json``, as an object."""
 
-    def make(algo, rows, *flags, model="plain"):
+    def make(algo, rows, *flags, model="plain", code=0):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         words = ["data", "preview", "--algo", algo, "--model", str(models / model), "--data", str(path), *flags]
-        code = main(words)
+        found = main(words)
         said = capsys.readouterr()
-        assert code == 0, said.err
+        assert found == code, said.err
         return json.loads(said.out) if "--json" in flags else said.out
 
     return make
@@ -67,7 +67,8 @@ PAIRS = [
 
 
 def test_a_pair_as_json(show):
-    found = show("dpo", PAIRS, "--json", "--data.margin", "by", "--data.max_tokens", "20", "--data.too_long", "drop")
+    flags = ("--json", "--data.margin", "by", "--data.max_tokens", "20", "--data.too_long", "drop")
+    found = show("dpo", PAIRS, *flags, code=1)
     assert (found["form"], found["template"]) == ("pairs", "plain")
     (source,) = found["sources"]
     assert (source["name"], source["use"], source["rows"], source["unused"]) == ("rows", "train", 3, ["q"])
@@ -118,7 +119,7 @@ def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):
     turns = [{"role": "user", "content": "hi"}]
     rows = [{"prompt": turns, "response": r} for r in ("yo", "", "y" * 30)]
     flags = ("--algorithm.sampled", "0.4", "--data.max_tokens", "20", "--data.too_long", "drop", "--check")
-    found = show("distill_on_policy", rows, "--json", *flags, model="chat")
+    found = show("distill_on_policy", rows, "--json", *flags, model="chat", code=1)
     assert (found["form"], found["answers"]) == ("prompts", True)
     assert found["sources"][0]["columns"] == {"prompt": "prompt", "response": "response"}
     first, second, third = found["shown"]
@@ -140,13 +141,23 @@ def test_given_answers_that_are_learnt_from_are_shown_and_judged(show):
 
 def test_every_row_is_counted_on_request(show):
     flags = ("--check", "--rows", "0", "--data.max_tokens", "20")
-    found = show("dpo", PAIRS * 2, "--json", *flags)
+    found = show("dpo", PAIRS * 2, "--json", *flags, code=1)
     counts = found["all"]["train"]
     assert [counts[k] for k in ("ok", "too_long", "bad_rows", "longest")] == [2, 2, 2, 33]
     assert [line.split(": ")[0].rsplit(" ", 1)[1] for line in counts["named"]] == ["2", "3", "5", "6"]
     assert found["shown"] == []
-    out = show("dpo", PAIRS * 5, *flags)
+    out = show("dpo", PAIRS * 5, *flags, code=1)
     assert "data.train: 5 of 15 rows can be used, 5 are too long, 5 are bad; the longest has 33 tokens" in out
+
+
+def test_the_exit_code_says_whether_a_row_is_refused(show):
+    """Rows that are left out do not count. Without ``--check`` only the rows that are shown do."""
+    drop = ("--data.bad_rows", "drop", "--data.too_long", "drop", "--data.max_tokens", "20")
+    show("dpo", PAIRS, *drop, "--check")
+    show("dpo", PAIRS, "--rows", "1")
+    show("dpo", PAIRS, "--rows", "2", code=1)
+    show("dpo", PAIRS, "--rows", "1", "--check", code=1)
+    show("dpo", PAIRS[::2], "--rows", "1", "--check", *drop[-2:], code=1)
 
 
 def test_colours_tell_tokens_apart(show, monkeypatch):
@@ -162,7 +173,7 @@ def test_colours_tell_tokens_apart(show, monkeypatch):
 def test_text_that_the_terminal_cannot_show_is_escaped(show, monkeypatch, encoding):
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding=encoding))
-    show("sft", [{"prompt": "1+1=", "response": "\N{SNOWMAN}\ud800"}])
+    show("sft", [{"prompt": "1+1=", "response": "\N{SNOWMAN}\ud800"}], code=1)
     assert "1+1=" in shown.getvalue().decode(encoding)
 
 

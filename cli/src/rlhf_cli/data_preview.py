@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
+
+if TYPE_CHECKING:
+    from rlhf_runtime.config.data_section import DataSection
 
 LONG = 600
 """Largest number of tokens of a sequence that is shown without ``--json``. Of a longer sequence, the start and the end
@@ -21,7 +24,7 @@ class Preview(Command):
 
     The run file and flags are those of `rlhf train`. The tokenizer is loaded, but no model. The first rows of every
     source are shown in the order of the file: the trained tokens, the ends of steps, the rows that would be refused or
-    left out, and why.
+    left out, and why. The exit code is 1 if a row is refused; with --check every row counts.
     """
 
     name = "preview"
@@ -66,7 +69,14 @@ class Preview(Command):
             sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
         else:
             _show(found)
-        return 0
+        return 1 if _refused(found, config.data) else 0
+
+
+def _refused(found: dict[str, Any], section: DataSection) -> bool:
+    """Whether a run would refuse one of the rows that were looked at."""
+    fatal = [kind for kind in ("too_long", "bad_rows") if getattr(section, kind) == "error"]
+    counted = any(counts[kind] for counts in found.get("all", {}).values() for kind in fatal)
+    return counted or any(row["status"] == "refused" for row in found["shown"])
 
 
 def _count(text: str) -> int:
