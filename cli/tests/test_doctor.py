@@ -82,12 +82,29 @@ def test_a_broken_installation_is_a_table_and_exit_code_1(light):
     code, out, err = doctor(env=light)
     assert (code, err) == (1, "")
     lines = out.splitlines()
-    assert lines[0].split() == ["check", "status", "found", "what", "to", "do"]
-    [vllm] = [line for line in lines if line.startswith("vllm ")]
-    assert vllm.split()[1] == "fail"
-    assert "ImportError: left out of this test" in vllm
+    assert lines[0].split() == ["check", "status", "found,", "and", "what", "to", "do"]
+    [at] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
+    assert lines[at].split()[1] == "fail"
+    assert "ImportError: left out of this test" in lines[at]
+    assert lines[at + 1].split()[:2] == ["To", "do:"]
     assert " ok, " in lines[-1]
     assert " fail, " in lines[-1]
+
+
+def test_each_check_is_written_into_a_pipe_when_it_ends(light, tmp_path):
+    """The check of transformers ends only after the line of an earlier check was read."""
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n{STUB}"
+    (tmp_path / "site" / "transformers.py").write_text(wait)
+    command = [sys.executable, "-m", "rlhf_cli.main", "doctor", "--timeout", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **light}) as process:
+        for line in process.stdout:
+            if line.startswith("torch "):
+                gate.touch()
+            if line.startswith("transformers "):
+                assert "left out of this test" in line, "it was not waited for until the deadline"
+                break
+        process.kill()
 
 
 def test_json_names_every_check_once_and_an_address_alone_is_asked(light):

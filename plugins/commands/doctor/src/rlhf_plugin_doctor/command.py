@@ -17,6 +17,8 @@ from rlhf.interfaces.check import STATUSES
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rlhf_plugin_doctor.examine import Request
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
@@ -25,9 +27,9 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 class Doctor(Command):
     """Check this installation and this machine. With a run file or flags, also check what that run needs.
 
-    Each line shows the name of the check, the result (ok, warn, fail, skipped), what was found and what to do. The exit
-    code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names are
-    shown.
+    Each check is shown when it ends: its name, the result (ok, warn, fail, skipped), what was found and what to do. The
+    exit code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names
+    are shown.
     """
 
     name = "doctor"
@@ -47,41 +49,47 @@ class Doctor(Command):
         if not args.timeout > 0:
             raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
         request = Request(args.run_file, overrides(args), args.start, args.timeout)
-        checks = list(examine(request)) if args.json else _watched(request)
+        checks = list(examine(request)) if args.json else _printed(request)
         failed = any(check.status == "fail" for check in checks)
         if args.json:
             summary = {"status": "fail" if failed else "ok", "checks": [asdict(check) for check in checks]}
             sys.stdout.write(json.dumps(summary, indent=2) + "\n")
-        else:
-            _show(checks)
         return 1 if failed else 0
 
 
-def _watched(request: Request) -> list[Finding]:
-    """The findings. A terminal shows the name of the current check, because some take seconds."""
+def _printed(request: Request) -> list[Finding]:
+    """The findings. Each is printed as soon as it is made, into a pipe too. A terminal also shows the name of the
+    current check, because some take seconds."""
     from rich.console import Console
 
     from rlhf_plugin_doctor.examine import examine
 
-    console = Console(stderr=True)
-    status = console.status("looking") if console.is_terminal else None
+    console, errors = Console(), Console(stderr=True)
+    watched = next((c for c in (console, errors) if c.is_terminal), None)
+    status = watched.status("looking") if watched else None
+    checks = []
+    console.print(_row("check", "status", "found, and what to do", "bold"))
     with status or nullcontext():
-        return list(examine(request, lambda name: status.update(f"looking at {name}") if status else None))
+        for check in examine(request, lambda name: status.update(f"looking at {name}") if status else None):
+            todo = f"\nTo do: {check.remedy}" if check.remedy else ""
+            console.print(_row(check.name, check.status, check.found + todo, STYLES[check.status]))
+            checks.append(check)
+    counts = Counter(check.status for check in checks)
+    console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))
+    return checks
 
 
-def _show(checks: list[Finding]) -> None:
-    from rich.console import Console
+def _row(name: str, status: str, text: str, style: str) -> Table:
+    """A line of a table, with the same columns in each."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("check", "status", "found", "what to do", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for check in checks:
-        cells = (check.name, Text(check.status, STYLES[check.status]), Text(check.found), Text(check.remedy))
-        table.add_row(*cells)
-    counts = Counter(check.status for check in checks)
-    console = Console()
-    console.print(table)
-    console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.add_column(width=15, overflow="fold")
+    row.add_column(width=7)
+    row.add_column(ratio=1)
+    row.add_row(Text(name), Text(status, style), Text(text))
+    return row
 
 
 @hookimpl
