@@ -23,6 +23,10 @@ REFUSED = {
     "tau above 1": ({"loss_type": "discopop", "discopop_tau": 2.0}, "less than or equal to 1"),
     "shift unread": ({"bco_shift": "running"}, "bco_shift = 'running' is read by bco_pair only"),
     "divergence": ({"loss_type": ["sigmoid", "aot"], "f_divergence": "forward_kl"}, "aot need reverse_kl"),
+    "divergence from nothing": (
+        {"f_divergence": "forward_kl", "reference_free": True},
+        "cancels in the margin of reverse_kl only",
+    ),
     "alpha unread": ({"f_alpha": 0.2}, "alpha_divergence"),
     "wpo of no pair": ({"loss_type": ["sft", "ipo"], "wpo": True}, "sft has no value of a pair alone"),
     "wpo of ranks": ({"loss_type": "aot", "wpo": True}, "aot has no value of a pair alone"),

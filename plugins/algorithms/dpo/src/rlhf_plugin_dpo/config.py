@@ -56,7 +56,8 @@ class DPOConfig(ComponentConfig):
     bco_shift: Literal["none", "running"] = "none"
     """What ``bco_pair`` subtracts from rewards: nothing (TRL 1.16), or their running mean over all earlier steps."""
     f_divergence: Divergence = "reverse_kl"
-    """Divergence of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``."""
+    """Divergence of policy and reference: ``reverse_kl``, ``forward_kl``, ``js_divergence``, ``alpha_divergence``. All
+    but ``reverse_kl`` need a reference."""
     f_alpha: float = 0.5
     """alpha of the alpha-divergence."""
     ld_alpha: float | None = Field(default=None, ge=0, le=1)
@@ -93,6 +94,12 @@ class DPOConfig(ComponentConfig):
             raise ValueError(
                 f"f_divergence = {self.f_divergence!r} is defined for losses of the margin alone "
                 f"({', '.join(MARGIN_ONLY)}); {', '.join(others)} need reverse_kl"
+            )
+        if self.f_divergence != "reverse_kl" and self.reference_free:
+            raise ValueError(
+                f"f_divergence = {self.f_divergence!r} does not go with reference_free: the probability that a uniform "
+                "reference gives an answer cancels in the margin of reverse_kl only, and 0 in place of its logarithm "
+                "makes the scores of long answers exp(40). Use reverse_kl, or a reference"
             )
         unweighted = [n for n in names if n in (*SORTED, "sft")]
         if self.wpo and unweighted:
