@@ -20,9 +20,6 @@ from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metri
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 
-ROWS_AT_ONCE = 64
-"""Held-out rows that are answered together. The share of failed samples is over their samples."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -37,7 +34,7 @@ def evaluate_rollouts(
     rows: Sequence[Row],
     settings: RolloutSettings,
     section: EvalSection,
-    batch_size: int = ROWS_AT_ONCE,
+    batch_size: int = 64,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Metrics, list[Group]]:
     """Answer every row ``samples`` times with the current weights. Metrics are named ``eval/...``.

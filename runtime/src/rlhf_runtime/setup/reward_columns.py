@@ -14,14 +14,12 @@ from rlhf.types import Row
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.sources import Source
-from rlhf_runtime.loop.evaluate import ROWS_AT_ONCE
 from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.setup.plugins import RunPlugins
 
 
 def check_columns(made: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
-    """Refuse a run that ends because a reward cannot score the rows of a source. A run that continues without the
-    samples that fail is not refused.
+    """Refuse a run in which a reward cannot score any row of a source.
 
     Args:
         held_out: the rows that are evaluated on.
@@ -29,21 +27,10 @@ def check_columns(made: RunPlugins, data: TrainData, held_out: Sequence[Row], sa
 
     Raises ConfigError that names each reward, column and source.
     """
-    stream, problems = made.config.stream, list[str]()
-    if samples:
-        sources = data.sources["train"]
-        found = column_problems(made.rewards, sources, "train")
-        if stream.on_failed_sample == "abort" or len(found) == len(sources):
-            problems += [line for lines in found.values() for line in lines]
-    found = column_problems(made.rewards, data.sources["eval"], "eval")
-    failing: dict[str, None] = {}
-    for start in range(0, len(held_out), ROWS_AT_ONCE):
-        rows = held_out[start : start + ROWS_AT_ONCE]
-        fail = [row.source for row in rows if row.source in found]
-        # The share of failures in a short batch after another one is over rows of that one too.
-        if len(fail) > stream.max_failed * len(rows) and (not start or len(rows) == ROWS_AT_ONCE):
-            failing |= dict.fromkeys(fail)
-    problems += [line for source in failing for line in found[source]]
+    evaluated = {row.source for row in held_out}
+    trained = data.sources["train"] if samples else []
+    problems = column_problems(made.rewards, trained, "train")
+    problems += column_problems(made.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval")
     refuse(problems)
 
 
@@ -52,22 +39,19 @@ def refuse(problems: Sequence[str]) -> None:
     raise_problems("the rewards cannot score the data", problems)
 
 
-def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], key: str) -> dict[str, list[str]]:
-    """{source: a message for each column that a reward declares and the source lacks}, for the sources that lack any.
+def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], key: str) -> list[str]:
+    """A message for each column that a reward declares and a source lacks.
 
     Args:
         key: ``train`` or ``eval``, for messages.
     """
-    found: dict[str, list[str]] = {}
-    for reward in rewards:
-        columns = _declared(reward)
-        for source in sources:
-            if reward.sources and source.name not in reward.sources:
-                continue
-            found_here = [_problem(reward, c, source, sources, key) for c in columns if c not in source.columns]
-            if found_here:
-                found.setdefault(source.name, []).extend(found_here)
-    return found
+    return [
+        _problem(reward, column, source, sources, key)
+        for reward in rewards
+        for column in _declared(reward)
+        for source in sources
+        if (not reward.sources or source.name in reward.sources) and column not in source.columns
+    ]
 
 
 def _declared(reward: ActiveReward) -> list[str]:

@@ -149,7 +149,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     placed = place_rewards(config, plugins)
     data = TrainData(placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits)
     scored = list(_first(data.sources["eval"], config.eval.max_rows))
-    refuse([line for lines in column_problems(placed.rewards, scored, "eval").values() for line in lines])
+    refuse(column_problems(placed.rewards, scored, "eval"))
     return Prepared(
         **vars(placed),
         data=data,
