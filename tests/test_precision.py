@@ -40,4 +40,4 @@ def test_one_measurement_serves_every_role_and_a_resume(shop: Workshop, gain, mo
     assert computed == [("policy", "bf16"), ("reference", "bf16")]
     starts = json.loads((done.path / "manifest.json").read_text())["starts"]
     assert [start["on_processor"]["bf16"] for start in starts] == [True, True]
-    assert "precision: bf16 on cpu: amx_bf16; its matrix product is 9.0 x fp32's" in done.said
+    assert "precision: bf16 on cpu: a matrix product in bf16 is 9.0 times as fast as in fp32 (amx_bf16)" in done.said

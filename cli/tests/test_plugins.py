@@ -204,7 +204,7 @@ def test_check_runs_the_suite_of_the_kind(installed, capsys):
     assert any(line.startswith("left out  reward probe: cases: ") for line in lines), (
         "no case was supplied: said, not hidden"
     )
-    assert lines[-1] == f"Of {len(lines) - 1} checks {len(lines) - 2} passed, 0 failed and 1 were left out."
+    assert lines[-1] == f"{len(lines) - 1} checks: {len(lines) - 2} passed, 0 failed, 1 left out."
     assert code == 0, out
 
 

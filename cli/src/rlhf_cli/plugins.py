@@ -173,8 +173,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.json:
         _write(json.dumps(rows, indent=2))
     else:
-        found = f"{counts['FAILED']} failed and {counts['left out']} were left out"
-        _write(f"Of {len(rows)} checks {counts['ok']} passed, {found}.")
+        found = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
+        _write(f"{len(rows)} checks: {found}.")
     return 1 if counts["FAILED"] or not rows else 0
 
 

@@ -131,7 +131,7 @@ def refused(call, error=ConfigError) -> str:
 def test_a_misspelled_field_of_the_section_itself_is_recognised(plugins):
     """`weight` is the section's and not the plugin's; who misspells it does not know."""
     message = refused(lambda: select(plugins, "reward", Choice(use="scorer", options={"weigth": 2.0}), "reward.0"))
-    assert "reward.0.weigth: unknown key. Did you mean 'weight'? Here allowed are choice," in message
+    assert "reward.0.weigth: unknown key. Did you mean 'weight'? Allowed here: choice," in message
     assert "retries" in message
 
 
@@ -181,18 +181,18 @@ def test_every_problem_is_named_with_plugin_path_origin_and_alternative(plugins)
     }
     message = refused(lambda: configure(plugins, given, origins))
     assert message.startswith(f"{plugins.resolve('reward', 'scorer')} cannot be configured like this:")
-    assert "reward.0.numbr (run.toml, line 7): unknown key. Did you mean 'number'? Here allowed are choice," in message
+    assert "reward.0.numbr (run.toml, line 7): unknown key. Did you mean 'number'? Allowed here: choice," in message
     assert "reward.0.text: should be a valid string, got integer 5" in message
     assert "reward.0.count: should be greater than 0, got integer 0" in message
     assert "reward.0.choice: should be 'a' or 'b', got string 'c'" in message
-    assert "reward.0.inner.wight: unknown key. Did you mean 'weight'? Here allowed are names, weight." in message
+    assert "reward.0.inner.wight: unknown key. Did you mean 'weight'? Allowed here: names, weight." in message
     assert "reward.0.flag: should be a valid boolean, got string 'true'. Write true or false" in message
-    assert "reward.0.many.0.x: unknown key. Here allowed are names, weight." in message
+    assert "reward.0.many.0.x: unknown key. Allowed here: names, weight." in message
 
 
 def test_a_plugin_without_options_says_so(plugins):
     message = refused(lambda: component_config(plugins.resolve("reward", "failing"), {"a": 1}, "rollout"))
-    assert "rollout.a: unknown key. Here there are no options." in message
+    assert "rollout.a: unknown key. There are no options here." in message
 
 
 def test_options_of_the_reference(plugins):
@@ -240,7 +240,7 @@ def test_build_algorithm_names_every_plugin_and_takes_short_slots(plugins):
 def test_problems_of_algorithm_and_slots_come_together(plugins):
     given = {"k": 1, "clip_high": 0.3, "los": {}, "loss": {"clip_hih": 1.0}, "advantage": {"x": 1}}
     message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options=given)))
-    assert "algorithm.k: unknown key. Did you mean 'kl'? Here allowed are advantage, kl, loss." in message
+    assert "algorithm.k: unknown key. Did you mean 'kl'? Allowed here: advantage, kl, loss." in message
     assert "algorithm.clip_high: belongs to algorithm.loss; write --algorithm.loss.clip_high 0.3." in message
     assert "algorithm.los: unknown key. Did you mean 'loss'?" in message
     assert "algorithm.loss.clip_hih: unknown key. Did you mean 'clip_high'?" in message

@@ -84,7 +84,7 @@ def test_file_values_are_never_coerced(write):
 
 def test_unknown_keys_of_several_sections_are_reported_at_once(write):
     message = refused(write('algoritm = "x"\nalgorithm = "x"\n[sampling]\ntemprature = 1.0\n[data]\ntran = "f"\n'))
-    assert "algoritm (run.toml, line 1): unknown key. Did you mean 'algorithm'? Here allowed are algorithm," in message
+    assert "algoritm (run.toml, line 1): unknown key. Did you mean 'algorithm'? Allowed here: algorithm," in message
     assert "sampling.temprature (run.toml, line 4): unknown key. Did you mean 'temperature'?" in message
     assert "data.tran (run.toml, line 6): unknown key. Did you mean 'train'?" in message
 

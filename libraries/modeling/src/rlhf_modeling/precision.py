@@ -58,9 +58,8 @@ def _automatic(device_type: str) -> Precision:
         return Precision(False, "fp32 on cpu: the processor has no bf16 arithmetic (avx512_bf16, amx_bf16, bf16)")
     gain = measured_gain()
     bf16 = gain >= MIN_GAIN
-    return Precision(
-        bf16, f"{'bf16' if bf16 else 'fp32'} on cpu: {', '.join(flags)}; its matrix product is {gain:.1f} x fp32's"
-    )
+    speed = f"a matrix product in bf16 is {gain:.1f} times as fast as in fp32 ({', '.join(flags)})"
+    return Precision(bf16, f"{'bf16' if bf16 else 'fp32'} on cpu: {speed}")
 
 
 def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:

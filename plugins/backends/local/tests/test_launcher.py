@@ -130,8 +130,8 @@ def test_precision_asks_the_processor_and_measures(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     for flags, gain, name, note in (
         ((), 9.0, "fp32", "has no bf16 arithmetic"),
-        (("amx_bf16",), 4.0, "bf16", "amx_bf16; its matrix product is 4.0 x fp32's"),
-        (("amx_bf16",), 1.1, "fp32", "1.1 x fp32's"),
+        (("amx_bf16",), 4.0, "bf16", "4.0 times as fast as in fp32 (amx_bf16)"),
+        (("amx_bf16",), 1.1, "fp32", "1.1 times as fast"),
     ):
         precision._automatic.cache_clear()
         monkeypatch.setattr(precision, "bf16_flags", lambda flags=flags: flags)

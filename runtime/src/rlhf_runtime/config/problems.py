@@ -67,7 +67,7 @@ def unknown_keys(
 ) -> list[str]:
     """The lines for an unknown key: one for each key below it."""
     names = sorted(set(allowed) - _RESERVED)
-    listed = f"allowed are {', '.join(names)}" if names else "there are no options"
+    listed = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
     lines = []
     for written in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
         where = origin(written, origins)
@@ -75,7 +75,7 @@ def unknown_keys(
             near = did_you_mean(path.rpartition(".")[2], names)
         else:
             near = suggestions.near(written, names if written == path else (), "flag --" in where)
-        here = "" if near and "'" not in near else f" Here {listed}."  # suggestions from other sections are not quoted
+        here = "" if near and "'" not in near else f" {listed}"  # suggestions from other sections are not quoted
         if "." not in written and "flag --" in where:
             dots = "" if near else " Fields of the run file are dotted: --run.seed 3"
             lines.append(f"no flag --{written}.{near}{dots}")

@@ -143,7 +143,7 @@ class RunFile(ComponentConfig):
     checkpoint: CheckpointSection = CheckpointSection()
     """When the run is saved and exported, and how much is kept."""
     observer: tuple[Choice, ...] = ()
-    """What is told of the run's events, such as a logger of metrics."""
+    """Plugins that receive the run's events, such as a logger of metrics."""
 
     _origins: Origins = PrivateAttr(default_factory=Origins)
 

@@ -51,8 +51,9 @@ class StreamSection(ComponentConfig):
     """``waves``: batches are generated whole, and the policy does not learn meanwhile. ``continuous``: each sample goes
     on by itself while the policy learns. It needs a launcher with the capability ``answers``."""
     staleness: NotNegative = 0
-    """S. ``waves``: batch k is generated with the weights of version max(0, k - S). ``continuous``: no token that step
-    k trains on is older than version k - S; 0 lets nothing be generated while the policy learns."""
+    """S: how many steps the weights that sample may be behind. ``waves``: batch k is generated with the weights of
+    version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S; 0 lets nothing be
+    generated while the policy learns."""
     order: Literal["submission", "completion"] = "submission"
     """``continuous``: which groups a batch takes. ``submission``: those that were started first. ``completion``: those
     that were scored first, and those that would become too old; batches then hold short answers first."""
