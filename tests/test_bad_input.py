@@ -45,7 +45,7 @@ def test_an_unreadable_model(shop: Workshop) -> None:
     broken = Path(shutil.copytree(shop.model, shop.folder / "broken"))
     (broken / "model.safetensors").write_bytes(b"not a model")
     run = shop.run("sft", "run", policy={"model": str(broken)})
-    refused(run, f"cannot load the model {str(broken)!r} of role 'policy'", code=1)
+    refused(run, f"cannot load the model {str(broken)!r} of role 'policy'", "damaged or incomplete", code=1)
     (broken / "tokenizer.json").unlink()
     (broken / "tokenizer_config.json").unlink()
     refused(shop.run("sft", "run", policy={"model": str(broken)}), "holds no tokenizer", code=1)

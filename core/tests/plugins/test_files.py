@@ -128,7 +128,8 @@ def test_a_file_without_a_component_is_refused_with_its_definitions_and_the_expe
 @pytest.mark.parametrize(
     ("ref", "error", "message"),
     [
-        ("gone.py", ConfigError, r"'file:.*gone.py' cannot be read: No such file"),
+        ("gone.py", ConfigError, r"'file:.*gone.py' cannot be read: No such file or directory \(/.*gone.py\)\."),
+        ("sintax.py", ConfigError, r"'file:.*sintax.py' cannot be read: .* Did you mean 'syntax.py'\?"),
         (
             "none.py:Nine",
             PluginInvalid,

@@ -155,7 +155,7 @@ def test_truncated_sampling_needs_a_correction(key, value):
     flags = [*BASE, (f"sampling.{key}", value)]
     message = messages(flags)
     assert f"sampling.{key} = {value}: training samples would come from another distribution" in message
-    assert "importance correction" in message
+    assert "set an importance correction: `rlhf explain algorithm.loss`" in message
     check(load(None, flags), Fake(features=("correction",)))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid
+from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, did_you_mean
 from rlhf.paths import check_path
 from rlhf.plugins.functions import SAMPLE_PARAMETERS, reward_of_samples
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
@@ -42,7 +42,10 @@ class SourceFile:
         try:
             return cls.of(str(file.resolve()), file.read_text(encoding="utf-8"))
         except OSError as cause:
-            raise ConfigError(f"'file:{path}' cannot be read: {cause.strerror or cause} ({file.absolute()})") from cause
+            near = did_you_mean(file.name, [p.name for p in file.absolute().parent.glob("*.py")])
+            raise ConfigError(
+                f"'file:{path}' cannot be read: {cause.strerror or cause} ({file.absolute()}).{near}"
+            ) from cause
         except UnicodeDecodeError as cause:
             raise ConfigError(f"'file:{path}' is not UTF-8 text: {cause}") from cause
 

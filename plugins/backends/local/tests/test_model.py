@@ -105,7 +105,7 @@ def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
     path = tiny_model(tmp_path / "cut")
     data = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ModelError, match="cannot load the model"):
+    with pytest.raises(ModelError, match=r"(?s)cannot load the model .*A file of weights is damaged or incomplete"):
         load(path)
     with pytest.raises(ModelError, match="head 'vector' is not known"):
         load(path, "vector")

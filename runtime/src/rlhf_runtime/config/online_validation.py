@@ -35,7 +35,8 @@ def sampling_problems(
     if cut and CORRECTION not in needs.features:
         problems.append(
             f"sampling.{', sampling.'.join(cut)}: training samples would come from another distribution than the one "
-            "whose log-probs are trained on. Leave it at its default, or switch on the loss's importance correction."
+            "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
+            "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
     if s.max_new_tokens >= run.data.max_tokens:
         problems.append(

@@ -54,7 +54,8 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
     if launcher is not None and ANSWERS not in launcher.capabilities:
         problems.append(
             f"stream.mode = 'continuous': launcher {launcher.name!r} generates and trains in turns, so samples cannot "
-            "go on while the policy learns. Remove it, or use a launcher whose engines work by themselves."
+            f"go on while the policy learns. Remove it, or use a launcher with the capability {ANSWERS!r}: "
+            "`rlhf plugins list launcher`, `rlhf plugins show NAME`."
         )
     elif generator is not None and ANSWERS not in generator.capabilities:
         problems.append(

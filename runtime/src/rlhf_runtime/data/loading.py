@@ -43,7 +43,7 @@ def load_source(section: SourceSection, commits: Commits | None = None) -> Sourc
     else:
         raise DataError(_missing(path))
     if not len(source):
-        raise DataError(f"{section.path} holds no rows")
+        raise DataError(f"{section.path} holds no rows; a source needs at least one")
     return source
 
 

@@ -53,7 +53,8 @@ class LocalLauncher(Launcher):
             if place.ranks != 1 or place.devices != 1:
                 raise ConfigError(
                     f"[placement.{name}] asks for {place.ranks} ranks of {place.devices} devices; launcher 'local' has "
-                    "one process and one device. Use --launcher.use ray, or remove the section."
+                    "one process and one device. Use --launcher.use processes (this machine) or ray (a cluster), or "
+                    "remove the section."
                 )
 
     def launch_trainer(self, trainer: type[Trainer], config: Any, spec: ModelSpec) -> LocalGroup:
