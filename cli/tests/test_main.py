@@ -93,7 +93,10 @@ def test_a_hub_name_that_cannot_be_looked_up_is_said_before_anything_heavy_is_im
     (tmp_path / "tiny-model").mkdir()
     code, heavy, said = imported("generate", "--model", "tiny-nodel", "--prompt", "x", stream="stderr")
     assert (code, heavy.split(",")[0]) == (1, "")
-    assert "there is no folder tiny-nodel here, so it is a hub name; the model 'tiny-nodel', revision 'main'" in said
+    assert (
+        "there is no folder tiny-nodel here, so it is taken as a hub name; the model 'tiny-nodel', revision 'main'"
+        in said
+    )
     assert said.endswith("or give a folder or file. Did you mean 'tiny-model'?\n")
 
 

@@ -173,9 +173,9 @@ def test_missing_names_on_the_hub_are_reported(hub, client):
         "Name one that there is: owner/rows@REVISION."
     ) in revision
     assert none == (
-        "DataError: there is no file or folder owner/none here, so it is a hub name; the dataset 'owner/none', "
-        f"revision 'main', of the hub {hub.url}: there is none, or it is private (no token was sent). Correct the "
-        "name, or set HF_TOKEN to your token, if it is private."
+        "DataError: there is no file or folder owner/none here, so it is taken as a hub name; the dataset "
+        f"'owner/none', revision 'main', of the hub {hub.url}: there is none, or it is private (no token was sent). "
+        "Correct the name, or set HF_TOKEN to your token, if it is private."
     )
 
 
@@ -302,7 +302,7 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert "owner/pickled@" in pickled["error"]
     assert "has its weights in pytorch_model.bin only, which is not read" in pickled["error"]
     assert not hub.asked("*/pytorch_model.bin")
-    assert "there is no folder owner/tinny here, so it is a hub name; the model 'owner/tinny'" in none["error"]
+    assert "there is no folder owner/tinny here, so it is taken as a hub name; the model 'owner/tinny'" in none["error"]
 
 
 def test_pickled_weights_of_a_folder_are_refused_too(tmp_path):

@@ -107,7 +107,10 @@ def test_recognised(form, row, columns, conversion):
     assert found(form, row, chat=True) == (columns, conversion)
     conversations = "messages" in columns or (form == "pairs" and "prompt" not in columns and conversion == "")
     if conversations:
-        with pytest.raises(DataError, match="has conversations, which need a chat template, but none is used"):
+        with pytest.raises(
+            DataError,
+            match=r"which need a chat template, but none is used; .* or name a file with one as data.chat_template",
+        ):
             found(form, row)
     else:
         assert found(form, row) == (columns, conversion)

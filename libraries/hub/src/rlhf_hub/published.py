@@ -132,7 +132,7 @@ def _not_published(name: str, error: HubError) -> str:
     """The error for a name that is neither a folder nor known to the hub."""
     place = Path(name).parent
     near = did_you_mean(Path(name).name, _folders(place))
-    return f"there is no folder {name} here, so it is a hub name; {error}{near}"
+    return f"there is no folder {name} here, so it is taken as a hub name; {error}{near}"
 
 
 def _folders(place: Path) -> list[str]:

@@ -72,7 +72,9 @@ def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source
         names, form = _files(section, asked, commit, there)
         folder = download("dataset", asked, commit, [glob.escape(name) for name in names])
     except HubError as error:
-        raise DataError(f"there is no file or folder {section.path} here, so it is a hub name; {error}") from error
+        raise DataError(
+            f"there is no file or folder {section.path} here, so it is taken as a hub name; {error}"
+        ) from error
     parts = []
     for name in names:
         kind = file_kind(Path(name))

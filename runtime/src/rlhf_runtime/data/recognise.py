@@ -93,7 +93,10 @@ class _Case:
 
     def problem(self) -> str:
         if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
-            return "has conversations, which need a chat template, but none is used; " + self.present()
+            return (
+                f"has conversations, which need a chat template, but none is used; {self.present()} Use a tokenizer "
+                "with a chat template, or name a file with one as data.chat_template."
+            )
         needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
         fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
         if "messages" in self.named:
