@@ -369,7 +369,7 @@ def test_a_failed_sample_is_shown_with_its_error_and_not_compared(whole, tmp_pat
 
 def test_a_missing_step_is_an_error(whole, capsys):
     error = called(capsys, "samples", whole.path, "--step", 7, code=2)
-    assert f"--step 7: {whole.path} holds no samples of it. It holds samples of the steps 1 to 3." in error
+    assert f"--step 7: {whole.path} holds no samples of it. It holds samples of steps 1 to 3." in error
 
 
 def test_a_run_without_samples_is_refused_with_the_reason(offline, whole, shop, tmp_path, capsys):

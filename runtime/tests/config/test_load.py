@@ -87,6 +87,9 @@ def test_unknown_keys_of_several_sections_are_reported_at_once(write):
     assert "algoritm (run.toml, line 1): unknown key. Did you mean 'algorithm'? Allowed here: algorithm," in message
     assert "sampling.temprature (run.toml, line 4): unknown key. Did you mean 'temperature'?" in message
     assert "data.tran (run.toml, line 6): unknown key. Did you mean 'train'?" in message
+    message = refused(write('algorithm = "x"\n[rewards]\nuse = "x"\n[data]\ntrain = ["f", 3]\n'))
+    assert "rewards.use (run.toml, line 3): unknown key. Did you mean the section 'reward'? Allowed here:" in message
+    assert "data.train.1 (run.toml, line 5): should be a table, got integer 3." in message
 
 
 def test_unknown_flag_and_bad_choice():

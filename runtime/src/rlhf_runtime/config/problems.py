@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -68,10 +70,13 @@ def unknown_keys(
     """The lines for an unknown key: one for each key below it."""
     names = sorted(set(allowed) - _RESERVED)
     listed = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
+    section = get_close_matches(path, names, n=1, cutoff=0.8) if isinstance(value, Mapping) else []
     lines = []
     for written in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
         where = origin(written, origins)
-        if suggestions is None:
+        if section and "." not in path:
+            near = f" Did you mean the section {section[0]!r}?"
+        elif suggestions is None:
             near = did_you_mean(path.rpartition(".")[2], names)
         else:
             near = suggestions.near(written, names if written == path else (), "flag --" in where)
@@ -140,6 +145,7 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     if kind in ("value_error", "assertion_error"):
         message = message.removeprefix("Value error, ").removeprefix("Assertion failed, ")
         return f"{at}: {message}" if path else message  # a check of several sections names them itself
+    message = re.sub(r" or instance of \w+", "", message)
     message = message.removeprefix("Input ").replace("valid dictionary", "table").replace("valid tuple", "list")
     if value is ALONE:
         parent = _model_at(model, location[:-1])

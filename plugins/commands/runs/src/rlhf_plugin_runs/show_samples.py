@@ -73,7 +73,8 @@ def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
     if step is not None and step not in steps:
         whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
         there = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
-        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of the steps {there}.")
+        word = "step" if len(steps) == 1 else "steps"
+        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {there}.")
     step = steps[-1] if step is None else step
     return run / "rollouts" / f"step-{step:06d}.arrow", step
 
