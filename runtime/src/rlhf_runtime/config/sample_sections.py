@@ -48,17 +48,17 @@ class FilterSection(ComponentConfig):
 
 class StreamSection(ComponentConfig):
     mode: Literal["waves", "continuous"] = "waves"
-    """``waves``: batches are generated whole, and the policy does not learn meanwhile. ``continuous``: each sample goes
-    on by itself while the policy learns. It needs a launcher with the capability ``answers``."""
+    """``waves``: a batch is generated whole, then the policy learns from it. ``continuous``: samples continue while the
+    policy learns; this needs a launcher with the capability ``answers``."""
     staleness: NotNegative = 0
-    """S: how many steps the weights that sample may be behind. ``waves``: batch k is generated with the weights of
-    version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S; 0 lets nothing be
-    generated while the policy learns."""
+    """S: number of steps by which the sampling weights may be behind the policy. ``waves``: batch k is generated with
+    the weights of version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S; with
+    0 nothing is generated while the policy learns."""
     order: Literal["submission", "completion"] = "submission"
     """``continuous``: which groups a batch takes. ``submission``: those that were started first. ``completion``: those
     that were scored first, and those that would become too old; batches then hold short answers first."""
     oversample: Annotated[float, Field(ge=1)] | None = None
-    """``continuous``: at most so many batches are started and not trained on. Where absent: as many as staleness
+    """``continuous``: largest number of batches that are started and not yet trained on. Default: as many as staleness
     allows."""
     round: Count = 1
     """R: batches of R steps are all generated before the first of them, with the weights of version R * (k // R)."""

@@ -83,10 +83,10 @@ class RunSection(ComponentConfig):
     threads: Count | None = None
     """Number of torch threads; default: torch's own choice. Recorded, because it can change results between runs."""
     show_samples: Count | None = None
-    """Every so many steps, print the best and the worst sample. Default: never. `rlhf samples` shows more."""
+    """Print the best and the worst sample every N steps. Default: never. `rlhf samples` shows more."""
     timeline: Count | None = None
-    """Record the timeline of the first steps, so many, in ``timeline.json``, which ui.perfetto.dev opens. A resume
-    records as many again. Default: none."""
+    """Record what happens when in the first N steps, in ``timeline.json``, which ui.perfetto.dev opens. A resume
+    records N more. Default: none."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 
