@@ -52,8 +52,8 @@ class StreamSection(ComponentConfig):
     policy learns; this needs a launcher with the capability ``answers``."""
     staleness: NotNegative = 0
     """S: number of steps by which the sampling weights may be behind the policy. ``waves``: batch k is generated with
-    the weights of version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S; with
-    0 nothing is generated while the policy learns."""
+    the weights of version max(0, k - S). ``continuous``: no token that step k trains on is older than version k - S;
+    with 0 nothing is generated while the policy learns."""
     order: Literal["submission", "completion"] = "submission"
     """``continuous``: which groups a batch takes. ``submission``: those that were started first. ``completion``: those
     that were scored first, and those that would become too old; batches then hold short answers first."""
