@@ -40,7 +40,7 @@ def load(tmp_path):
         ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": ""},
          "column 'response': the answer is empty"),
         ("demonstrations", [{"prompt": "p", "response": "r"}], {"prompt": "p", "response": None},
-         "see data.chat_template), got NoneType"),
+         "column 'response': must be text, got NoneType"),
         ("demonstrations", [{"text": "ab"}], {"text": ""}, "the row is empty"),
         ("labels", LABELS, {**LABELS[0], "response": ""}, "column 'response': the answer is empty"),
         ("steps", [STEPS], {**STEPS, "labels": [1]}, "2 steps in column 'completions', but 1 labels"),
@@ -48,7 +48,8 @@ def load(tmp_path):
         ("steps", [STEPS], {**STEPS, "completions": ["a", "b\nc"]}, "step 2 contains data.step_separator"),
         ("steps", [STEPS], {**STEPS, "labels": [1, 7]}, "step 2: a label is true or false"),
         ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),
-        ("prompts", [{"prompt": "p"}], {"prompt": 7}, "see data.chat_template), got int '7'"),
+        ("prompts", [{"prompt": "p"}], {"prompt": 7}, "must be text, got int '7'"),
+        ("prompts", [{"prompt": "p"}], {"prompt": [USER]}, "Messages need a chat template, and none is used"),
     ],
 )  # fmt: skip
 def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):

@@ -119,10 +119,7 @@ def test_demonstrations_are_limited_by_the_whole_row(write, chars):
 def test_a_bad_row_is_named_with_file_and_line(write, chars):
     rows = [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}]
     data = TrainData(DataSection(train=(write("a.jsonl", rows),), shuffle=False), chars, "demonstrations", 0)
-    with pytest.raises(
-        DataError,
-        match=r"a\.jsonl, line 2: column 'response': must be text, because no chat template is used .*, got NoneType",
-    ):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: column 'response': must be text, got NoneType"):
         data.take(2)
 
 

@@ -28,7 +28,6 @@ _CACHED_PROMPTS = 4096
 _CACHED_BYTES = 2**28
 """Of images in cached prompts."""
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
-TEXT_WITHOUT_CHAT = "text, because no chat template is used (messages need one: see data.chat_template)"
 
 
 class Prompts:
@@ -203,7 +202,7 @@ class Prompts:
         elif optional and "prompt" not in cells:
             text = ""
         else:
-            text = cells.text("prompt", TEXT_WITHOUT_CHAT)
+            text = cells.text("prompt")
         system = self._system(cells)
         return (section.system or "") + (f"{system}\n\n" if system else "") + text
 

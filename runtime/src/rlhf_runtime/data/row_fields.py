@@ -49,7 +49,11 @@ class Cells:
     def text(self, field: str, allowed: str = "text") -> str:
         value = self.value(field)
         if not isinstance(value, str):
-            raise DataError(f"{self.name(field)}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}")
+            template = isinstance(value, list) and field in ("prompt", "response", "chosen", "rejected")
+            raise DataError(
+                f"{self.name(field)}: must be {allowed}, got {type(value).__name__} {str(value)[:60]!r}"
+                f"{'. Messages need a chat template, and none is used: see data.chat_template' if template else ''}"
+            )
         return value
 
     def messages(self, field: str) -> list[Message]:

@@ -16,7 +16,7 @@ from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, TEXT_WITHOUT_CHAT, Prompts
+from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
 from rlhf_runtime.data.token_spans import Span, edges_are_between
@@ -135,7 +135,7 @@ class Template(Prompts):
         prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
             return self._conversation([*prompt, *cells.messages(field)], cells)
-        text = cells.text(field, TEXT_WITHOUT_CHAT if self.chat is None else TEXT_OR_MESSAGES)
+        text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
         return self._answered_by(cells, text, prompt, front, f"{cells.name(field)}: ")
 
     def _asked(self, cells: Cells) -> tuple[list[Message], str]:
