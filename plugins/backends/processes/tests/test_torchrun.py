@@ -104,12 +104,14 @@ def test_a_start_of_torchrun_has_one_run(launcher):
         again.place({"policy": Place(2)})
 
 
-def test_a_machine_that_does_not_come_is_named():
+def test_a_machine_that_does_not_come_is_named(monkeypatch, caplog):
+    monkeypatch.setattr("rlhf_plugin_processes.torchrun.meeting._SILENT_SECONDS", 0.05)
     machines = Machines(count=1)
     with machines.environment():
         meeting = Meeting(member(os.environ))
     with pytest.raises(WorkerError, match=r"process 1 of torchrun did not connect to the driver within 0.1 s"):
         meeting.take("process 1 of torchrun", 0.1)
+    assert "process 1 of torchrun has not connected to the driver for 0.05 s. Look whether" in caplog.text
     meeting.close()
 
 
@@ -121,7 +123,8 @@ def test_a_connection_without_the_token_is_closed(launcher):
     before = open_ports()
     launcher.place({"policy": Place(2)})
     [port] = open_ports() - before - {launcher.machines.port}
-    for said in (b"{}\n", b'{"token": "wrong", "name": "worker 0", "facts": {}}\n', b"x" * 4096 + b"\n"):
+    wrong = b'{"token": "wrong", "name": "worker 0", "facts": {}}\n'
+    for said in (b"{}\n", wrong, b"x" * 4096 + b"\n", b"[" * 4000 + b"\n", b"\xff\n", b"null\n"):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as end:
             end.sendall(said)
             assert end.recv(1) == b""
@@ -149,6 +152,17 @@ def test_a_lost_machine_is_named_and_its_workers_end(launcher):
     with pytest.raises(WorkerError, match=r"policy rank 2 .* died during fail_later\(\): machine .* was lost"):
         waiting()
     assert psutil.wait_procs(started[4:], timeout=60)[1] == []
+
+
+def test_a_worker_that_another_machine_cannot_start_is_named_with_the_reason(launcher):
+    launcher.place({"policy": Place(3)})
+    there = launcher._machines["1"]
+    cause = r"policy rank 2 was not started: machine .* cannot start it: FileNotFoundError: .*'/proc/absent'"
+    with pytest.raises(WorkerError, match=cause):
+        there.start("policy rank 2", {}, None, Path("/proc/absent"), False)
+    launcher.machines.kill()
+    with pytest.raises(WorkerError, match=r"policy rank 2 was not started: machine .* was lost"):
+        launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=3))
 
 
 def test_no_worker_outlives_a_killed_driver():

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 from rlhf.errors import ConfigError, WorkerError
 
 from rlhf_plugin_processes.torchrun.environment import Member, store
 
+_LOG = logging.getLogger(__name__)
 _KEY = "rlhf/driver"
 """In the store: port and token of the driver, as JSON."""
 _HELLO_BYTES = 4096
 _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
+_SILENT_SECONDS = 20.0
+"""After which the driver says whom it waits for: torchrun does not tell it that another machine's process ended."""
 _LOST = (
     (socket.TCP_KEEPIDLE, 15),
     (socket.TCP_KEEPINTVL, 5),
@@ -50,11 +53,17 @@ class Meeting:
 
     def take(self, name: str, timeout: float) -> tuple[socket.socket, dict[str, Any]]:
         """The connection that says ``name``, and its facts. Raises WorkerError after ``timeout`` seconds."""
+        look = (
+            "Look whether torchrun runs on every machine, what it says there, and whether a firewall stops "
+            "connections between the machines."
+        )
+        silent = min(timeout, _SILENT_SECONDS)
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._arrived, timeout):
+            if not self._changed.wait_for(lambda: name in self._arrived, silent):
+                _LOG.warning("%s has not connected to the driver for %g s. %s", name, silent, look)
+            if not self._changed.wait_for(lambda: name in self._arrived, timeout - silent):
                 raise WorkerError(
-                    f"{name} did not connect to the driver within {timeout:g} s (launcher.start_timeout). Look whether "
-                    "torchrun runs on every machine, and whether a firewall stops connections between the machines."
+                    f"{name} did not connect to the driver within {timeout:g} s (launcher.start_timeout). {look}"
                 )
             return self._arrived.pop(name)
 
@@ -66,9 +75,14 @@ class Meeting:
             self._arrived.clear()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while True:
+            try:
                 end, _ = self._server.accept()
+            except OSError:
+                if self._server.fileno() < 0:  # closed
+                    return
+                time.sleep(_LOOK_SECONDS)  # the other end is gone already, or this process has too many open files
+            else:
                 threading.Thread(target=self._greet, args=(end,), name="connection", daemon=True).start()
 
     def _greet(self, end: socket.socket) -> None:
@@ -76,7 +90,7 @@ class Meeting:
             end.settimeout(_HELLO_SECONDS)
             said = json.loads(_line(end))
             known = hmac.compare_digest(str(said["token"]).encode(), self._token.encode())
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the other end may send anything
             known = False
         if not known:
             end.close()

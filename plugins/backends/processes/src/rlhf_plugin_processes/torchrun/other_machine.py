@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import WorkerError
 from rlhf_workers.driver.calls import CallFailed
 from rlhf_workers.placement import Node
 
@@ -54,7 +55,11 @@ class OtherMachine(Machine):
     ) -> tuple[Started, socket.socket, str]:
         number = next(self._numbers)
         folder = None if logs is None else str(logs.absolute())
-        path: str = self.ask("start", number, name, dict(env), devices, folder, show)
+        try:
+            path: str = self.ask("start", number, name, dict(env), devices, folder, show)
+        except CallFailed as cause:
+            what = str(cause) if cause.died else f"{self.name} cannot start it: {cause}"
+            raise WorkerError(f"{name} was not started: {what}") from None
         end, _ = self._meeting.take(worker_name(number), self._timeout)
         return OnOtherMachine(self, number), end, path
 

@@ -63,7 +63,7 @@ class MachineServer:
             method, arguments = message.value.value()
             kind, value = ANSWER, getattr(self, method)(*arguments)
         except Exception as error:
-            kind, value = FAILED, (repr(error), traceback.format_exc())
+            kind, value = FAILED, (f"{type(error).__name__}: {error}", traceback.format_exc())
         with suppress(OSError):  # the driver has ended, and this process does too
             self._channel.send(Message(message.call, kind, SharedValue.of(value)))
 
