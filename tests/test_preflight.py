@@ -34,9 +34,11 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
         "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in the same process",
     ),
     "one rank": (
-        "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "trainer 'torch' runs on one rank, role 'policy' asks",
+        "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "role 'policy' asks for 2. Use --trainer.use fsdp",
     ),
-    "one process": ("sft", {"placement": {"policy": {"ranks": 2}}}, "launcher 'local' has one process and one device"),
+    "one process": (
+        "sft", {"placement": {"policy": {"ranks": 2}}}, "has one process and one device. Use --launcher.use processes",
+    ),
     "transport": ("grpo", VLLM | {"sync": {"transport": "store"}}, "with launcher 'local' weights are handed over"),
     "second copies": (
         "sft", {"trainer": {"use": "deepspeed", "stage": 3, "hpz_partition_size": 2}},
@@ -63,6 +65,9 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "temperature": ("grpo", VLLM | {"sampling": {"temperature": 0.001}}, "sampling.temperature is 0.001; it must be 0"),
     "cache": ("grpo", {"generator": {"max_cache_tokens": 6}}, "do not fit into generator.max_cache_tokens = 6"),
+    "no layers for adapters": (
+        "sft", {"trainer": {"lora": {"rank": 2, "targets": []}}}, "lora.targets ... should have at least 1 item",
+    ),
     "adapters of no layer": (
         "sft", {"trainer": {"lora": {"rank": 2, "targets": ["q_prj"]}}},
         "no linear layer is called q_prj; there are down_proj, ... v_proj. Did you mean 'q_proj'?",

@@ -41,6 +41,13 @@ def test_a_run_with_a_quantised_reference(shop: Workshop) -> None:
         ({"trainer": {"quantization": "int8"}}, "role 'policy' is trained, and quantised"),
         ({"policy": {"storage": "bf16"}}, "storage = 'bf16' and dtype = 'fp32'"),
         ({"policy": {"storage": "fp16"}}, "policy.storage"),
+        (
+            {
+                "reference": {"trainer": {"quantization": "int8"}},
+                "algorithm": {"kl": {"coef": 0.1, "snapshot_every": 2}},
+            },
+            "the algorithm copies other weights to role 'reference'",
+        ),
         ({"trainer": {"export_masters": True}}, "is stored in fp32, which is what is exported in any case"),
     ],
 )

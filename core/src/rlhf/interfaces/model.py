@@ -47,6 +47,8 @@ class ModelSpec:
     images: bool = False
     """The run file says that the data have images (:attr:`rlhf.ops.batch.Batch.images_B`), so the model must read them.
     Where it does not say so, the model reads them if it is an image-text model, unless it has a form for text alone."""
+    replaced: bool = False
+    """The algorithm replaces the weights in the course of the run (:class:`rlhf.types.Snapshot`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,12 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
             "weights cannot be. Set it in the trainer section of a frozen role, or train adapters over quantised "
             "weights: trainer.lora.quantization."
         )
+    if config.quantization is not None and spec.replaced:
+        raise ConfigError(
+            f"trainer.quantization = {config.quantization!r}: the algorithm copies other weights to role "
+            f"{spec.role.name!r}, and quantised weights cannot be replaced. Leave it out for this role, or the "
+            "algorithm's option that copies the weights."
+        )
     if config.kernels == "liger" and is_image_text(spec):
         raise ConfigError(
             f"trainer.kernels = 'liger' was not compared with image-text models, and role {spec.role.name!r} has one: "

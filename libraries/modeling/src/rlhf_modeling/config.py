@@ -19,7 +19,7 @@ class LoraOptions(ComponentConfig):
     """Rank of the adapters' two factors."""
     alpha: int | None = Field(None, gt=0)
     """The adapters' product is scaled by ``alpha / rank``; absent: 2 x rank."""
-    targets: tuple[str, ...] | None = None
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Ends of the names of the linear layers that get one (``q_proj``, ``v_proj``); absent: all but the head. Experts
     that are slices of one tensor are not linear layers."""
     vision: bool = False
@@ -30,7 +30,7 @@ class LoraOptions(ComponentConfig):
     """Scale the adapters' product by ``alpha / sqrt(rank)`` (Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
     """Train the length of every row of an adapted matrix as well (Liu et al. 2024, arXiv:2402.09353)."""
-    modules_to_save: tuple[str, ...] | None = None
+    modules_to_save: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Ends of the names of modules that are trained whole beside the adapters (``embed_tokens``, ``lm_head``). Where
     the head is tied to the embedding, either name trains both. Absent: none. The role's own scalar or classes head is
     always trained."""

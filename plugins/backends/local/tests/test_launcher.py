@@ -41,6 +41,15 @@ def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
         launcher.launch_trainer(TorchTrainer, None, ModelSpec(spec.role, spec.path, world_size=2))
 
 
+def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 that torchrun started.*--launcher.use torchrun"):
+        LocalLauncher.check(None, {"policy": Place()}, None, "auto")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    LocalLauncher.check(None, {"policy": Place()}, None, "auto")
+
+
 def test_importing_the_plugin_imports_no_torch():
     code = "import sys, rlhf_plugin_local; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

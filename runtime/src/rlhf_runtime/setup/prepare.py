@@ -116,6 +116,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     check_roles(made, steps, updates, schedule.snapshots)
     places = made.places_on(device_here())
     specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles}
+    specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
     specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())

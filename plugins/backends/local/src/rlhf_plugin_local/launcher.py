@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,6 +43,13 @@ class LocalLauncher(Launcher):
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
         super().check(config, places, generator, transport)
         cls._check_places(places)
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
+            raise ConfigError(
+                f"this process is rank {os.environ.get('RANK', '?')} of {ranks} that torchrun started, and launcher "
+                "'local' trains in one process: every process of torchrun would be a whole run. Use --launcher.use "
+                "torchrun; or start the command once, without torchrun."
+            )
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         self._check_places(places)

@@ -66,8 +66,8 @@ class TorchTrainer(PackedTrainer):
     def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
         if spec.world_size != 1:
             raise CapabilityError(
-                f"trainer 'torch' runs on one rank, role {spec.role.name!r} asks for {spec.world_size}: use a trainer "
-                "with the capability 'ranks:many'"
+                f"trainer 'torch' runs on one rank, role {spec.role.name!r} asks for {spec.world_size}. Use "
+                "--trainer.use fsdp or deepspeed, or another trainer for several ranks ('ranks:many')."
             )
         check_training(config, spec, config.device, device)
 
