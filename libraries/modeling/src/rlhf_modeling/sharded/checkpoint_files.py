@@ -27,6 +27,10 @@ from rlhf_modeling.sharded.split import Split
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 
 
+_FACTS = "facts"
+"""The one key of the metadata: safetensors writes several in a random order, and equal runs write equal files."""
+
+
 def file_name(rank: int, ranks: int) -> str:
     return f"rank-{rank}-of-{ranks}.safetensors"
 
@@ -66,14 +70,18 @@ def write(
     divided = {
         p.name: (dim, topology.part, topology.parts) for _, p in pieces if (dim := split.dim(p.name)) is not None
     }
-    metadata = {
-        "start": json.dumps({piece.name: piece.start for _, piece in pieces}),
-        "divided": json.dumps(divided),
-        "scalars": json.dumps(
-            {key: {p.name: by_flat[i] for i, p in pieces if i in by_flat} for key, by_flat in scalars.items()}
-        ),
+    facts = {
+        "start": {piece.name: piece.start for _, piece in pieces},
+        "divided": divided,
+        "scalars": {key: {p.name: by_flat[i] for i, p in pieces if i in by_flat} for key, by_flat in scalars.items()},
     }
-    save_file(tensors, path / file_name(rank, ranks), metadata)
+    save_file(tensors, path / file_name(rank, ranks), {_FACTS: json.dumps(facts)})
+
+
+def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
+    if _FACTS in metadata:
+        return dict(json.loads(metadata[_FACTS]))
+    return {key: json.loads(text) for key, text in metadata.items()}  # earlier versions wrote a key for each fact
 
 
 @dataclass(slots=True)
@@ -104,9 +112,8 @@ class SavedState:
             file = path / file_name(rank, ranks)
             try:
                 opened = safe_open(file, framework="pt")
-                metadata = opened.metadata() or {}
-                starts, scalars = json.loads(metadata["start"]), json.loads(metadata["scalars"])
-                divided = json.loads(metadata.get("divided", "{}"))
+                facts = _facts(opened.metadata() or {})
+                starts, scalars, divided = facts["start"], facts["scalars"], facts.get("divided", {})
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     name = key.partition("/")[2]
                     dim, part, parts = divided.get(name, (0, 0, 1))
