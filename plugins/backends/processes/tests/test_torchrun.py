@@ -167,9 +167,10 @@ def test_a_worker_that_another_machine_cannot_start_is_named_with_the_reason(lau
 
 def test_no_worker_outlives_a_killed_driver():
     program = [sys.executable, str(HERE / "run_with_a_child.py"), "killed", "torchrun"]
-    run = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     started = [psutil.Process(pid) for pid in json.loads(run.stdout.readline())]
     started += psutil.Process(run.pid).children(recursive=True)
     run.kill()
-    run.communicate()
+    assert "the driver of the run (127.0.0.1) was lost" in run.communicate()[1]  # says the other machine
     assert psutil.wait_procs(started, timeout=60)[1] == []

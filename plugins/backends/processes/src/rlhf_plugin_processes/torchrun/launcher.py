@@ -35,7 +35,8 @@ class TorchrunLauncher(ProcessesLauncher):
     @classmethod
     def join(cls, config: Any) -> None:
         if (this := member(os.environ)).rank:
-            raise SystemExit(serve(this, config.cpus))
+            serve(this, config.cpus)
+            raise SystemExit(0)
 
     @classmethod
     def here(cls, config: Any) -> bool:

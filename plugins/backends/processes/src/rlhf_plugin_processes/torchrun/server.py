@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import WorkerError
+
 from rlhf_plugin_processes.channel import ANSWER, END, FAILED, Channel, Message
 from rlhf_plugin_processes.shared_values import SharedValue
 from rlhf_plugin_processes.supervised import Supervised
@@ -24,15 +26,15 @@ def member_name(rank: int) -> str:
     return f"process {rank} of torchrun"
 
 
-def serve(member: Member, cpus: int | None) -> int:
-    """Serve the driver until its run has ended. Returns the exit code of this process: 1 if the driver was lost."""
+def serve(member: Member, cpus: int | None) -> None:
+    """Serve the driver until its run has ended. Raises WorkerError if the driver was lost."""
     server = MachineServer(DriverAddress(member), cpus)
     for stop in (
         signal.SIGINT,
         signal.SIGTERM,
     ):  # the driver gets it too, saves and ends the run
         signal.signal(stop, signal.SIG_IGN)
-    return server.serve(member)
+    server.serve(member)
 
 
 class MachineServer:
@@ -43,20 +45,20 @@ class MachineServer:
         self._here = ThisMachine(cpus, without=VARIABLES)
         self._started: dict[int, Supervised] = {}
 
-    def serve(self, member: Member) -> int:
+    def serve(self, member: Member) -> None:
         facts = {"machine": member.machine, "local_rank": member.local_rank, "host": socket.gethostname()}
         facts |= {"gpus": self._here.gpus, "resources": self._here.node.resources}
         self._channel = Channel(self._driver.connect(member_name(member.rank), facts))
-        code = 1
-        while (message := self._channel.receive()) is not None:
-            if message.kind == END:
-                code = 0
-                break
+        while (message := self._channel.receive()) is not None and message.kind != END:
             threading.Thread(target=self._answer, args=(message,), name="call", daemon=True).start()
         for process in list(self._started.values()):
             process.kill()
         self._here.close()
-        return code
+        if message is None:
+            raise WorkerError(
+                f"the driver of the run ({member.driver}) was lost: its process ended, or the network broke. The "
+                "workers of this machine were ended. The output of rank 0 says more."
+            )
 
     def _answer(self, message: Message) -> None:
         try:
