@@ -23,13 +23,14 @@ _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 20.0
 """After which the driver says whom it waits for: torchrun does not tell it that another machine's process ended."""
-_LOST = (
+_ANSWERS = (
     (socket.TCP_KEEPIDLE, 15),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 6),
     (socket.TCP_USER_TIMEOUT, 45_000),
 )
-"""A machine that does not answer for 45 s is lost: one that should send, and one to which something was sent."""
+"""A machine that does not answer for 45 s is lost. While sent data is not acknowledged, only the last one (ms) applies;
+without it the kernel sends again for a quarter of an hour."""
 
 
 class Meeting:
@@ -134,7 +135,7 @@ def _prepare(end: socket.socket) -> None:
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _LOST:
+    for option, value in _ANSWERS:
         end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
