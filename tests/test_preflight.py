@@ -39,6 +39,13 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "one process": (
         "sft", {"placement": {"policy": {"ranks": 2}}}, "has one process and one device. Use --launcher.use processes",
     ),
+    "folder of reports": (
+        "sft", {"launcher": {"use": "processes", "reports": __file__}},
+        "launcher.reports: ... cannot be a folder",
+    ),
+    "environment of workers": (
+        "sft", {"launcher": {"use": "processes", "env": {"A=B": "1"}}}, "'A=B' = '1' is no environment variable",
+    ),
     "transport": ("grpo", VLLM | {"sync": {"transport": "store"}}, "with launcher 'local' weights are handed over"),
     "second copies": (
         "sft", {"trainer": {"use": "deepspeed", "stage": 3, "hpz_partition_size": 2}},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
+from rlhf.paths import require_possible
 from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import FILE
 from rlhf_transport.receiving import receives_over_links
@@ -79,6 +80,8 @@ class WorkerLauncher(Launcher):
 
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
+        if config is not None and config.reports is not None:
+            require_possible(Path(config.reports), "launcher.reports")
         if generator is not None:
             check_takes_tensors(generator, cls.name)
             if transport in ("shared", "broadcast") and not receives_over_links(generator):

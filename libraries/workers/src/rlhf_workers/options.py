@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -29,6 +29,17 @@ class WorkerOptions(ComponentConfig):
     worker ends with its last lines."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Environment variables of every worker, e.g. {NCCL_SOCKET_IFNAME = "eth0"}."""
+
+    @field_validator("env")
+    @classmethod
+    def _is_an_environment(cls, env: Mapping[str, str]) -> Mapping[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(
+                    f"{name!r} = {value!r} is no environment variable: a name is not empty and has no '=', and neither "
+                    "name nor value has a null character"
+                )
+        return env
 
     @model_validator(mode="after")
     def _progress_is_checked(self) -> WorkerOptions:
