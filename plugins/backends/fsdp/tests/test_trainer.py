@@ -19,8 +19,6 @@ from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.rank_batches import apart, batch, spec
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -118,19 +116,6 @@ def test_a_checkpoint_has_the_same_bytes_each_time(folder, tmp_path):
         one.save(tmp_path / str(number))
         files.append((tmp_path / str(number) / "rank-0-of-1.safetensors").read_bytes())
     assert len(set(files)) == 1
-
-
-def test_an_earlier_versions_checkpoint_is_read(folder, tmp_path):
-    """It had a key for each fact in the metadata of a file."""
-    one, other = trainer(spec(folder)), trainer(spec(folder))
-    one.update([batch(0)], TokenLoss(), {}, {})
-    one.save(tmp_path)
-    file = tmp_path / "rank-0-of-1.safetensors"
-    with safe_open(file, "pt") as opened:
-        facts = json.loads(opened.metadata()["facts"])
-    save_file(load_file(file), file, {key: json.dumps(value) for key, value in facts.items()})
-    other.load(tmp_path)
-    assert apart(dict(other.weights()), dict(one.weights())) == 0
 
 
 def test_planned_memory(folder):

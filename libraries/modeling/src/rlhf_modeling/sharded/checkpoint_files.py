@@ -25,8 +25,6 @@ from rlhf_modeling.sharded.partition import Flat, Partition, Piece
 from rlhf_modeling.sharded.split import Split
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
-
-
 _FACTS = "facts"
 """The one key of the metadata: safetensors writes several in a random order, and equal runs write equal files."""
 
@@ -78,12 +76,6 @@ def write(
     save_file(tensors, path / file_name(rank, ranks), {_FACTS: json.dumps(facts)})
 
 
-def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
-    if _FACTS in metadata:
-        return dict(json.loads(metadata[_FACTS]))
-    return {key: json.loads(text) for key, text in metadata.items()}  # earlier versions wrote a key for each fact
-
-
 @dataclass(slots=True)
 class _Stored:
     start: int
@@ -112,8 +104,8 @@ class SavedState:
             file = path / file_name(rank, ranks)
             try:
                 opened = safe_open(file, framework="pt")
-                facts = _facts(opened.metadata() or {})
-                starts, scalars, divided = facts["start"], facts["scalars"], facts.get("divided", {})
+                facts = json.loads((opened.metadata() or {})[_FACTS])
+                starts, scalars, divided = facts["start"], facts["scalars"], facts["divided"]
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     name = key.partition("/")[2]
                     dim, part, parts = divided.get(name, (0, 0, 1))
