@@ -39,12 +39,12 @@ def data(models, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     (tmp_path / "blue.jpg").write_bytes(BLUE)
 
-    def made(rows, form="prompts", family="qwen2_5_vl", images=None, column=None, **section):
+    def made(rows, form="prompts", family="qwen2_5_vl", images=None, column=None, answers=False, **section):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         model = models(family)
         section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, images=column, **section)
-        return TrainData(section, load_tokenizer(model), form, 0, images=images or ImageTokens(model))
+        return TrainData(section, load_tokenizer(model), form, 0, answers, images=images or ImageTokens(model))
 
     return made
 
@@ -103,6 +103,29 @@ def test_both_answers_of_a_pair_follow_the_images(data):
     assert first.images == second.images
     front = first.images[1].at + first.images[1].tokens
     assert first.ids[:front] == second.ids[:front]
+
+
+OWN = {"role": "assistant", "content": [{**PLACE, "image": "blue.jpg"}, {"type": "text", "text": "a"}]}
+FROM_COLUMN = {"role": "assistant", "content": [PLACE, {"type": "text", "text": "a"}]}
+
+
+@pytest.mark.parametrize("chosen", ["<|image_pad|> a", [FROM_COLUMN]])
+def test_a_pair_has_one_prompt_also_where_an_answer_names_a_place(data, chosen):
+    """The column's image would be in the chosen answer, and before the text of the rejected one's prompt."""
+    row = {"prompt": "look", "chosen": chosen, "rejected": "b", "images": "red.png"}
+    with pytest.raises(
+        DataError, match="chosen answer has places for 1 images of column 'images' and the rejected one for 0"
+    ):
+        data([row], "pairs").check(1)
+    pairs = data([{**row, "chosen": [OWN], "rejected": "b"}], "pairs")
+    first, second = pairs.examples(pairs.take(1))[0].sequences
+    assert [[i.data for i in s.images] for s in (first, second)] == [[RED, BLUE], [RED]]
+
+
+def test_an_answer_that_stands_for_a_sample_holds_no_image(data):
+    for answer, images in (("<|image_pad|> a", "red.png"), ([OWN], [])):
+        with pytest.raises(DataError, match="line 1: there is an image in the answer, but the answer is used as a sam"):
+            data([{"prompt": "look", "response": answer, "images": images}], answers=True).check(1)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +216,7 @@ def test_a_text_row_does_not_load_the_processor(data, monkeypatch):
 REFUSED = {
     "lacking": ("no.png", "image 0: the image '.*no.png' cannot be read: No such file"),
     "corrupt": (url(RED[:-40]), "image 0: the image cannot be read as an image: OSError: image file is truncated"),
-    "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError"),
+    "text": (url(b"hello"), "cannot be read as an image: UnidentifiedImageError: cannot identify image file. Correct"),
     "far": ("https://host/a.png", "is not downloaded: save the image beside the data"),
     "number": (3, "an image must be a path, a data: URL, bytes, .* got int 3"),
     "thin": (url(drawn(2000, 4)), "the model's processor refuses an image of 2000x4 pixels: ValueError"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +61,7 @@ def image_file(value: Any, folder: Path | None) -> bytes:
     except Exception as error:  # of many kinds: PIL's own, those of its decoders, too many pixels
         if shape := getattr(value, "shape", None):
             raise DataError(f"an array of shape {shape} is no image: {error}") from None
-        reason = str(error).replace("<_io.BytesIO object at ", "<")
+        reason = re.sub(r" <_io.BytesIO object at \w+>", "", str(error))
         raise DataError(f"{_named(value)} cannot be read as an image: {type(error).__name__}: {reason}") from None
     return file.getvalue()
 

@@ -85,6 +85,13 @@ class RowImages:
         """Whether a text contains the placeholder of an image."""
         return self._mark is not None and self._mark in text
 
+    def places_in(self, answer: str | Sequence[Mapping[str, Any]]) -> int:
+        """Number of places in an answer, a text or messages, that hold no image of their own."""
+        found: list[Any] = []
+        for i, message in enumerate([{"content": answer}] if isinstance(answer, str) else answer):
+            self._read(i, message, found)
+        return sum(image is None or image is MARKED for image in found)
+
     def marks(self, count: int) -> str:
         """The placeholders of ``count`` images in plain text."""
         return (self._mark or "") * count

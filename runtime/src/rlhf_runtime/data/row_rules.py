@@ -45,6 +45,7 @@ def judge(row: Row, form: DataForm, template: Template, section: DataSection, an
             if answered and not long:
                 example = template.encode_demonstration(row)
                 long, tokens = check_example(example, section), len(example.sequences[0].ids)
+                template.answer_span(row, example.sequences[0])
             return Verdict("too_long" if long else "", long, tokens=tokens)
         example = template.encode(form, row)
         long = check_example(example, section)

@@ -40,12 +40,21 @@ class Template(Prompts):
         """
         cells = self._cells(row)
         sequence = self._demonstrated(cells) if text is None else self._answered_by(cells, text, *self._asked(cells))
-        first, last = sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
+        first, last = self.answer_span(row, sequence)
         answer = sequence.ids[first:last]
         return [
             Turn(sequence.ids[:first], sampled=False, text=self.decode(sequence.ids[:first]), images=sequence.images),
             Turn(answer, sampled=True, finish="stop", text=self.decode(answer), given=True),
         ]
+
+    def answer_span(self, row: Row, sequence: TokenSequence) -> tuple[int, int]:
+        """The first token of an answer that stands for a sample, and the one after its last. Raises DataError: there is
+        an image in it, whose tokens no policy samples."""
+        if [image.at for image in sequence.images] != [image.at for image in self.encode_prompt(row).images]:
+            raise DataError(
+                "there is an image in the answer, but the answer is used as a sample, which holds no images"
+            )
+        return sequence.loss_mask.index(True), len(sequence.ids) - sequence.loss_mask[::-1].index(True)
 
     def encode(self, form: DataForm, row: Row) -> Example:
         """The row as an example of an offline form."""
@@ -73,6 +82,13 @@ class Template(Prompts):
             sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:
             sequences = [self._answered(cells, name) for name in fields]
+            free = [self.images.places_in(cells.value(name)) for name in fields]
+            if free[0] != free[1]:  # one prompt would get the images of the column, the other none
+                raise DataError(
+                    f"the chosen answer has places for {free[0]} images of {cells.name('images')} and the rejected one "
+                    f"for {free[1]}, so only one of their prompts would hold the column's images. Name the places in "
+                    "the prompt, or give each image of an answer in its part {type: image, image: ...}"
+                )
         fronts = [value[:-1] if isinstance(value := cells.values[name], list) else [] for name in fields]
         if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
             raise DataError(
