@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from rlhf_runtime.config.components import resolved_run
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
+from rlhf_runtime.data.image_tokens import image_tokens
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.rewards.scoring import Scorer
+from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Prepared
 from rlhf_runtime.setup.reward_columns import column_problems, refuse
 from rlhf_runtime.workers.main_thread import MainThread
@@ -147,9 +149,19 @@ def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str
 def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     """Check everything that needs no model. The roles are those of the rewards."""
     placed = place_rewards(config, plugins)
-    data = TrainData(placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits)
+    policy = placed.config.policy
+    assert policy.model is not None  # place_rewards names one
+    images = image_tokens(policy.model, policy.trust_remote_code)
+    data = TrainData(
+        placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits, images=images
+    )
     scored = list(_first(data.sources["eval"], config.eval.max_rows))
     refuse(column_problems(placed.rewards, scored, "eval"))
+    if data.has_images:
+        images_of = {name: placed.spec(name, images=True).images for name in placed.specs}
+        specs = {name: replace(spec, images=images_of[name]) for name, spec in placed.specs.items()}
+        placed = replace(placed, specs=specs)
+        check_parts(placed, placed.places, specs, here=True)
     return Prepared(
         **vars(placed),
         data=data,
