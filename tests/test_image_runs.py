@@ -16,7 +16,7 @@ from rlhf_modeling.model import load_model
 from rlhf_runtime.observe import read_metrics
 from rlhf_testing.image_models import drawn, tiny_image_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.runs import PROMPTS, Workshop, assert_same_run, merged
 
@@ -99,6 +99,18 @@ def test_embedded(images, algorithm):
         assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # the trainer read the sampler's images
 
 
+def test_a_teacher_that_reads_text_only_is_refused_before_the_first_step(images, tmp_path):
+    """Its tokens and the student's are the same; it would read those of an image as words."""
+    size = len(AutoTokenizer.from_pretrained(images.model))
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": size, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(tmp_path)}})
+    done = images.run("distill_on_policy", "text-teacher", "--dry-run", **more)
+    assert done.code == 1
+    assert "the data have images, but the model" in done.err
+    assert "of role 'teacher' is a Qwen3ForCausalLM, which reads text only" in done.err
+
+
 @pytest.mark.full
 def test_a_reward_model_sees_the_images_of_samples(images):
     """Its outputs are those of the model for each sample with its images, and not those without."""
@@ -116,6 +128,17 @@ def test_a_reward_model_sees_the_images_of_samples(images):
         assert not own or abs(output - blind) > 1e-3
         shown += bool(own)
     assert shown
+    given = [{**json.loads(line), "answers": ["red"]} for line in images.data.read_text().splitlines()[:2]]
+    images.rows("given.jsonl", given)  # the first has two images, the second one
+    output = images.folder / "scored.jsonl"
+    words = ("--data", str(images.folder / "given.jsonl"), "--reward", f"model:{path / 'model'}", "-o", str(output))
+    done = images.command("score", *words, "--answers", "answers", "--roles.reward_model.dtype", "fp32")
+    assert done.code == 0, done.said
+    for scored in map(json.loads, output.read_text().splitlines()):
+        ids = torch.tensor([i for turn in scored["turns"] for i in turn["ids"]])
+        own = tuple(Image(**{**i, "data": b64decode(i["data"])}) for i in scored["turns"][0]["images"])
+        assert own
+        assert scored["rewards"]["model"]["value"] == pytest.approx(_score(loaded, ids, own), abs=1e-4)
 
 
 @torch.no_grad()

@@ -81,6 +81,7 @@ class RunPlugins:
         storage = own.storage or like.storage or "fp32"
         dtype = own.dtype if own.dtype != "auto" else like.dtype
         model, seen = self.model(role), images or data.images is not None or bool(data.max_images)
+        reads_batches = any(r.name == role for r in self.algorithm.needs().roles)  # others read what a reward gives them
         return ModelSpec(
             declared,
             model,
@@ -91,7 +92,7 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
-            images=seen and ("policy" in (role, declared.like) or reads_images(model)),
+            images=seen and (reads_batches or "policy" in (role, declared.like) or reads_images(model)),
         )
 
     def engine_images(self, policy: ModelSpec) -> int:
