@@ -30,6 +30,7 @@ def plain(tmp_path_factory):
         ("lfm2", "Lfm2ForCausalLM cannot be divided over ranks (it has recurrent or convolutional layers)"),
         ("phi3 with longrope", "the frequencies of its rotary embedding depend on the length of the whole sequence"),
         ("bloom", "BloomForCausalLM does not take an attention function"),
+        ("gpt_oss", "it has attention sinks, which packed attention does not have"),
     ],
 )
 def test_the_config_shows_what_is_refused(tmp_path, kind, why):
@@ -51,7 +52,6 @@ def test_ranks_and_heads_must_be_divisible(plain):
 
 def test_the_probe_refuses_what_the_config_does_not_show(tmp_path, plain):
     tiny_architecture(tmp_path, "gpt_oss")
-    check_sequence_parallel(spec(tmp_path), 2)
     with pytest.raises(CapabilityError, match="attention sinks, which packed attention does not have"):
         require_divisible(load_model(spec(tmp_path), CPU), spec(tmp_path), 2)
     loaded = load_model(spec(plain), CPU)

@@ -60,6 +60,8 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
         return
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
         raise _refused(who, ranks, "it has recurrent or convolutional layers")
+    if any(name.endswith(".sinks") for name, _ in module.named_parameters()):  # transformers has no other name
+        raise _refused(who, ranks, "it has attention sinks, which packed attention does not have")
     if length_rope(module) is not None:
         raise _refused(who, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence")
     try:
