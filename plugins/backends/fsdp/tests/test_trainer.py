@@ -11,13 +11,16 @@ from fsdp_cases import trainer
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, CheckpointError, ConfigError
 from rlhf.interfaces.memory import TrainerWork
+from rlhf.ops.reduce import weigh
 from rlhf_plugin_fsdp.layers import decoder_layers
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_plan.model_size import read_size
+from rlhf_testing.image_batches import image_batch
+from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.rank_batches import apart, batch, spec
-from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from torch import nn
 
@@ -161,9 +164,25 @@ def test_linear_layers_under_autocast_keep_their_weight():
     assert torch.nn.functional.linear.__module__ == "torch._C._nn"
 
 
-def test_image_text_models_whose_rows_would_be_divided_are_refused(tmp_path):
-    from rlhf_testing.image_models import tiny_image_model
+def test_steps_without_images_change_the_vision_tower_as_with_one_rank(tmp_path):
+    """Its gradient is zero then. A step without gradient would leave out the momentum and the weight decay."""
+    path = tiny_image_model(tmp_path)
+    rows = image_batch(path, "qwen2_5_vl")
+    shown, text = (weigh(rows.select(units), NllLoss().reduce()) for units in ([0, 2], [1, 5]))
+    of, found = replace(spec(path), path=str(path), images=True), []
+    for cls in (TorchTrainer, FsdpTrainer):
+        one = cls(cls.Config(device="cpu", lr=1e-2, weight_decay=0.1), of)
+        states = [{name: t.clone() for name, t in one.weights() if "visual" in name}]
+        for batch_ in (text, shown, text):
+            one.update([batch_], NllLoss(), {}, {})
+            states.append({name: t.clone() for name, t in one.weights() if "visual" in name})
+        found.append(states)
+    for number, (first, second) in enumerate(zip(*found, strict=True)):
+        assert apart(first, second) < 1e-4
+        assert number == 0 or apart(first, found[0][number - 1]) > 5e-4
 
+
+def test_image_text_models_whose_rows_would_be_divided_are_refused(tmp_path):
     of = replace(spec(tmp_path, 0, 2, "1"), path=str(tiny_image_model(tmp_path / "model")))
     with pytest.raises(
         CapabilityError, match="sequence_parallel = 2 divides rows of text, but role 'policy' has an im"

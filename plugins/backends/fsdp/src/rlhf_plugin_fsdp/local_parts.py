@@ -50,9 +50,13 @@ class LocalParts(Partition):
         return [_rows(_divided(gradient))]
 
     def give_gradients(self) -> None:
-        """Set the gradients of the tensors that the optimizer steps."""
+        """Set the gradients of the tensors that the optimizer steps. That of a parameter which no rank used is zero, as
+        with other trainers: FSDP gives zeros to some of them, depending on their module and on earlier steps."""
         for index, flat in enumerate(self.flats):
-            flat.owner.grad = next(iter(self.gradients(index)), None)
+            if flat.pieces:
+                flat.owner.grad = next(iter(self.gradients(index)), None)
+                if flat.owner.grad is None:
+                    flat.owner.grad = torch.zeros_like(flat.owner)
 
     def discard(self) -> None:
         """Forget all gradients."""
