@@ -268,6 +268,18 @@ def test_a_named_column_of_images_must_exist(data):
     assert len(rows.template.encode_prompt(*rows.take(1)).images) == 1
 
 
+def test_a_column_named_image_is_read_where_the_policy_reads_images(data):
+    row = {"prompt": "hi", "image": "red.png", "response": "yes"}
+    for form in ("prompts", "demonstrations"):
+        rows = data([row], form)
+        assert rows.has_images
+        assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED]
+    assert not data([row], images="the policy is a model of text").has_images
+    assert not data([row], max_images=0).has_images
+    both = data([{**row, "images": "blue.jpg"}])
+    assert [i.data for i in both.template.encode_prompt(*both.take(1)).images] == [BLUE]
+
+
 def test_grey_and_turned_images_become_upright_rgb(data, tmp_path):
     grey = Image.new("L", (40, 24), 128)
     exif = grey.getexif()

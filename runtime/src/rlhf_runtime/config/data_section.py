@@ -67,7 +67,7 @@ class DataSection(ComponentConfig):
     ``labels``."""
     images: str | None = None
     """Column with the images of a row, one or a list: paths (relative to the data file), ``data:`` URLs, or bytes as
-    ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``."""
+    ``datasets`` stores them. Read if the policy is an image-text model. Default: ``images``, or ``image``."""
     max_images: NotNegative | None = None
     """Largest number of images in a sequence: those of the row, and those that an environment or a program adds. Rows
     with more are bad rows. 0: the run has no images, and the engines of an image-text model prepare for text only.

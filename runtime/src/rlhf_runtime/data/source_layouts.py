@@ -21,6 +21,8 @@ from rlhf_runtime.data.template import Template
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that TRL passes to the chat template, row by row."""
+ONE_IMAGE = "image"
+"""The column of images in many published datasets, where there is no ``images``."""
 
 
 def set_layouts(
@@ -94,6 +96,9 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
         raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
     if "text" in layout.columns and answered:
         raise DataError("has texts to continue, without prompts to answer.")
+    named = {"images", ONE_IMAGE} & {*layout.columns, *layout.columns.values()}
+    if template.images.limit > 0 and ONE_IMAGE in source.columns and not named:
+        layout = replace(layout, columns={**layout.columns, "images": ONE_IMAGE})
     return layout
 
 
