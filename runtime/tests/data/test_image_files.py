@@ -34,6 +34,13 @@ def test_every_image_becomes_rgb_in_a_format_that_programs_know(form):
     assert image_file(made, None) == made == image_file(image, None)
 
 
+def test_a_palette_with_a_transparent_colour_becomes_a_file_without_transparency():
+    file = io.BytesIO()
+    Image.new("P", (4, 4)).save(file, "PNG", transparency=0)
+    assert "transparency" in opened(file.getvalue()).info
+    assert "transparency" not in opened(image_file(file.getvalue(), None)).info
+
+
 def test_a_turned_image_of_pil_is_turned_as_its_file_is():
     picture, file = Image.new("RGB", (40, 24)), io.BytesIO()
     exif = picture.getexif()

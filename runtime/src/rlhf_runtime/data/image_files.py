@@ -55,7 +55,8 @@ def image_file(value: Any, folder: Path | None) -> bytes:
         if data and image.mode == "RGB" and image.format in FORMATS and upright and getattr(image, "n_frames", 1) == 1:
             return data
         file = io.BytesIO()
-        (image if upright else ImageOps.exif_transpose(image)).convert("RGB").save(file, "PNG")
+        upright_image = image if upright else ImageOps.exif_transpose(image)
+        upright_image.convert("RGB").save(file, "PNG", transparency=None)
     except DataError:
         raise
     except Exception as error:  # of many kinds: PIL's own, those of its decoders, too many pixels
