@@ -111,6 +111,19 @@ def test_a_teacher_that_reads_text_only_is_refused_before_the_first_step(images,
     assert "of role 'teacher' is a Qwen3ForCausalLM, which reads text only" in done.err
 
 
+def test_a_teacher_with_other_tokens_of_images_is_refused_before_the_first_step(images):
+    teacher = tiny_image_model(images.folder / "teacher", "qwen3_vl")
+    file = teacher / "processor_config.json"
+    processor = json.loads(file.read_text())
+    processor["image_processor"]["size"]["longest_edge"] //= 2  # as another family's: larger images get fewer tokens
+    file.write_text(json.dumps(processor))
+    more = changes(images, "distill_on_policy", reward=None, roles={"teacher": {"model": str(teacher)}})
+    done = images.run("distill_on_policy", "other-teacher", "--dry-run", **more)
+    assert done.code == 1
+    assert "role 'teacher'" in done.err
+    assert "reads an image of 64x64 pixels as" in done.err
+
+
 @pytest.mark.full
 def test_a_reward_model_sees_the_images_of_samples(images):
     """Its outputs are those of the model for each sample with its images, and not those without."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from rlhf.errors import DataError
+from rlhf.errors import DataError, ModelError
+from rlhf.interfaces import ModelSpec
 from rlhf.types import Image
 from rlhf_hub.processors import load_processor, reads_images
 from rlhf_hub.published import settings_of
@@ -15,6 +16,8 @@ from rlhf_hub.published import settings_of
 from rlhf_runtime.data.image_files import image_size
 
 _KEYS = ("image_token_id", "image_token_index")
+COMPARED = ((64, 64), (640, 480), (1500, 2000))
+"""Widths and heights of images of which two processors must make the same tokens."""
 
 
 class ImageTokens:
@@ -27,11 +30,12 @@ class ImageTokens:
     """
 
     def __init__(self, model: str, trust_remote_code: bool = False) -> None:
-        self._model, self._trusted = model, trust_remote_code
+        self.model, self._trusted = model, trust_remote_code
         settings = settings_of(model, "images")
         self.placeholder: int = next((settings[k] for k in _KEYS if isinstance(settings.get(k), int)), -1)
         """The token of an image in tokenised text; -1: not known."""
-        self._of_size = lru_cache(4096)(self._written)
+        self.of_size = lru_cache(4096)(self._written)
+        """The tokens of an image of this width and height."""
 
     def place(
         self, ids: Sequence[int], images: Sequence[bytes], mask: Sequence[bool] = ()
@@ -55,7 +59,7 @@ class ImageTokens:
             return ids, list(mask), ()
         made, kept, placed, end = array.array("i"), list[bool](), list[Image](), 0
         for position, data in zip(at, images, strict=True):
-            tokens = self._of_size(*image_size(data))
+            tokens = self.of_size(*image_size(data))
             made += array.array("i", ids[end:position])
             placed.append(Image(data, len(made), len(tokens), [self.placeholder]))
             made += array.array("i", tokens)
@@ -76,18 +80,18 @@ class ImageTokens:
 
     @cached_property
     def _processor(self) -> Any:
-        processor = load_processor(self._model, self._trusted)
+        processor = load_processor(self.model, self._trusted)
         token = getattr(processor, "image_token", None)
         if not isinstance(token, str) or processor.tokenizer.convert_tokens_to_ids(token) != self.placeholder:
             raise DataError(
-                f"images cannot be encoded for {self._model}: its processor marks an image with {token!r}, its "
+                f"images cannot be encoded for {self.model}: its processor marks an image with {token!r}, its "
                 f"config.json with token {self.placeholder}"
             )
         alone, between = (_processed(processor, text, 64, 64) for text in (token, f"a{token}b"))
         before, after = (processor.tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("a", "b"))
         if between != (*before, *alone, *after):
             raise DataError(
-                f"images cannot be encoded for {self._model}: which tokens its processor writes for an image depends "
+                f"images cannot be encoded for {self.model}: which tokens its processor writes for an image depends "
                 "on the text beside it"
             )
         return processor
@@ -102,6 +106,25 @@ def image_tokens(model: str, trust_remote_code: bool = False) -> ImageTokens | s
     if not reads_images(model):
         return f"the policy {model} is a model of text"
     return ImageTokens(model, trust_remote_code)
+
+
+def check_image_tokens(policy: ImageTokens, others: Iterable[ModelSpec]) -> None:
+    """Refuse a role whose processor makes other tokens of images than the policy's. It is given the policy's tokens.
+
+    Raises ModelError naming the role.
+    """
+    for spec in others:
+        if spec.path == policy.model:
+            continue
+        own = ImageTokens(spec.path, spec.trust_remote_code)
+        for width, height in COMPARED:
+            ours, theirs = (tokens.of_size(width, height) for tokens in (policy, own))
+            if ours != theirs:
+                raise ModelError(
+                    f"role {spec.role.name!r} ({spec.path}) reads an image of {width}x{height} pixels as {len(theirs)} "
+                    f"tokens, and the policy ({policy.model}) as {len(ours)} or others. Every role reads the policy's "
+                    "tokens, so its processor must be of the same family and settings."
+                )
 
 
 def _processed(processor: Any, text: str, width: int, height: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.image_tokens import ImageTokens, image_tokens
+from rlhf_runtime.data.image_tokens import ImageTokens, check_image_tokens, image_tokens
 from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
@@ -120,6 +120,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
     check_parts(made, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
+    if data.has_images and isinstance(images, ImageTokens):
+        check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])
     if rollout is not None:
         rollout.check()
     env, episodes = parts.get("env"), None
