@@ -72,7 +72,7 @@ def clip(parameters: Parameters, max_norm: float | None) -> float:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Tensor]:
-    """{``<parameter>/<state>``: tensor}; parameters that never had a gradient have none."""
+    """{``<parameter>/<state>``: tensor}; parameters that no step has changed have none."""
     return {
         f"{name}/{key}": value
         for name, p in parameters.items()
