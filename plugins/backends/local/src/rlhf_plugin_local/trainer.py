@@ -114,7 +114,7 @@ class TorchTrainer(PackedTrainer):
         if self._without_coverage:
             without = [n for n, p in self.stepped.items() if p.grad is None or not bool(p.grad.any())]
             before = {n: fingerprint(p.detach()) for n, p in self.stepped.items()}
-        if self._micros:  # the vision tower in a step without images: as with other trainers its gradient is zero
+        if self._micros and self.spec.images:  # a step without images: as with other trainers, the tower's are zero
             for p in self.stepped.values():
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
