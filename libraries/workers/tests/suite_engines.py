@@ -57,7 +57,7 @@ def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, c
 @pytest.mark.full
 def test_an_engine_killed_before_the_first_links_connect(run):
     """The engine dies when it is asked for the number of its receivers."""
-    r = run(transport="shared", max_restarts=1)
+    r = run(transport="broadcast", max_restarts=1)
     (r.folder / "die-receivers").touch()
     before = r.pids()
     r.sync(1)
