@@ -17,7 +17,7 @@ def test_a_run_is_resumed_in_another_zero_stage(shop):
 
     whole = train("whole", 2, 4)
     train("changes", 2, 2)
-    with pytest.raises(AssertionError, match=r"trainer\.options\.lr: was 0\.01, now 0\.02"):
+    with pytest.raises(AssertionError, match=r"trainer\.lr: was 0\.01, now 0\.02"):
         train("changes", 3, 4, resume=True, lr=2e-2)
     changed = train("changes", 3, 4, resume=True, bucket=5000)
     assert len(changed) == len(whole) == 4
