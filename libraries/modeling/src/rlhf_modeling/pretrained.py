@@ -17,6 +17,7 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf_hub.published import looks_local, model_folder
+from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,7 +42,7 @@ def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
     try:
         return reader(place, trust_remote_code=spec.trust_remote_code, **options)
     except Exception as cause:  # anything: damaged files raise whatever their parsers raise
-        damaged = type(cause).__name__ == "SafetensorError"  # such as an interrupted download
+        damaged = isinstance(cause, SafetensorError)  # such as an interrupted download
         raise ModelError(
             f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
             f"{'A file of weights is damaged or incomplete: download or copy it again.' if damaged else EXPECTED}"

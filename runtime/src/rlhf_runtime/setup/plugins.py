@@ -81,9 +81,8 @@ class RunPlugins:
         storage = own.storage or like.storage or "fp32"
         dtype = own.dtype if own.dtype != "auto" else like.dtype
         model, seen = self.model(role), images or data.images is not None or bool(data.max_images)
-        reads_batches = any(
-            r.name == role for r in self.algorithm.needs().roles
-        )  # others read what a reward gives them
+        # The algorithm's roles read the batches. Roles of rewards read what their reward gives them.
+        reads_batches = any(r.name == role for r in self.algorithm.needs().roles)
         return ModelSpec(
             declared,
             model,

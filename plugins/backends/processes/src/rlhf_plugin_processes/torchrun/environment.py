@@ -58,8 +58,8 @@ def member(environment: Mapping[str, str]) -> Member:
     if "TORCHELASTIC_RUN_ID" not in environment:
         raise ConfigError(
             "launcher 'torchrun': torchrun did not start this process. Start on each machine: torchrun --nnodes N "
-            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --no-python rlhf train run.toml --launcher.use torchrun. Or "
-            "use --launcher.use processes on one machine."
+            "--node-rank I --master-addr HOST --no-python rlhf train run.toml --launcher.use torchrun. I counts the "
+            "machines from 0, and HOST is machine 0. Or use --launcher.use processes on one machine."
         )
     return Member(
         rank=int(environment["RANK"]),

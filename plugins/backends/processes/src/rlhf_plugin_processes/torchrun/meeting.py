@@ -23,7 +23,7 @@ _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 20.0
 """After which the driver says whom it waits for: torchrun does not tell it that another machine's process ended."""
-_ANSWERS = (
+_LOST_AFTER = (
     (socket.TCP_KEEPIDLE, 15),
     (socket.TCP_KEEPINTVL, 5),
     (socket.TCP_KEEPCNT, 6),
@@ -135,7 +135,7 @@ def _prepare(end: socket.socket) -> None:
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _ANSWERS:
+    for option, value in _LOST_AFTER:
         end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
