@@ -1,4 +1,4 @@
-"""Checkpoints that were edited, with new checksums: each is a clear error before the first step."""
+"""Damaged checkpoints, with their old checksums and with new ones: each is a clear error before the first step."""
 
 from __future__ import annotations
 
@@ -244,3 +244,147 @@ def test_metrics_out_of_order_are_refused(trained: Workshop, shop: Workshop) -> 
         path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
 
     refused(resumed(trained, shop, "sft", turn_round), "metrics.jsonl:2 is of step 2, behind step 3.")
+
+
+# ---------------------------------------------------------------------------- without new checksums
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    """Every file, folder and link of a run."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else str(path.is_symlink())
+        for path in sorted(folder.rglob("*"))
+        if path.name != ".lock"
+    }
+
+
+def tried(trained: Workshop, shop: Workshop, *flags: str) -> Finished:
+    config = trained.config("sft", "sft", checkpoint={"every": 2})
+    return shop.run_config({**config, "run": {**config["run"], "output": str(shop.folder / "run")}}, *flags)
+
+
+def newer_layout(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "schema": 2}))
+
+
+def appended(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        with (folder / name).open("ab") as file:
+            file.write(b"xx")
+
+    return damage
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    return lambda folder: void((folder / name).write_bytes((folder / name).read_bytes()[:-7]))
+
+
+def flipped(name: str, at: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[at] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def away(folder: Path) -> None:
+    folder.rename(folder.parents[2] / "away")
+    folder.symlink_to(folder.parents[2] / "not mounted")
+
+
+def all_away(folder: Path) -> None:
+    folder.parent.rename(folder.parents[2] / "away")
+    folder.parent.symlink_to(folder.parents[2] / "not mounted")
+
+
+def a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+MODEL = "roles/policy/model.safetensors"
+SOLE: Mapping[str, tuple[Callable[[Path], None], str]] = {
+    "manifest, appended": (appended(MANIFEST), "is not valid JSON"),
+    "manifest, cut": (cut(MANIFEST), "is not valid JSON"),
+    "manifest, empty": (lambda f: void((f / MANIFEST).write_text("")), "is not valid JSON"),
+    "manifest, no text": (lambda f: void((f / MANIFEST).write_bytes(b"\xff\xfe")), "manifest.json"),
+    "manifest, a list": (lambda f: void((f / MANIFEST).write_text("[]")), "manifest.json is damaged"),
+    "manifest, a number": (lambda f: void((f / MANIFEST).write_text("1")), "manifest.json is damaged"),
+    "manifest, a bit": (flipped(MANIFEST, 60), "manifest.json"),
+    "manifest, missing": (lambda f: (f / MANIFEST).unlink(), "manifest.json is missing"),
+    "newer layout": (newer_layout, "its layout is version 2, this release reads version 1"),
+    "weights, appended": (appended(MODEL), "saved were"),
+    "weights, cut": (cut(MODEL), "saved were"),
+    "weights, a bit": (flipped(MODEL, -9), f"{MODEL} has SHA-256"),
+    "weights, missing": (lambda f: (f / MODEL).unlink(), f"{MODEL} is missing"),
+    "state, a bit": (flipped("state.json", 9), "state.json has SHA-256"),
+    "state, a folder": (lambda f: void([(f / "state.json").unlink(), (f / "state.json").mkdir()]), "state.json"),
+    "no roles": (lambda f: shutil.rmtree(f / "roles"), "roles/policy"),
+    "no files": (lambda f: void([shutil.rmtree(f), f.mkdir()]), "manifest.json is missing"),
+    "of another step": (lambda f: void(f.rename(f.with_name("step-000009"))), "is of step 2, not of the folder's"),
+    "a file": (a_file, "it is not a folder"),
+    "a link to nothing": (away, "it is not a folder"),
+    "all on a disk that is away": (all_away, "cannot be listed"),
+    "all gone": (lambda f: shutil.rmtree(f), "there is no checkpoint in"),
+}
+
+
+@pytest.mark.parametrize("case", SOLE)
+def test_a_resume_whose_only_checkpoint_cannot_be_read_changes_nothing(
+    trained: Workshop, shop: Workshop, case: str
+) -> None:
+    damage, says = SOLE[case]
+    copy = shutil.copytree(trained.folder / "sft", shop.folder / "run")
+    (copy / "model").mkdir()  # as after a first end of the run
+    (checkpoint,) = (copy / "checkpoints").glob("step-*")
+    damage(checkpoint)
+    before = content(copy)
+    for flags in (["--resume", "--dry-run"], ["--resume"], ["--dry-run"], []):
+        run = tried(trained, shop, *flags)
+        assert run.code == (1 if "--resume" in flags else 2), run.said
+        assert "Traceback" not in run.said
+        if "--resume" in flags:
+            assert says in run.err
+            assert "--overwrite" in run.err or "disk" in run.err
+        assert content(copy) == before
+    if case in ("manifest, cut", "newer layout", "a link to nothing", "all on a disk that is away"):
+        assert tried(trained, shop, "--overwrite").code == 0
+
+
+def test_a_resume_goes_on_from_an_older_checkpoint_when_the_damaged_ones_are_deleted(shop: Workshop) -> None:
+    every = {"checkpoint": {"every": 1}}
+    whole = shop.train("sft", "whole", **every)
+    run = shop.train("sft", "run", **every)
+    shutil.rmtree(run.path / "model")
+    cut(MODEL)(run.path / "checkpoints" / "step-000003")
+    newer_layout(run.path / "checkpoints" / "step-000002")
+    again = shop.run("sft", "run", "--resume", **every)
+    refused(again, "step-000003: ", "saved were", "step-000002: its layout is version 2", "to continue from step 1")
+    assert [line["step"] for line in again.lines()] == [1, 2, 3]
+    for step in (2, 3):
+        shutil.rmtree(run.path / "checkpoints" / f"step-00000{step}")
+    assert shop.train("sft", "run", "--resume", **every).weights == whole.weights
+
+
+@pytest.mark.parametrize("kept", ["model", "exports/step-000002", "checkpoints/best.json"])
+def test_a_run_that_saved_something_does_not_start_again_at_step_0(shop: Workshop, kept: str) -> None:
+    run = shop.train("sft", "run")
+    for name in ("model", "checkpoints"):
+        shutil.rmtree(run.path / name)
+    started = shop.run("sft", "run", "--resume", "--dry-run")
+    assert started.code == 0, started.said  # a run that was killed before its first checkpoint starts at step 0
+    (run.path / kept).mkdir(parents=True)
+    for flags in (["--dry-run"], []):
+        again = shop.run("sft", "run", "--resume", *flags)
+        assert again.code == 1
+        assert f"holds {kept}" in again.err
+        assert [line["step"] for line in again.lines()] == [1, 2, 3]
+
+
+def test_a_dry_run_of_a_resume_reads_the_metrics(trained: Workshop, shop: Workshop) -> None:
+    copy = shutil.copytree(trained.folder / "sft", shop.folder / "run")
+    (copy / "metrics.jsonl").write_text("[]\n")
+    run = tried(trained, shop, "--resume", "--dry-run")
+    refused(run, "metrics.jsonl:1 is not a step's metrics")

@@ -146,6 +146,19 @@ def test_a_failed_run_says_why_and_the_command_that_is_shown_continues_it(shop, 
     assert "sampling.top_p" not in text  # the resume read it from config.toml, where every option is
 
 
+def test_a_run_whose_checkpoints_cannot_be_read_says_so(whole, tmp_path, capsys):
+    run = copied(whole, tmp_path / "run")
+    edit_start(run, "ended")
+    for manifest in run.glob("checkpoints/step-*/manifest.json"):
+        manifest.write_text("{")
+    text = called(capsys, "show", run)
+    assert "It cannot be resumed as it is" in text
+    assert "manifest.json is not valid JSON" in text
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(tmp_path / "not mounted")
+    assert "cannot be listed" in called(capsys, "show", run)
+
+
 def test_a_run_with_objects_of_python_is_continued_in_python(shop, capsys):
     def broken(completions, **columns):
         raise ValueError("no reward")

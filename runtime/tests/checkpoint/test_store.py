@@ -1,5 +1,7 @@
 import json
 import pickle
+import re
+import shutil
 
 import pytest
 from rlhf.errors import CheckpointError, ConfigError, RolloutError
@@ -93,22 +95,19 @@ def test_an_error_while_writing_is_reported_and_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing, so saving did not finish"),
+        (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda p: (p / "manifest.json").write_text("{"), "is not valid JSON"),
         (lambda p: (p / "manifest.json").write_text('{"schema": 1}'), "manifest.json is damaged"),
         (lambda p: (p / "policy" / "model.safetensors").unlink(), "policy/model.safetensors is missing"),
         (lambda p: (p / "state.json").write_text("{"), "state.json has 1 bytes, saved were 2"),
     ],
 )
-def test_an_incomplete_checkpoint_is_skipped_with_a_note(tmp_path, damage, reason):
-    noted = []
-    store = CheckpointStore(tmp_path, note=noted.append)
+def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(tmp_path, damage, reason):
+    store = CheckpointStore(tmp_path)
     store.save(1, write(), {})
     damage(store.save(2, write(), {}))
-    assert store.newest().step == 1
-    assert len(noted) == 1
-    assert "step-000002" in noted[0]
-    assert reason in noted[0]
+    with pytest.raises(CheckpointError, match=rf"(?s)step-000002: .*{re.escape(reason)}.*to continue from step 1\."):
+        store.newest()
     with pytest.raises(CheckpointError, match=r"step 2 .* cannot be used: .*Complete are the steps \[1\]"):
         store.open(2)
     store.save(2, write(), {})  # what is incomplete is replaced
@@ -122,12 +121,12 @@ def test_the_error_for_a_flipped_bit_names_the_file_and_the_remedy(tmp_path):
     (path / "policy" / "model.safetensors").write_text("weighta")
     with pytest.raises(
         CheckpointError,
-        match=r"step-000002 is damaged: policy/model\.safetensors has SHA-256 .*continue from step 1\.",
+        match=r"step-000002 is damaged: policy/model\.safetensors has SHA-256 .*from step 1\. Nothing was changed",
     ):
         store.open(2)
     assert store.open(1).step == 1
     (store.root / "step-000001" / "state.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="start again from the beginning"):
+    with pytest.raises(CheckpointError, match="start the run anew with --overwrite"):
         store.open(1)
 
 
@@ -146,6 +145,17 @@ def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):
         CheckpointStore(tmp_path).open(1)
+    with pytest.raises(
+        CheckpointError, match=rf"layout is version {SCHEMA + 1}.* Continue with the release that saved"
+    ):
+        CheckpointStore(tmp_path).newest()
+
+
+def test_a_newer_layout_is_named_whatever_its_own_checksum_is(tmp_path):
+    path = CheckpointStore(tmp_path).save(1, write(), {}) / "manifest.json"
+    path.write_text(json.dumps({"schema": SCHEMA + 1, "digest": "of another kind"}))
+    with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):
+        CheckpointStore(tmp_path).newest()
 
 
 def test_an_unknown_step_names_those_there_are(tmp_path):
@@ -166,6 +176,11 @@ def test_clean_repairs_the_pointer_to_the_best(tmp_path):
     assert store.best().step == 2
     for step in (1, 2):
         (store.root / f"step-00000{step}" / "manifest.json").unlink()
+    store.clean()
+    assert (store.root / "best.json").exists()  # the checkpoint may be mended
+    assert "step-000002, cannot be used and is left as it is: manifest.json is missing" in store.notes[-1]
+    for step in (1, 2):
+        shutil.rmtree(store.root / f"step-00000{step}")
     store.clean()
     assert store.best() is None
     assert store.notes[-1] == "the best checkpoint, step 2, no longer exists"

@@ -68,17 +68,21 @@ class Checkpoint:
 def read_checkpoint(path: Path) -> Checkpoint | str:
     """The checkpoint in ``path``, or a text that says why it is incomplete."""
     if not path.is_dir():
-        return "there is no such folder"
+        return "it is not a folder" if os.path.lexists(path) else "there is no such folder"
     if not (path / MANIFEST).is_file():
-        return f"{MANIFEST} is missing, so saving did not finish"
+        return f"{MANIFEST} is missing"
     try:
         manifest = json_values.read_json(path / MANIFEST)
     except CheckpointError as error:
         return str(error)
+    layout = manifest.get("schema") if isinstance(manifest, dict) else None
+    if type(layout) is int and layout > SCHEMA:  # whose own checks this release does not know
+        older = f"this release reads version {SCHEMA}"
+        return f"its layout is version {layout}, {older}. Continue with the release that saved it"
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         return f"{MANIFEST} is damaged"
-    if manifest.get("schema") != SCHEMA:
-        return f"its layout is version {manifest.get('schema')}, this release reads version {SCHEMA}"
+    if layout != SCHEMA:
+        return f"its layout is version {layout}, this release reads version {SCHEMA}"
     try:
         saved = validated(SavedManifest, manifest, MANIFEST)
     except CheckpointError as error:
@@ -88,8 +92,10 @@ def read_checkpoint(path: Path) -> Checkpoint | str:
     for name, entry in manifest["files"].items():
         try:
             size = (path / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as cause:
+            return f"{name} cannot be read: {cause.strerror}"
         if size != entry["size"]:
             return f"{name} has {size} bytes, saved were {entry['size']}"
     return Checkpoint(manifest["step"], path, manifest["meta"], manifest["files"], manifest["best"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rlhf_runtime.checkpoint import json_values
 from rlhf_runtime.checkpoint.manifest import Checkpoint, read_checkpoint, seal
 
 BEST = "best.json"
+ANEW = "start the run anew with --overwrite, which deletes it"
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -64,7 +65,7 @@ class CheckpointStore:
         Returns the finished folder. Raises CheckpointError if it cannot be written (disk full); older checkpoints are
         then unchanged and no incomplete files remain.
         """
-        target = self.root / f"step-{step:06d}"
+        target = self._folder(step)
         temporary = target.with_name(f"{files.TEMPORARY}{target.name}")
         if isinstance(read_checkpoint(target), Checkpoint):
             raise CheckpointError(f"{target} already holds a complete checkpoint; a step is saved once.")
@@ -99,11 +100,14 @@ class CheckpointStore:
             self._note(f"removed {self.root / name}, left by a process that was killed while saving")
         complete = self.complete()
         pointer = self._pointer()
+        folder = self._folder(pointer["step"]) if pointer else self.root
         marked = [c for c in complete if c.best is not None]
         pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
         if marked and marked[-1].step > pointed:  # killed between the rename and the pointer, or its folder is gone
             assert marked[-1].best is not None
             self._point(marked[-1].step, marked[-1].best)
+        elif pointer and os.path.lexists(folder) and pointed < 0:
+            self._note(f"the best checkpoint, {folder}, cannot be used and is left as it is: {read_checkpoint(folder)}")
         elif pointer and pointed < 0:
             (self.root / BEST).unlink()
             self._note(f"the best checkpoint, step {pointer['step']}, no longer exists")
@@ -116,12 +120,22 @@ class CheckpointStore:
         return [c for c in found if isinstance(c, Checkpoint)]
 
     def newest(self) -> Checkpoint | None:
-        """The newest complete checkpoint; incomplete ones are skipped with a note."""
-        for _, path in reversed(self._folders()):
+        """The newest checkpoint; None if there is none. Presence and sizes are checked, checksums are not.
+
+        Raises CheckpointError where it cannot be read. An older one is not used in its place: a checkpoint gets its
+        name when it is complete, so something else than a killed run has damaged it, or a newer release saved it.
+        """
+        unusable: list[str] = []
+        for step, path in reversed(self._folders()):
             found = read_checkpoint(path)
-            if isinstance(found, Checkpoint):
+            if isinstance(found, str):
+                unusable.append(f"{path}: {found}")
+            elif not unusable:
                 return found
-            self._note(f"skipped {path}: {found}")
+            else:
+                raise _unusable(unusable, f"delete what cannot be used to continue from step {step}")
+        if unusable:
+            raise _unusable(unusable, ANEW)
         return None
 
     def best(self) -> Checkpoint | None:
@@ -135,21 +149,36 @@ class CheckpointStore:
         damage = checkpoint.damage()
         if damage:
             older = [c.step for c in self.complete() if c.step < step]
-            way_out = f"continue from step {older[-1]}" if older else "start again from the beginning"
+            way_out = f"delete the folder to continue from step {older[-1]}" if older else ANEW
             raise CheckpointError(
-                f"checkpoint {checkpoint.path} is damaged: {damage}. Restore the file from a copy, or delete the "
-                f"folder to {way_out}."
+                f"checkpoint {checkpoint.path} is damaged: {damage}. Restore the file from a copy, or {way_out}. "
+                "Nothing was changed."
             )
         return checkpoint
 
     # ------------------------------------------------------------------------------------- internal
 
     def _folders(self) -> list[tuple[int, Path]]:
-        paths = self.root.iterdir() if self.root.is_dir() else []
-        return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)) and p.is_dir())
+        """Everything with the name of a checkpoint, by step.
+
+        Raises CheckpointError where :attr:`root` cannot be listed, such as a link to a disk that is not there.
+        """
+        if not os.path.lexists(self.root):
+            return []
+        try:
+            paths = list(self.root.iterdir())
+        except OSError as cause:
+            raise CheckpointError(
+                f"the checkpoints in {self.root} cannot be listed: {cause.strerror}. Restore the folder, or the disk "
+                "that it is on. Nothing was changed."
+            ) from cause
+        return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)))
+
+    def _folder(self, step: int) -> Path:
+        return self.root / f"step-{step:06d}"
 
     def _find(self, step: int) -> Checkpoint:
-        found = read_checkpoint(self.root / f"step-{step:06d}")
+        found = read_checkpoint(self._folder(step))
         if isinstance(found, str):
             steps = [c.step for c in self.complete()]
             raise CheckpointError(
@@ -202,3 +231,13 @@ class CheckpointStore:
         self.notes.append(text)
         if self._listener is not None:
             self._listener(text)
+
+
+def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
+    """The error for the newest checkpoints, which cannot be read. ``checkpoints``: the path of each, and why."""
+    what = "the newest checkpoint" if len(checkpoints) == 1 else f"the newest {len(checkpoints)} checkpoints"
+    return CheckpointError(
+        "\n  ".join(
+            [f"{what} cannot be used. Nothing was changed.", *checkpoints, f"Restore from a copy, or {way_out}."]
+        )
+    )

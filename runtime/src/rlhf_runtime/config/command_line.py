@@ -34,7 +34,7 @@ HELP = {
     "output": "run directory",
     "seed": "seed of every random choice",
     "steps": "number of steps of the run",
-    "resume": "continue from the newest complete checkpoint in the run directory",
+    "resume": "continue from the newest checkpoint in the run directory",
     "overwrite": "delete the run that the run directory holds",
 }
 SEVERAL = ("reward", "data", "eval-data")

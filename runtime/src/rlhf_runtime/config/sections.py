@@ -77,7 +77,7 @@ class RunSection(ComponentConfig):
     seed: int = 0
     """Seed of the run. Every random choice is computed from the seed and counters."""
     resume: bool = False
-    """Continue from the newest complete checkpoint in ``output``."""
+    """Continue from the newest checkpoint in ``output``."""
     overwrite: bool = False
     """Delete the run in ``output``: the files that runs write, nothing else."""
     threads: Count | None = None

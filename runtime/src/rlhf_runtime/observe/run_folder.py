@@ -79,13 +79,22 @@ def _recognised(path: Path) -> bool:
 def _finished_a_step(path: Path) -> bool:
     """Whether a step was recorded or anything was saved. True also where the record is damaged, since it may hold
     steps."""
-    if any((path / "checkpoints").glob("step-*")) or any((path / "exports").glob("step-*")) or any(path.glob("model*")):
+    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():  # a link to a disk that is away
+        return True
+    if any((path / "checkpoints").glob("step-*")) or saved_state(path):
         return True
     try:
         lines = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
         return any(line["step"] > 0 for line in lines)
     except (OSError, RlhfError, KeyError, TypeError):
         return True
+
+
+def saved_state(path: Path) -> list[str]:
+    """The exports and models in ``path``, which a run cannot have saved without a step."""
+    return [
+        str(found.relative_to(path)) for pattern in ("exports/step-*", "model*") for found in sorted(path.glob(pattern))
+    ]
 
 
 def clear(path: Path, keep: Collection[str]) -> None:

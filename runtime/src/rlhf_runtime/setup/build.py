@@ -94,7 +94,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in (*prepared.commits.notes, *prepared.notes):
         progress.note(note)
-    check_resume(prepared)
+    checkpoint = check_resume(prepared)
     check_record(prepared)
     check_observers(prepared)
 
@@ -158,7 +158,9 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
         "data": data,
         "total_steps": prepared.total_steps,
         "schedule": prepared.schedule,
-        "first_step": restore(prepared, state, store, directory, meta, progress.note) if config.run.resume else 0,
+        "first_step": (
+            restore(prepared, state, store, directory, meta, progress.note, checkpoint) if config.run.resume else 0
+        ),
         "sampler": sampler,
         "evaluation": evaluation,
         "state": state,

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rlhf.errors import ConfigError, RlhfError
+from rlhf.errors import CheckpointError, ConfigError, RlhfError
 from rlhf.saved import validated
 
-from rlhf_runtime.checkpoint import CheckpointStore, Difference, compare, describe, require_same_run
+from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.compare import SavedMeta
 from rlhf_runtime.checkpoint.manifest import MANIFEST
+from rlhf_runtime.checkpoint.store import BEST
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
+from rlhf_runtime.observe.metrics import read_metrics
 from rlhf_runtime.observe.numbered_folders import check_models
 from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.run_folder import check_folder
+from rlhf_runtime.observe.run_folder import check_folder, saved_state
 from rlhf_runtime.setup.prepare import Prepared
 from rlhf_runtime.setup.recorded_run import check_record
 from rlhf_runtime.setup.start_record import content
@@ -50,13 +52,23 @@ def check_observers(prepared: Prepared) -> None:
         observer.check(Path(prepared.config.run.output))
 
 
-def check_resume(prepared: Prepared) -> None:
-    """Raises CheckpointError where the run resumes and its newest checkpoint belongs to another run. A change of
-    threads or device is only reported, by :func:`restore`, because both are known only when the models are loaded."""
+def check_resume(prepared: Prepared) -> Checkpoint | None:
+    """The checkpoint from which the run continues; None where it does not resume, or has none yet. Every byte of it was
+    compared with its checksum. Changes nothing.
+
+    Raises CheckpointError where the newest checkpoint cannot be read or belongs to another run, and where the run has
+    saved something but holds no checkpoint. A change of threads or device is only reported, by :func:`restore`, because
+    both are known only when the models are loaded.
+    """
     run = prepared.config.run
-    newest = CheckpointStore(run.output).newest() if run.resume else None
+    if not run.resume:
+        return None
+    store = CheckpointStore(run.output)
+    newest = store.newest()
+    read_metrics(Path(run.output) / "metrics.jsonl")  # which `restore` cuts
     if newest is None:
-        return
+        _check_unsaved(Path(run.output))
+        return None
     check_steps(newest.step, prepared.total_steps)
     before = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta").environment
     now = describe(
@@ -68,6 +80,23 @@ def check_resume(prepared: Prepared) -> None:
     )
     found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
+    return store.open(newest.step)
+
+
+def _check_unsaved(folder: Path) -> None:
+    """Raises CheckpointError where the run in ``folder`` has saved something, so that it must have had a checkpoint, or
+    a start at step 0 would delete what it saved."""
+    lost = saved_state(folder)
+    if (folder / "checkpoints" / BEST).exists():
+        lost.append(f"checkpoints/{BEST}")
+    if first := RunDirectory.last_start(folder).get("first_step"):
+        lost.append(f"a start after step {first}")
+    if lost:
+        raise CheckpointError(
+            f"there is no checkpoint in {folder / 'checkpoints'}, but {folder} holds {', '.join(lost)}, which a run "
+            "from step 0 would replace. Restore the checkpoints from a copy, start another run with another --output, "
+            "or start this one anew with --overwrite. Nothing was changed."
+        )
 
 
 def check_steps(done: int, total: int) -> None:
@@ -86,22 +115,22 @@ def restore(
     directory: RunDirectory,
     meta: Mapping[str, Any],
     note: Callable[[str], None],
+    checkpoint: Checkpoint | None,
 ) -> int:
-    """Load the newest complete checkpoint into ``state``. Returns its step; 0 where the run has no checkpoint.
+    """Load ``checkpoint``, which :func:`check_resume` returned, into ``state``. Returns its step; 0 where the run has
+    none.
 
-    Raises CheckpointError where the checkpoint belongs to another run, or is damaged.
+    Raises CheckpointError where the checkpoint belongs to another run, or its content is invalid.
     """
     store.clean()
-    newest = store.newest()
-    if newest is None:
-        note("no complete checkpoint to resume from: starting at step 0")
+    if checkpoint is None:
+        note("no checkpoint to resume from: starting at step 0")
         with store.writing(directory.path):
             directory.cut(None)
         return 0
-    found = compare(newest.meta, meta, prepared.parts["trainer"].resolved.cls.layout)
-    for line in require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path):
+    found = compare(checkpoint.meta, meta, prepared.parts["trainer"].resolved.cls.layout)
+    for line in require_same_run(allow_defaults(found, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
-    checkpoint = store.open(newest.step)
     step = state.read(checkpoint)
     with store.writing(directory.path):
         directory.cut(step)

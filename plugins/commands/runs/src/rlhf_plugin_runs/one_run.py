@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+from rlhf.errors import CheckpointError
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
@@ -128,9 +129,12 @@ def _print_metrics(console: Console, history: History, asked: Sequence[str]) -> 
 def _print_files(console: Console, record: RunRecord) -> None:
     _print_heading(console, "Checkpoints and exports")
     store = CheckpointStore(record.path)
-    complete = [checkpoint.step for checkpoint in store.complete()]
-    marked = [checkpoint.step for checkpoint in store.complete() if checkpoint.best is not None]
-    facts = {"checkpoints": _steps(complete) or "none"}
+    try:
+        complete, problem = store.complete(), "none"
+    except CheckpointError as error:
+        complete, problem = [], str(error)
+    marked = [checkpoint.step for checkpoint in complete if checkpoint.best is not None]
+    facts = {"checkpoints": _steps([checkpoint.step for checkpoint in complete]) or problem}
     if marked:
         facts["best checkpoint"] = f"step {marked[-1]}"
     if record.best is not None:
@@ -157,13 +161,16 @@ def _print_end(console: Console, record: RunRecord) -> None:
 
 
 def next_step(record: RunRecord) -> tuple[str, str] | None:
-    """(what can be done with the run now, the command); None for a run that is still running."""
+    """(what can be done with the run now, the command or the reason); None for a run that is still running."""
     state, model, config = record.state[0], record.path / "model", record.path / "config.toml"
     if state == "finished" and model.is_dir():
         return "Try the model", f"rlhf generate --model {shlex.quote(str(model))} --prompt TEXT"
     if state not in ("stopped", "failed") or not config.is_file():
         return None
-    newest = CheckpointStore(record.path).newest()
+    try:
+        newest = CheckpointStore(record.path).newest()
+    except CheckpointError as error:
+        return "It cannot be resumed as it is", str(error)
     where = "from step 0, as there is no checkpoint" if newest is None else f"after step {newest.step}"
     if any(plugin.get("distribution") == IN_PROCESS for plugin in record.plugins):
         return (
