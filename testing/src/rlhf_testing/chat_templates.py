@@ -44,3 +44,20 @@ QWEN3 = (
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
 )
 """As :data:`HERMES`, with reasoning as Qwen3 writes it: kept after the last user message, dropped before it."""
+
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) }}"
+    "{{ '<|end_header_id|>\\n\\n' }}{% if m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}"
+    "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' + (call.arguments | tojson) + '}' }}"
+    "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% else %}{% if tools and loop.first %}"
+    "{{ (tools | tojson) + '\\n' }}{% endif %}{{ m.content | trim }}{% endif %}{{ '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+"""One call as JSON in place of the text of its message; results as JSON."""
+
+GENERATION = HERMES.replace(
+    "{{ '<|im_start|>assistant\\n' + m.content }}", "{{ '<|im_start|>assistant\\n' }}{% generation %}{{ m.content }}"
+).replace(f"{_CALLS}{{{{ '<eos>\\n' }}}}", f"{_CALLS}{{{{ '<eos>' }}}}{{% endgeneration %}}{{{{ '\\n' }}}}")
+"""As :data:`HERMES`, with the answers marked for training."""

@@ -3,21 +3,23 @@
 The text that is tokenised is always ONE render of the whole conversation. A second render, in which every text is
 replaced by a marker, shows which characters belong to which message: replacing the markers by the texts must give the
 first render exactly. A template that rewrites or drops a message's text fails this check and is refused; the error
-names the message.
+names the message. Tool calls have no markers. They follow the message's text, up to its end token.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
 from rlhf_runtime.data.row_fields import Message
-from rlhf_runtime.data.template_markers import MARKER, tail_length, with_markers
+from rlhf_runtime.data.template_markers import MARKER, Text, tail_length, with_markers
 from rlhf_runtime.data.token_spans import Span
 
 _NOT_OF_TEMPLATES = frozenset(
@@ -107,39 +109,45 @@ class ChatTemplate:
             return self._marked_by_template(messages, trained)
         text = self.text(messages, answer=False)
         marked, texts, tails = with_markers(messages)
-        skeleton = self.text(marked, answer=False)
-        pieces = MARKER.split(skeleton)  # text, number, text, number, ..., text
+        pieces = MARKER.split(self.text(marked, answer=False))  # text, number, text, number, ..., text
         order = [int(n) for n in pieces[1::2]]
         self._check(messages, trained, texts, order)
-        position, starts, ends = 0, dict[int, int](), dict[int, int]()
-        last = {message: number for number, (message, _) in enumerate(texts)}
-        rebuilt: list[str] = []
-        for number, piece in zip([None, *order], pieces[0::2], strict=True):
-            if number is not None:
-                message, value = texts[number]
-                if message not in starts:
-                    asked = messages if as_asked and message in trained else None
-                    starts[message] = self._start(text, rebuilt[-1], position, message, asked)
-                rebuilt.append(value)
-                position += len(value)
-                tail = tails[message] if number == last[message] else ""
-                ends[message] = position + tail_length(piece, tail, message if message in trained else None)
-            rebuilt.append(piece)
-            position += len(piece)
-        if "".join(rebuilt) != text:
-            raise DataError(
-                "the chat template changes the text of messages (beyond trimming), so the tokens of the answer cannot "
-                "be found. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
-                'or use template = "plain".'
-            )
-        end = self.end_token(text[ends[trained[-1]] :])
-        return Render(text, tuple((starts[m], _including(end, text, ends[m])) for m in trained))
+        places = _places(text, pieces[0::2], [texts[n] for n in order], trained)
+        last = {text.message: number for number, text in enumerate(texts)}
+        starts, ends = dict[int, int](), dict[int, int]()
+        for m in trained:
+            asked = messages if as_asked else None
+            mine = [i for i, number in enumerate(order) if texts[number].message == m]
+            if mine:
+                starts[m] = self._start(text, pieces[2 * mine[0]], places[mine[0]][0], m, asked)
+                tail = tails[m] if order[mine[-1]] == last[m] else ""
+                ends[m] = places[mine[-1]][1] + tail_length(pieces[2 * mine[-1] + 2], tail, m)
+            else:  # tool calls only
+                starts[m] = ends[m] = self._given(text, messages, m)
+            if messages[m].get("tool_calls"):
+                following = next((first for first, _ in places if first > ends[m]), len(text))
+                ends[m] = self._end_of_calls(text, messages, m, ends[m], following)
+        plain = [m for m in trained if not messages[m].get("tool_calls")]
+        if plain:
+            end = self.end_token(text[ends[plain[-1]] :]) if plain[-1] == trained[-1] else self.answer_end
+            ends |= {m: _including(end, text, ends[m]) for m in plain}
+        return Render(text, tuple((starts[m], ends[m]) for m in trained))
 
     def end_token(self, following: str) -> str:
         """The special token that follows an answer's text, ignoring white space between them."""
-        known = {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
         following = following.lstrip()
-        return max((t for t in known if following.startswith(t)), key=len, default="")
+        return max((t for t in self._known if following.startswith(t)), key=len, default="")
+
+    @cached_property
+    def answer_end(self) -> str:
+        """The end token of an answer that is text; empty if the template writes none."""
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        try:
+            render = self.render(turns, [1], as_asked=False)
+        except DataError:  # it needs other messages
+            return ""
+        answer = render.text[: render.answers[0][1]]
+        return max((t for t in self._known if answer.endswith(t)), key=len, default="")
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -164,29 +172,51 @@ class ChatTemplate:
         by_message = dict(zip(assistants, spans[0], strict=True))
         return Render(rendered[0], tuple((int(by_message[m][0]), int(by_message[m][1])) for m in trained))
 
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        """Special and added tokens."""
+        return frozenset([*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()])
+
     def _check(
-        self,
-        messages: Sequence[Message],
-        trained: Sequence[int],
-        texts: Sequence[tuple[int, str]],
-        order: Sequence[int],
+        self, messages: Sequence[Message], trained: Sequence[int], texts: Sequence[Text], order: Sequence[int]
     ) -> None:
         for m in trained:
-            mine = [n for n, (message, _) in enumerate(texts) if message == m]
-            if not mine:
+            mine = [n for n, text in enumerate(texts) if text.message == m]
+            if not mine and not messages[m].get("tool_calls"):
                 raise DataError(
                     f"message {m} (assistant) has no text, so where it stands in the chat template's render cannot be "
                     "told. Mark answers in the template with {% generation %} ... {% endgeneration %}."
                 )
             lost = [n for n in mine if order.count(n) != 1]
             if lost:
-                shown = texts[lost[0]][1]
                 raise DataError(
-                    f"the chat template leaves out part of message {m} (assistant): {shown[:60]!r}. It rewrites "
-                    "history, e.g. strips the reasoning of earlier answers, so training on all answers would miss "
-                    'what they say. Train on the last one (data.loss_on = "completion"), give one row per answer, '
+                    f"the chat template leaves out part of message {m} (assistant): {texts[lost[0]].text[:60]!r}. It "
+                    "rewrites history, e.g. strips the reasoning of earlier answers, so training on all answers would "
+                    'miss what they say. Train on the last one (data.loss_on = "completion"), give one row per answer, '
                     "or use a template that keeps them."
                 )
+
+    def _end_of_calls(self, text: str, messages: Sequence[Message], message: int, position: int, following: int) -> int:
+        """End of an answer with tool calls, after its end token.
+
+        Args:
+            position: end of the answer's text.
+            following: start of the text of another message.
+        """
+        until = text if message == len(messages) - 1 else self.text(messages[: message + 1], answer=False)
+        until = until.rstrip()
+        alone = text.startswith(until) and len(until) > position
+        end = self.answer_end
+        at = text.find(end, position, len(until) if alone else following) if end else -1
+        if at >= 0:
+            return at + len(end)
+        if alone:  # another end token, or none
+            return len(until)
+        raise DataError(
+            f"the chat template writes message {message} (assistant) otherwise once other messages follow, so where "
+            'its tool calls end cannot be told. Train on the last answer (data.loss_on = "completion"), or mark '
+            "answers in the template with {% generation %} ... {% endgeneration %}."
+        )
 
     def _generation_head(self) -> str:
         """The text that ``add_generation_prompt`` adds; empty if it adds none."""
@@ -213,17 +243,51 @@ class ChatTemplate:
         at = piece.rfind(head) if head else -1
         if at >= 0 or asked is None:
             return position if at < 0 else position - len(piece) + at + len(head)
-        if not head:
-            given = self.text(asked[:message], answer=True) if message else ""
-            if position - len(piece) <= len(given) <= position and text.startswith(given):
-                return len(given)
+        if not head and position - len(piece) <= (given := self._given(text, asked, message, piece)) <= position:
+            return given
+        raise self._unseen(message, piece)
+
+    def _given(self, text: str, messages: Sequence[Message], message: int, piece: str = "") -> int:
+        """End of the text that the policy is given when it answers with ``message``, which must begin the render."""
+        given = self.text(messages[:message], answer=True) if message else ""
+        if text.startswith(given):
+            return len(given)
+        raise self._unseen(message, piece or text[: len(given)])
+
+    def _unseen(self, message: int, before: str) -> DataError:
+        head = self._generation_head()
         what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
-        raise DataError(
+        return DataError(
             f"the policy is given {what} before it answers, but the chat template writes message {message} "
-            f"(assistant) after {piece[-60:]!r}: it would be trained in a context that it never sees. Train on the "
+            f"(assistant) after {before[-60:]!r}: it would be trained in a context that it never sees. Train on the "
             'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
             "template with {% generation %} ... {% endgeneration %}."
         )
+
+
+def _places(text: str, pieces: Sequence[str], texts: Sequence[Text], trained: Sequence[int]) -> list[Span]:
+    """The characters of each text in the render, where they stand between the template's own ``pieces``.
+
+    Templates may write the results of tools as JSON; texts that are trained on must be written as they are.
+    """
+    places, position = list[Span](), 0
+    for number, value in enumerate(texts):
+        if not text.startswith(pieces[number], position):
+            break
+        position += len(pieces[number])
+        forms = (
+            [value.text] if value.message in trained else [value.text, json.dumps(value.text, ensure_ascii=False)[1:-1]]
+        )
+        written = next((f for f in forms if text.startswith(f + pieces[number + 1], position)), value.text)
+        places.append((position, position + len(written)))
+        position += len(written)
+    if len(places) == len(texts) and text[position:] == pieces[-1]:
+        return places
+    raise DataError(
+        "the chat template changes the text of messages (beyond trimming), so the tokens of the answer cannot "
+        "be found. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
+        'or use template = "plain".'
+    )
 
 
 def _refused(messages: Sequence[Message], error: Exception) -> DataError:

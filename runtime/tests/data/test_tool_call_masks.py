@@ -1,0 +1,137 @@
+"""Answers with tool calls are trained on as the policy would sample them: text, calls, end token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Row, Turn
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.template import Template
+from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
+from rlhf_testing.tiny import tiny_tokenizer
+
+ASK = {"role": "user", "content": "1+2?"}
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def template_with(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def load(text, **options):
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer.chat_template = text
+        return Template(tokenizer, DataSection(messages="messages", **options))
+
+    return load
+
+
+def call(name="add", **arguments):
+    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def said(content, *calls, **fields):
+    return {"role": "assistant", "content": content, **fields, **({"tool_calls": list(calls)} if calls else {})}
+
+
+def result(text):
+    return {"role": "tool", "tool_call_id": "abcdefghi", "content": text}
+
+
+def answers(template, *messages):
+    """The trained text of a conversation, one for each stretch of trained tokens."""
+    sequence = template.encode_demonstration(Row({"messages": list(messages)}, "rows", 0)).sequences[0]
+    stretches = itertools.groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
+    return [template.tokenizer.decode([i for i, _ in pairs]) for on, pairs in stretches if on]
+
+
+def hermes(*calls):
+    """A plain statement of what a policy with these templates writes."""
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{c["function"]["name"]}", "arguments": {json.dumps(c["function"]["arguments"])}}}\n'
+        "</tool_call>"
+        for c in calls
+    )
+
+
+ADD, MULTIPLY = call(a=1, b=2), call("multiply", a='"3"\n', b=[1, {"x": None}])
+
+
+@pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION])
+@pytest.mark.parametrize("content", ["Let me add.", "", " \n"])
+@pytest.mark.parametrize("calls", [[ADD], [MULTIPLY, ADD]])
+def test_text_calls_and_end_token_are_trained_on(template_with, text, content, calls):
+    template = template_with(text)
+    written = (content + "\n" if content else "") + hermes(*calls) + "<eos>"
+    thought = EMPTY_THOUGHT if text is QWEN3 else ""
+    [trained] = answers(template, ASK, said(content, *calls))
+    assert trained == thought + written
+    prompt = template.encode_messages([ASK])
+    sampled = template.parse_answer(Turn(template.tokens.ids(trained), True), prompt.ids, (0, 0, 0))
+    assert sampled["content"].strip() == content.strip()
+    functions = [c["function"] for c in sampled["tool_calls"]]
+    assert [{**f, "arguments": json.loads(f["arguments"])} for f in functions] == [c["function"] for c in calls]
+
+
+def test_a_call_in_place_of_text(template_with):
+    template = template_with(LLAMA3)
+    assert answers(template, ASK, said("", ADD)) == ['{"name": "add", "parameters": {"a": 1, "b": 2}}<eos>']
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'Let me add.'"):
+        answers(template, ASK, said("Let me add.", ADD))
+
+
+@pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
+def test_every_answer_of_a_conversation_with_calls(template_with, text):
+    template = template_with(text, loss_on="assistant")
+    talk = [ASK, said("", ADD), result('{"sum": "3"}\n'), said("It is 3."), ASK, said("", ADD)]
+    expected = [hermes(ADD) + "<eos>", "It is 3.<eos>", hermes(ADD) + "<eos>"]
+    if text is LLAMA3:
+        expected[0] = expected[2] = '{"name": "add", "parameters": {"a": 1, "b": 2}}<eos>'
+    if text is QWEN3:
+        expected[2] = EMPTY_THOUGHT + expected[2]
+    assert answers(template, *talk) == expected
+
+
+def test_reasoning_before_a_call_is_trained_on(template_with):
+    template = template_with(QWEN3, loss_on="assistant")
+    thinking = said("Adding.", ADD, reasoning_content="two numbers\n")
+    answered = said("3", reasoning_content="done")
+    assert answers(template, ASK, thinking, result("3"), answered) == [
+        f"<think>\ntwo numbers\n\n</think>\n\nAdding.\n{hermes(ADD)}<eos>",
+        "<think>\ndone\n</think>\n\n3<eos>",
+    ]
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'two numbers'"):
+        answers(template, ASK, thinking, result("3"), answered, ASK, answered)
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'done'"):
+        answers(template_with(CHATML), ASK, answered)
+
+
+def test_text_of_the_template_between_text_and_call(template_with):
+    spaced = HERMES.replace("{% for call in m.tool_calls or [] %}", "{{ '[calls]' if m.tool_calls else '' }}\\g<0>", 1)
+    spaced = spaced.replace("\\g<0>", "{% for call in m.tool_calls or [] %}")
+    assert answers(template_with(spaced), ASK, said("Sure.", ADD)) == [f"Sure.[calls]\n{hermes(ADD)}<eos>"]
+
+
+def test_a_call_with_an_end_token_of_its_own(template_with):
+    own = LLAMA3.replace("{{ '<eos>' }}{% endfor %}", "{{ '<unk>' if m.tool_calls else '<eos>' }}{% endfor %}")
+    template = template_with(own, loss_on="assistant")
+    written = '{"name": "add", "parameters": {"a": 1, "b": 2}}<unk>'
+    assert answers(template, ASK, said("", ADD), result("3"), said("3")) == [written, "3<eos>"]
+    assert answers(template, ASK, said("", ADD)) == [written]
+
+
+@pytest.mark.parametrize("text", [HERMES, QWEN3, GENERATION, LLAMA3])
+def test_pairs_that_differ_in_the_call_only(template_with, text):
+    columns = {"prompt": "1+2?", "chosen": [said("", ADD)], "rejected": [said("", call(a=1, b=3))]}
+    pair = template_with(text).encode_pair(Row(columns, "rows", 0))
+    chosen, rejected = (template_with(text).tokenizer.decode(s.ids) for s in pair.sequences)
+    assert '"b": 2}' in chosen
+    assert rejected == chosen.replace('"b": 2}', '"b": 3}')
+    assert all(s.loss_mask[-1] and s.ids[-1] == 1 for s in pair.sequences)
+    with pytest.raises(DataError, match="the same, token by token"):
+        template_with(text).encode_pair(Row({**columns, "rejected": columns["chosen"]}, "rows", 0))
