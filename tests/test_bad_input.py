@@ -51,6 +51,21 @@ def test_an_unreadable_model(shop: Workshop) -> None:
     refused(shop.run("sft", "run", policy={"model": str(broken)}), "holds no tokenizer", code=1)
 
 
+def test_a_row_with_a_token_that_the_embedding_lacks(shop: Workshop) -> None:
+    larger = Path(shutil.copytree(shop.model, shop.folder / "larger"))
+    tokenizer = json.loads((larger / "tokenizer.json").read_text())
+    rows = json.loads((larger / "config.json").read_text())["vocab_size"]
+    tokenizer["model"]["vocab"]["ö"] = rows
+    (larger / "tokenizer.json").write_text(json.dumps(tokenizer))
+    changes = {"policy": {"model": str(larger)}}
+    assert shop.run("sft", "run", "--dry-run", **changes).code == 0, "a token that no row has does no harm"
+    row = {"prompt": "1+1=", "response": "zwölf"}
+    changes["data"] = {"train": str(shop.rows("new.jsonl", [row] * 4))}
+    for flags in ((), ("--dry-run",)):
+        refused(shop.run("sft", "run", *flags, **changes), "line", f"'ö' with id {rows}", "embedding has", code=1)
+    assert shop.command("data", "preview", str(shop.folder / "run.toml")).code == 1
+
+
 def test_a_model_that_could_not_be_loaded_leaves_the_folder_usable(shop: Workshop) -> None:
     broken = Path(shutil.copytree(shop.model, shop.folder / "broken"))
     weights = (broken / "model.safetensors").read_bytes()

@@ -10,6 +10,7 @@ from rlhf.errors import ConfigError, DataError, ModelError
 from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
+from rlhf_runtime.data.text_tokens import TextTokens
 from rlhf_runtime.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
 from rlhf_testing.tiny import tiny_tokenizer
 
@@ -48,6 +49,24 @@ def test_no_end_token(tmp_path):
     config.pop("eos_token")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert "has no end token" in refused(tmp_path)
+
+
+def test_an_end_token_outside_the_embedding(tmp_path):
+    tiny_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 1}')
+    assert "end token" in (message := refused(tmp_path))
+    assert "id 1; the model's embedding has 1 rows" in message
+
+
+@pytest.mark.parametrize(
+    "settings", ['{"vocab_size": 6}', '{"vocab_size": 20, "text_config": {"vocab_size": 6}}'], ids=["text", "images"]
+)
+def test_a_text_with_a_token_outside_the_embedding_is_refused(tmp_path, settings):
+    (tmp_path / "config.json").write_text(settings)
+    tokens = TextTokens(load_tokenizer(str(tiny_tokenizer(tmp_path, chars="abcd"))))
+    assert tokens.ids("abc") == [3, 4, 5]
+    with pytest.raises(DataError, match="'d' with id 6; the model's embedding has 6 rows"):
+        tokens.ids("abcd")
 
 
 def test_stop_strings_with_special_tokens_are_refused(tmp_path):

@@ -9,17 +9,19 @@ from typing import Any
 
 from rlhf.errors import DataError
 
-from rlhf_runtime.data.tokenizer import decoder_of
+from rlhf_runtime.data.tokenizer import ENLARGE, decoder_of, embedding_rows
 
 ANCHORS = (".", "x", "\n")
 """A continuation is tokenised after one of these characters."""
 
 
 class TextTokens:
-    """Encodes texts with a tokenizer. Raises DataError for texts without tokens."""
+    """Encodes texts with a tokenizer. Raises DataError for texts without tokens, and for tokens that the model's
+    embedding does not have."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._rows = embedding_rows(tokenizer)
         self._bos = _begin_ids(tokenizer)
 
     def begin(self, ids: Sequence[int]) -> list[int]:
@@ -27,7 +29,8 @@ class TextTokens:
         return [] if list(ids[:1]) == self._bos else self._bos
 
     def encoded(self, text: str, **options: Any) -> Any:
-        """The tokenizer's result. Raises DataError for lone surrogates, which JSON allows and tokenizers do not."""
+        """The tokenizer's result. Raises DataError for lone surrogates, which JSON allows and tokenizers do not, and for
+        tokens outside the model's embedding: some published models have tokens that no text should contain."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -35,7 +38,14 @@ class TextTokens:
                 f"{text[error.start]!r} (behind {text[max(0, error.start - 20) : error.start]!r}) is half of a "
                 "character, a surrogate without the other, which is no text"
             ) from None
-        return self.tokenizer(text, add_special_tokens=False, **options)
+        encoding = self.tokenizer(text, add_special_tokens=False, **options)
+        if self._rows is not None and max(encoding["input_ids"], default=0) >= self._rows:
+            largest = max(encoding["input_ids"])
+            raise DataError(
+                f"the text has the token {self.tokenizer.convert_ids_to_tokens(largest)!r} with id {largest}; the "
+                f"model's embedding has {self._rows} rows, so ids are 0 to {self._rows - 1}. {ENLARGE}"
+            )
+        return encoding
 
     def ids(self, text: str) -> list[int]:
         """Tokens of a text alone, without those that the tokenizer adds around it."""

@@ -10,8 +10,9 @@ from typing import Any
 from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces.tokens import Tokens
 from rlhf_hub.hub import hub_name
-from rlhf_hub.published import model_folder, require_folder
+from rlhf_hub.published import model_folder, require_folder, settings_of
 
+ENLARGE = "Enlarge the embedding (`model.resize_token_embeddings(len(tokenizer))`), or use the model's own tokenizer."
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -40,7 +41,32 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
             f"the tokenizer of {path} has no end token, so no answer could end: set `eos_token` in its "
             "tokenizer_config.json"
         )
+    rows = embedding_rows(tokenizer)
+    for name, token in (("begin", tokenizer.bos_token_id), ("end", tokenizer.eos_token_id)):
+        if None not in (rows, token) and token >= rows:
+            raise ModelError(
+                f"the {name} token of the tokenizer of {path} has id {token}; the model's embedding has {rows} rows, so "
+                f"ids are 0 to {rows - 1}. {ENLARGE}"
+            )
     return tokenizer
+
+
+def embedding_rows(tokenizer: Any) -> int | None:
+    """Rows of the embedding of the model beside the tokenizer. None: its ``config.json`` does not say."""
+    place = str(tokenizer.name_or_path or "")
+    return vocabulary_size(place) if (Path(place) / "config.json").is_file() else None
+
+
+def vocabulary_size(model: str) -> int | None:
+    """``vocab_size`` of a model's ``config.json``; None where the file does not say it or cannot be read, which loading
+    the model reports better."""
+    try:
+        settings = settings_of(model, "the tokenizer")
+    except ModelError:
+        return None
+    text = settings.get("text_config")  # of models with images
+    size = (text.get("vocab_size") if isinstance(text, dict) else None) or settings.get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def tokens_of(tokenizer: Any) -> Tokens:

@@ -7,9 +7,9 @@ from typing import Any
 
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf_hub.published import model_folder, settings_of
+from rlhf_hub.published import model_folder
 
-from rlhf_runtime.data.tokenizer import has_tokenizer
+from rlhf_runtime.data.tokenizer import embedding_rows, has_tokenizer, vocabulary_size
 
 
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:
@@ -24,16 +24,16 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
     Raises ModelError naming the role and the first token that differs.
     """
     ours: dict[str, int] = tokenizer.get_vocab()
+    own_rows = embedding_rows(tokenizer)
+    largest = max(i for i in ours.values() if own_rows is None or i < own_rows)  # rows with other tokens are refused
     seen = {policy.path}
     for spec in others:
         if spec.path in seen:
             continue
         seen.add(spec.path)
-        settings = _settings(spec)
         role = f"role {spec.role.name!r} ({spec.path})"
         remedy = "Every role reads the policy's tokens, so its model must have been trained on the same ones."
-        rows = settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
-        largest = max(ours.values())
+        rows = vocabulary_size(spec.path)
         if rows is not None and largest >= rows:
             raise ModelError(
                 f"{role} has a vocabulary of {rows} tokens; the policy's tokenizer ({policy.path}) has ids up to "
@@ -69,10 +69,3 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
     found: dict[str, int] = tokenizer.get_vocab()
     return found
 
-
-def _settings(spec: ModelSpec) -> dict[str, Any]:
-    """The model's ``config.json``; empty if it cannot be read. Loading the model reports that better."""
-    try:
-        return settings_of(spec.path, f"role {spec.role.name!r}")
-    except ModelError:
-        return {}
