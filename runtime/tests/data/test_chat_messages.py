@@ -217,7 +217,9 @@ def test_parallel_calls_have_ids_of_their_own(template_with):
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         "<tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 3000 + "]" * 3000 + "}}\n</tool_call>",
     ],
+    ids=["no JSON", "name", "arguments", "empty", "deep"],
 )
 def test_a_call_that_is_not_one_stays_content(template_with, text):
     said = parsed(template_with(HERMES), f"{text}<eos>")

@@ -192,7 +192,7 @@ def _call(call: Any) -> Any:
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     return [function.get("name"), arguments or {}]
 

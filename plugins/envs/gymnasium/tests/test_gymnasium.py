@@ -91,6 +91,14 @@ def test_the_action_in_a_tag() -> None:
     assert steps[1].info == {"valid": False}
 
 
+def test_tags_without_an_end_are_searched_in_linear_time() -> None:
+    """In quadratic time the second turn would take minutes."""
+    _, steps = play(
+        "<answer>" * 99 + "</answer>", "<answer>right</answer>" + "<answer>" * 100_000, **LAKE, answer="tag"
+    )
+    assert [step.info["valid"] for step in steps] == [False, True]
+
+
 def test_colours_become_names() -> None:
     opening, _ = play(id="Taxi-v4", seed=2**62)
     assert "|[magenta:R]: | : :[blue:G]|" in opening

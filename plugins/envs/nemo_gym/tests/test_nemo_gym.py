@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import pytest
 from gym_server import GymServer, row
@@ -88,6 +90,18 @@ def test_a_wrong_tool_call_is_told_to_the_policy(action: str, told: str) -> None
     assert told in step.observation
     assert (step.done, step.reward) == (False, 0.0)
     assert [path for path, _ in server.asked] == ["seed_session", *(["add"] if "two" in action else [])]
+
+
+def test_tags_without_an_end_are_searched_in_linear_time() -> None:
+    """A million characters take a moment; in quadratic time they would take an hour."""
+    program = (
+        "from rlhf_plugin_nemo_gym.answers import parsed\n"
+        "text = '<tool_call>' * 100_000\n"
+        "assert parsed(text, 0, set()).content == text\n"
+        "answer = parsed('a' + text + '</tool_call>b' + text, 0, set())\n"
+        "assert (len(answer.calls), answer.content) == (1, 'ab' + text)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_an_episode_that_uses_all_steps_is_verified() -> None:

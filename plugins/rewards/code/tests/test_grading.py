@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from groups import score
 from rlhf_plugin_code.extraction import last_block
@@ -24,10 +27,27 @@ TAGS = ("python", "")
         ("a = 1", None),
         ("```python a = 1```", None),
         ("```json\n{}\n```", None),
+        ("```python\na\n```python\nb\n```\nc", "a\n```python\nb\n"),
+        ("```python\n```python\n", None),
+        ("```python\r\na\r\n```\r\n", "a\r\n"),
     ],
 )
 def test_the_last_block(text: str, program: str | None) -> None:
     assert last_block(text, TAGS) == program
+
+
+REPEATED = r"""
+from rlhf_plugin_code.extraction import last_block
+for begin in ("", "```"):
+    for part in ("```python\n", "```python\na\n", "```\n", "`", " ", "\n", "a"):
+        for end in ("", "`"):
+            last_block(begin + part * (1_000_000 // len(part)) + end, ("python", ""))
+"""
+
+
+def test_a_text_that_repeats_itself_is_searched_in_linear_time() -> None:
+    """A million characters take a moment; in quadratic time they would take an hour."""
+    subprocess.run([sys.executable, "-c", REPEATED], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

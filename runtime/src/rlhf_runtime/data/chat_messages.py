@@ -100,7 +100,7 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = arguments  # a template writes such a text as it is
     arguments = parsed if isinstance(parsed, Mapping) else {} if arguments in (None, "") else arguments
     return {

@@ -114,7 +114,7 @@ def _call(text: str) -> tuple[str, str] | None:
     """Name and arguments; None of a text that is no call."""
     try:
         call = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None

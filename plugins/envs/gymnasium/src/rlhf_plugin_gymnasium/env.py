@@ -91,7 +91,8 @@ class GymnasiumEnv(Env):
         assert self._env is not None
         said: str | None = action
         if self.config.answer == "tag":
-            said = next(reversed(TAG.findall(action)), None)
+            closed = "".join(action.rpartition("</answer>")[:2])  # tags without an end would take quadratic time
+            said = next(reversed(TAG.findall(closed)), None)
         number = self._named.get(said.strip().casefold()) if said is not None else None
         if number is None:
             form = " between <answer> and </answer>" if self.config.answer == "tag" else ""

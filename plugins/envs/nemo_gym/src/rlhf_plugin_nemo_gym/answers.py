@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+CALL_END = "</tool_call>"
 THOUGHT = "</think>"
 
 
@@ -48,8 +49,12 @@ class Answer:
 def parsed(text: str, number: int, tools: set[str]) -> Answer:
     """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
     reasoning, _, rest = text.rpartition(THOUGHT)
-    calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(CALL.findall(rest))]
-    return Answer(reasoning.replace("<think>", "").strip(), CALL.sub("", rest).strip(), tuple(calls))
+    # behind the last end, every tag without an end would be searched to the end of the text: quadratic time
+    called, end, behind = rest.rpartition(CALL_END)
+    bodies = CALL.findall(called + end)
+    calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(bodies)]
+    content = CALL.sub("", called + end) + behind
+    return Answer(reasoning.replace("<think>", "").strip(), content.strip(), tuple(calls))
 
 
 def shown_results(results: list[str]) -> str:
