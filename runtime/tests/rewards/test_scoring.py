@@ -83,6 +83,15 @@ def test_rewards_of_turns_are_summed_or_placed_never_both(make_group) -> None:
     assert of(False, turn_credit="step") == [(2.75, 2.75), (4.75, 4.75)]
 
 
+def test_the_last_score_of_the_turns_replaces_the_sum_of_their_rewards(make_group) -> None:
+    trajectory = make_group("a", turn_rewards=(0.5, 0.25)).trajectories[0]
+    first, last = (t for t in trajectory.turns if t.sampled)
+    first.score = 0.3
+    assert combine([], trajectory) == (0.75, 0.3)
+    last.score = 0.0
+    assert combine([], trajectory) == (0.75, 0.0)
+
+
 def test_turn_rewards_that_are_placed_are_a_reward_by_themselves(make_group) -> None:
     """0 and not None: the trajectory is trained on."""
     assert combine([], make_group("a", turn_rewards=(0.5, 0.25)).trajectories[0], turns_placed=True) == (0.0, 0.75)

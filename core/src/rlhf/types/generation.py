@@ -71,3 +71,6 @@ class EnvStep:
     over samples are metrics, ``env/KEY``."""
     images: tuple[bytes, ...] = ()
     """Contents of image files, shown to the policy before the text of the observation."""
+    score: float | None = None
+    """Read by the dynamic filter in place of the sum of the episode's rewards; the last one counts. None: the filter
+    reads the rewards."""

@@ -50,6 +50,9 @@ class Turn:
     """An answer from the data in place of a sample of the policy. ``sampled`` is also True."""
     images: tuple[Image, ...] = ()
     """The images that tokens of this turn stand for, in order; turns that were not sampled only."""
+    score: float | None = None
+    """What the dynamic filter reads in place of the sum of the turns' rewards; sampled turns only. The last one of a
+    trajectory counts."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -66,6 +69,7 @@ class Turn:
             fresh: bool = False,
             given: bool = False,
             images: tuple[Image, ...] = (),
+            score: float | None = None,
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,7 +111,8 @@ class Trajectory:
     reward: float | None = None
     """Weighted sum of the sources' values, plus the environment's turn rewards, before shaping."""
     score: float | None = None
-    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score."""
+    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score, plus
+    :attr:`Turn.score`, or the sum of the turns' rewards without it."""
     error: str = ""
     """First cause, if ``status`` is ``failed``."""
     info: dict[str, float] = field(default_factory=dict)

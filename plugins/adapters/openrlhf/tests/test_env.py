@@ -71,8 +71,8 @@ def test_a_documented_agent(file) -> None:
     opening, steps = play(file(DOCUMENTED), "5", "7")
     assert opening == ""
     assert steps == [
-        EnvStep(" no (6), ", -0.25, False, None, {"turn": 1.0, "scores": -0.25}),
-        EnvStep("right", 1.0, True, None, {"turn": 2.0, "scores": 1.0}),
+        EnvStep(" no (6), ", -0.25, False, None, {"turn": 1.0, "scores": -0.25}, score=-0.25),
+        EnvStep("right", 1.0, True, None, {"turn": 2.0, "scores": 1.0}, score=1.0),
     ]
 
 

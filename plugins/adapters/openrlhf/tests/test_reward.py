@@ -22,7 +22,7 @@ DOCUMENTED = """
 import torch
 
 def reward_func(queries, prompts, labels, **kwargs):
-    assert len(queries) == len(prompts) == len(labels) == 1
+    assert len(queries) == len(prompts) == len(labels) == 2
     print("scoring", queries)
     correct = torch.tensor([float(q[len(p):] == l) for q, p, l in zip(queries, prompts, labels)])
     return {"rewards": correct - 0.5, "scores": correct, "extra_logs": {"correct": correct, "mean": correct.mean()}}
@@ -34,9 +34,45 @@ def test_a_documented_reward_func(file, capfd) -> None:
     score_groups(file(DOCUMENTED), asked, deadline=60.0)
     assert [t.error for t in asked.trajectories] == ["", ""]
     assert [(t.reward, t.score) for t in asked.trajectories] == [(0.5, 1.0), (-0.5, 0.0)]
-    (result,) = asked.trajectories[0].rewards.values()
-    assert result.info == {"correct": 1.0, "mean": 1.0}
-    assert "scoring ['2+2=4']" in capfd.readouterr().err
+    results = [next(iter(t.rewards.values())) for t in asked.trajectories]
+    assert [result.info for result in results] == [{"correct": 1.0, "mean": 0.5}, {"correct": 0.0, "mean": 0.5}]
+    assert "scoring ['2+2=4', '2+2=5']" in capfd.readouterr().err
+
+
+NORMALISED = """
+import torch
+
+def reward_func(queries, prompts, labels, **kwargs):
+    raw = torch.tensor([float(q[len(p):]) for q, p in zip(queries, prompts)])
+    return {"rewards": (raw - raw.mean()) / raw.std(), "scores": raw}
+"""
+
+
+def test_a_function_may_compare_the_samples_of_a_prompt(file) -> None:
+    asked = group("1", "2", "3")
+    score_groups(file(NORMALISED), asked)
+    assert [(t.reward, t.score) for t in asked.trajectories] == [(-1.0, 1.0), (0.0, 2.0), (1.0, 3.0)]
+
+
+@pytest.mark.parametrize(("answers", "options"), [(("1",), {}), (("1", "2"), {"batch": "sample"})])
+def test_a_comparison_of_one_sample_says_what_it_needs(file, answers: tuple[str, ...], options: dict) -> None:
+    asked = group(*answers)
+    score_groups(file(NORMALISED), asked, options=options)
+    for trajectory in asked.trajectories:
+        assert re.search(r"ValueError: rewards is nan.*samples_per_prompt.*eval\.samples.*batch", trajectory.error)
+
+
+ONE_SAMPLE = "def reward_func(queries, prompts, labels):\n    return {'rewards': [float(queries[0][-1])]}\n"
+
+
+def test_a_function_for_one_sample_needs_an_option(file) -> None:
+    asked = group("1", "2")
+    score_groups(file(ONE_SAMPLE), asked)
+    for trajectory in asked.trajectories:
+        assert re.search(r"rewards is .*expected 2 numbers.*batch = \"sample\"", trajectory.error)
+    asked = group("1", "2")
+    score_groups(file(ONE_SAMPLE), asked, options={"batch": "sample"})
+    assert [t.reward for t in asked.trajectories] == [1.0, 2.0]
 
 
 MATH = r"""
@@ -79,17 +115,18 @@ def test_labels_come_from_label_answer_or_the_configured_column(file) -> None:
     assert "no column 'gold'; the row has ['answer']" in asked.trajectories[0].error
 
 
-def test_every_sample_is_its_own_call_and_none_means_not_applicable(file) -> None:
+def test_none_means_not_applicable(file) -> None:
     text = """
-calls = []
 def reward_func(queries, prompts, labels):
-    calls.append(len(queries))
-    assert calls[-1] == 1
-    return {"rewards": None if queries[0].endswith("skip") else float(len(calls))}
+    if labels[0] == "none":
+        return {"rewards": None}
+    return {"rewards": [None if q.endswith("skip") else 1.0 for q in queries], "extra_logs": {"kind": "x"}}
 """
-    asked = group("a", "skip", "c")
-    score_groups(file(text), asked)
-    assert [t.reward for t in asked.trajectories] == [1.0, None, 3.0]
+    asked, other = group("a", "skip", "c"), group("a", "b", label="none")
+    score_groups(file(text), asked, other)
+    assert [t.reward for t in asked.trajectories] == [1.0, None, 1.0]
+    assert [t.reward for t in other.trajectories] == [None, None]
+    assert next(iter(asked.trajectories[2].rewards.values())).info == {"kind": "x"}
 
 
 def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
@@ -105,7 +142,7 @@ def test_an_older_file_returns_the_reward_alone_and_may_be_async(file) -> None:
         ("return {'rewards': [1.0, 2.0]}", r"raised TypeError: rewards is \[1.0, 2.0\]; expected one number"),
         ("return {'rewards': 10**1000}", r"rewards is int 1000.*; expected a number that a float can hold"),
         ("return {'scores': [1.0]}", r"the dict returned has the keys \['scores'\]; expected 'rewards'"),
-        ("return {'rewards': [float('nan')]}", r"RewardResult\(value=nan\)"),
+        ("return {'rewards': [float('nan')]}", "rewards is nan"),
         ("return {'rewards': 1.0, 'extra_logs': {'x': [1, 2]}}", r"extra_logs\['x'\] is \[1, 2\]"),
         ("import time; time.sleep(600)", r"took longer than its deadline of 1 s; its worker process was killed"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import rlhf
@@ -46,6 +46,10 @@ class Context(ScriptedContext):
     """With the tokenizer of a tiny model; the made-up answers are its tokens too."""
 
     path: str = ""
+    reported: dict[str, float] = field(default_factory=dict)
+
+    def report(self, name: str, value: float) -> None:
+        self.reported[name] = value
 
     @property
     def tokenizer(self):
@@ -105,6 +109,13 @@ def test_no_reward_leaves_it_to_the_rewards_and_a_cut_answer_is_truncated(file, 
     turns, context = run(file(EXECUTOR.replace("        return result", cut)), model)
     assert (list(turns[-1].ids), turns[-1].finish) == ([context.calls[1].turn.ids[0] % 10 + 5], "length")
     assert list(turns[-1].logprobs) == list(context.calls[1].turn.logprobs)[:1]
+
+
+def test_scores_and_logs_of_the_result_are_kept(file, model: str) -> None:
+    more = "{'scores': [1.0], 'extra_logs': {'calls': 3, 'none': None}}"
+    turns, context = run(file(EXECUTOR.replace("        return result", f"        return result | {more}")), model)
+    assert [t.score for t in turns] == [None, None, None, 1.0]
+    assert context.reported == {"calls": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -195,8 +206,10 @@ class AgentExecutor(MultiTurnAgentExecutor):
         Plugins.discover().resolve("rollout", file(text))
 
 
-def test_a_run_learns_from_an_executor(file, model: str, tmp_path) -> None:
+def test_a_run_learns_from_an_executor_and_filters_by_its_scores(file, model: str, tmp_path) -> None:
     text = EXECUTOR.replace(" and max_length == 400", "")
+    more = "{'reward': result['reward'] + 1, 'scores': 0.5, 'extra_logs': {'turns': self.turns}}"
+    text = text.replace("        return result", f"        return result | {more}")
     result = rlhf.train(
         algorithm="rloo",
         model=model,
@@ -208,6 +221,9 @@ def test_a_run_learns_from_an_executor(file, model: str, tmp_path) -> None:
             "rollout.arguments": {"turns": 3},
             "sampling.samples_per_prompt": 2,
             "data.batch_size": 2,
+            "stream.filter.low": 0,
+            "stream.filter.high": 1,
         },
     )
-    assert result.metrics[-1]["reward/mean"] > 0  # the executor's own reward
+    assert result.metrics[-1]["reward/mean"] > 1  # the executor's own reward, which the filter would reject
+    assert (result.metrics[-1]["stream/filtered"], result.metrics[-1]["rollout/turns"]) == (0, 3)

@@ -94,7 +94,9 @@ def test_single_turn_stays_within_max_tokens() -> None:
 
 
 def test_multi_turn_alternates_and_keeps_every_reward_at_its_turn() -> None:
-    env = Scripted("open;", EnvStep("one;", 0.25), EnvStep("two;", -0.5), EnvStep("never shown", 1.0, done=True))
+    env = Scripted(
+        "open;", EnvStep("one;", 0.25), EnvStep("two;", -0.5, score=0.5), EnvStep("never shown", 1.0, done=True)
+    )
     context = Context("a", "bb", "ccc", env=env)
     turns = run(MultiTurn, context)
     assert [(t.text, t.sampled, t.reward) for t in turns] == [
@@ -106,6 +108,7 @@ def test_multi_turn_alternates_and_keeps_every_reward_at_its_turn() -> None:
         ("two;", False, None),
         ("ccc", True, 1.0),
     ]
+    assert [t.score for t in turns] == [None, None, None, None, 0.5, None, None]
     assert env.given == (ROW, 5)
     assert env.actions == ["a", "bb", "ccc"]
     assert [number for _, _, number in context.asked] == [0, 1, 2]

@@ -41,6 +41,7 @@ TURN = pa.struct(
         "fresh": pa.bool_(),
         "given": pa.bool_(),
         "images": pa.list_(IMAGE),
+        "score": pa.float64(),
     }
 )
 STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
@@ -72,6 +73,9 @@ SCHEMA = pa.schema(
         "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
     }
 )
+WITHOUT_SCORES = pa.list_(pa.struct([field for field in TURN if field.name != "score"]))
+EARLIER_SCHEMA = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", WITHOUT_SCORES))
+"""Files of earlier versions, whose turns have no scores."""
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file whose samples do not say what they were asked."""
 SUFFIX = ".arrow"
@@ -103,7 +107,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
-            if not reader.schema.equals(SCHEMA):
+            if not (reader.schema.equals(SCHEMA) or reader.schema.equals(EARLIER_SCHEMA)):
                 raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
             number = 0
             for position in range(reader.num_record_batches):
@@ -244,7 +248,7 @@ def _with_steps(reward: dict[str, Any]) -> dict[str, Any]:
 
 def _turns(nested: pa.StructArray) -> list[dict[str, Any]]:
     columns: dict[str, list[Any]] = {}
-    for field in TURN:
+    for field in nested.type:
         column = nested.field(field.name)
         if field.name in ("ids", "logprobs"):
             values, ends = column.values.to_numpy(), column.offsets.to_pylist()

@@ -4,7 +4,8 @@ For a trajectory with reward sources k (weights w_k) that returned a result for 
 
     reward = sum_k w_k (value_k + sum of steps_k, where credit_k is "outcome")
              + sum of the environment's turn rewards, where its credit is "outcome"
-    score  = sum_k w_k (score_k, where given, else value_k + sum of all steps_k) + sum of the environment's turn rewards
+    score  = sum_k w_k (score_k, where given, else value_k + sum of all steps_k)
+             + the last turn score of the environment, else the sum of its turn rewards
 
 ``value`` and ``steps`` of one source are added, so a source whose value already is the sum of its steps must leave one
 of the two out. With ``credit = "step"`` the steps are not part of ``reward``: they are placed at their tokens (times
@@ -251,4 +252,6 @@ def combine(
     turns = [t.reward for t in trajectory.turns if t.sampled and t.reward is not None]
     if not rewards_given and not turns:
         return None, None
-    return math.fsum(rewards_given + ([] if turns_placed else turns)), math.fsum(scores_given + turns)
+    turn_scores = [t.score for t in trajectory.turns if t.sampled and t.score is not None]
+    score = math.fsum(scores_given + (turn_scores[-1:] or turns))
+    return math.fsum(rewards_given + ([] if turns_placed else turns)), score

@@ -46,7 +46,8 @@ def check_step(step: object) -> EnvStep:
     images = step.images
     if not isinstance(images, list | tuple) or not all(isinstance(i, bytes) for i in images):
         raise InvalidResult(f"returned EnvStep(images={shown(images)}); allowed: contents of image files, bytes")
-    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images))
+    score = None if step.score is None else _number("EnvStep(score=", step.score)
+    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score)
 
 
 def check_observation(text: object) -> str:
@@ -106,7 +107,7 @@ def step_from_json(value: object) -> EnvStep:
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
             f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
-            "info, images"
+            "info, images, score"
         ) from None
     return check_step(step)
 
@@ -149,14 +150,15 @@ def _check_turn(what: str, turn: object) -> None:
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
         got = "none" if turn.logprobs is None else str(len(turn.logprobs))
         raise InvalidResult(f"returned sampled {what} with {len(turn.ids)} tokens and {got} log-probs")
-    if turn.reward is None:
-        return
-    if not turn.sampled:
-        raise InvalidResult(
-            f"returned {what} (sampled = {turn.sampled}) with the reward {shown(turn.reward)}; a reward is on the turn "
-            "that earned it, which the policy sampled"
-        )
-    _number(f"{what} with the reward (", turn.reward)
+    for name, value in (("reward", turn.reward), ("score", turn.score)):
+        if value is None:
+            continue
+        if not turn.sampled:
+            raise InvalidResult(
+                f"returned {what} (sampled = {turn.sampled}) with the {name} {shown(value)}; a {name} is on the turn "
+                "that earned it, which the policy sampled"
+            )
+        _number(f"{what} with the {name} (", value)
 
 
 def _check_info(what: str, info: object) -> None:

@@ -12,7 +12,7 @@ from rlhf.interfaces import RolloutContext
 from rlhf.types import Turn
 
 from rlhf_plugin_openrlhf.sampling import from_params
-from rlhf_plugin_openrlhf.values import scalar
+from rlhf_plugin_openrlhf.values import logs, scalar
 
 
 class Engine:
@@ -64,6 +64,10 @@ class Engine:
         if not turns:
             raise RolloutError("execute() returned no action_ranges; there is nothing to learn from")
         turns[-1].reward = scalar(result.get("reward"), "reward")
+        turns[-1].score = scalar(result.get("scores"), "scores")
+        for name, value in logs(result.get("extra_logs"), "extra_logs").items():
+            if value is not None:
+                self._ctx.report(name, value)
         if result.get("truncated"):
             turns[-1].finish = "length"
         return turns

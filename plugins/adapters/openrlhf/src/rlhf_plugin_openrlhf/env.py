@@ -84,12 +84,13 @@ class _AgentEnv(Env):
         if reward is None:
             raise EnvError("step() returned rewards = None; return 0.0 if a step has no reward")
         info = logs(result.get("extra_logs"), "extra_logs")
-        if (score := scalar(result.get("scores"), "scores")) is not None:
+        score = scalar(result.get("scores"), "scores")
+        if score is not None:
             info["scores"] = score
         wanted = result.get("sampling_params")
         sampling = None if wanted is None or self.sampling is None else from_params(wanted, self.sampling)
         changed = sampling if sampling != self.sampling else None
-        return EnvStep(feedback, reward, bool(result["done"]), changed, info, images)
+        return EnvStep(feedback, reward, bool(result["done"]), changed, info, images, score)
 
     async def close(self) -> None:
         """Calls ``close`` if the instance has it; OpenRLHF's interface has no such method."""

@@ -31,13 +31,52 @@ def scalar(value: Any, what: str) -> float | None:
     raise TypeError(f"{what} is {value!r}; expected one number: a float, or a tensor or list with one element")
 
 
+def scalars(values: Any, what: str, count: int) -> list[float | None]:
+    """One number for each of ``count`` samples: a list or a tensor; None: none has one. For one sample the number
+    itself too. Raises TypeError for other values."""
+    if values is None:
+        return [None] * count
+    if count == 1:
+        return [scalar(values, what)]
+    numbers = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(numbers, list | tuple) or len(numbers) != count:
+        raise TypeError(
+            f"{what} is {shown(values)}; expected {count} numbers, one for each sample of the batch. A function that "
+            'scores one sample a call needs batch = "sample" in its section.'
+        )
+    return [scalar(number, f"{what}[{n}]") for n, number in enumerate(numbers)]
+
+
+def batch_logs(values: Any, count: int) -> list[dict[str, Any]]:
+    """``extra_logs`` for each of ``count`` samples. A text, and a single number such as a mean, is of every sample."""
+    infos: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in _mapping(values, "extra_logs").items():
+        what = f"extra_logs[{name!r}]"
+        numbers = [value] * count if isinstance(value, str) else _one_or_each(value, what, count)
+        for info, number in zip(infos, numbers, strict=True):
+            info[str(name)] = number
+    return infos
+
+
+def _one_or_each(value: Any, what: str, count: int) -> list[float | None]:
+    try:
+        return [scalar(value, what)] * count
+    except TypeError:
+        if count == 1:
+            raise
+        return scalars(value, what, count)
+
+
 def logs(values: Any, what: str) -> dict[str, Any]:
     """``extra_logs`` with plain numbers; text stays text."""
-    if values is None:
-        return {}
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{what} is {values!r}; expected a dict")
+    values = _mapping(values, what)
     return {str(k): v if isinstance(v, str) else scalar(v, f"{what}[{k!r}]") for k, v in values.items()}
+
+
+def _mapping(values: Any, what: str) -> Mapping[Any, Any]:
+    if values is not None and not isinstance(values, Mapping):
+        raise TypeError(f"{what} is {values!r}; expected a dict")
+    return values or {}
 
 
 def label_of(row: Row, column: str | None) -> Any:

@@ -18,7 +18,7 @@ class MultiTurn(Rollout):
 
     So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
     the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
-    ``EnvStep.reward`` becomes the reward of the sampled turn. ``EnvStep.sampling`` replaces the sampling parameters of
+    ``EnvStep.reward`` and ``EnvStep.score`` become the reward and the score of the sampled turn. ``EnvStep.sampling`` replaces the sampling parameters of
     this sample, and of no other, from its next turn on. The observation of the last step is not appended, because no
     answer follows it.
 
@@ -38,7 +38,7 @@ class MultiTurn(Rollout):
             turn = await ctx.generate(list(turns), now, turn_number)
             turns.append(turn)
             step = await env.step(turn.text)  # type: ignore[misc]
-            turn.reward = step.reward
+            turn.reward, turn.score = step.reward, step.score
             if step.done:
                 return turns
             observation = ctx.encode_observation(step.observation, step.images)
