@@ -111,8 +111,8 @@ class Trajectory:
     reward: float | None = None
     """Weighted sum of the sources' values, plus the environment's turn rewards, before shaping."""
     score: float | None = None
-    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score, plus
-    :attr:`Turn.score`, or the sum of the turns' rewards without it."""
+    """Input of the dynamic filter: weighted sum of the sources' ``score``, or ``value`` for a source without score, and
+    the last :attr:`Turn.score`, or the sum of the turns' rewards without it."""
     error: str = ""
     """First cause, if ``status`` is ``failed``."""
     info: dict[str, float] = field(default_factory=dict)

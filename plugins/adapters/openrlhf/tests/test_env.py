@@ -182,8 +182,11 @@ def test_close_is_called_if_the_instance_has_it(file) -> None:
 def test_an_async_init_is_awaited_and_what_openrlhf_does_with_it_is_told(file, caplog) -> None:
     """The multi-turn sample in OpenRLHF's README has it."""
     text = DOCUMENTED.replace("    def __init__(self, *args", "    async def __init__(self, *args")
-    assert play(file(text), "5", "7")[1][1].info == {"turn": 2.0, "scores": 1.0}
-    assert "AgentInstance.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it" in caplog.text
+    reference = file(text)
+    for _ in range(3):  # as at the start of a run
+        resolve(reference)
+    assert play(reference, "5", "7")[1][1].info == {"turn": 2.0, "scores": 1.0}
+    assert caplog.text.count("AgentInstance.__init__ is `async def`. It is awaited here. OpenRLHF itself fails") == 1
 
 
 def test_what_is_said_of_openrlhf_is_true_of_python() -> None:
@@ -213,10 +216,37 @@ def test_an_executor_with_its_own_execute_is_a_rollout_not_an_environment(file, 
         resolve(file(OWN_EXECUTOR.replace("AgentExecutorBase", base)))
 
 
-def test_an_executor_of_an_older_interface_is_refused(file) -> None:
-    text = DOCUMENTED.replace("def __init__(self):", "def __init__(self, max_steps, max_length, llm_engine):")
-    with pytest.raises(PluginInvalid, match=r"AgentExecutor takes llm_engine, so it is of the interface of OpenRLHF"):
-        resolve(file(text))
+OLDER = (
+    DOCUMENTED[: DOCUMENTED.index("class AgentExecutor")].replace("MultiTurnAgentExecutor", "AgentExecutorBase")
+    + """class AgentExecutor(AgentExecutorBase):
+    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
+        super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+
+    async def execute(self, prompt, label, sampling_params):
+        return await super().execute(prompt, label, sampling_params)
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["env", "rollout"])
+def test_an_executor_of_an_older_interface_is_refused_with_what_works(file, kind: str) -> None:
+    reference = file(OLDER)
+    with pytest.raises(PluginInvalid, match=r"takes llm_engine, hf_tokenizer, result_queue.*0\.8") as refusal:
+        Plugins.discover().resolve(kind, reference)
+    assert f'[env] use = "{reference}:AgentInstance"' in str(refusal.value)
+    assert play(f"{reference}:AgentInstance", "7")[1][0].done
+    alone = "from openrlhf.utils.agent import AgentExecutorBase\n" + OLDER[OLDER.index("class AgentExecutor(") :]
+    with pytest.raises(
+        PluginInvalid, match=r"0\.8.*Write an execute\(self, prompt, label, sampling_params, max_length"
+    ):
+        Plugins.discover().resolve(kind, file(alone))
+
+
+@pytest.mark.parametrize("kind", ["env", "rollout"])
+def test_an_executor_of_nemo_gym_names_its_environment(file, kind: str) -> None:
+    text = OLDER.replace("import torch", "import uvicorn_is_not_here\nfrom nemo_gym.cli import RunHelper")
+    with pytest.raises(PluginInvalid, match=r'NeMo Gym.*\[env\] use = "nemo_gym"'):
+        Plugins.discover().resolve(kind, file(text))
 
 
 def test_an_executor_with_arguments_gets_them_from_the_run_file(file) -> None:

@@ -29,11 +29,14 @@ class OpenRLHF(Adapter):
     name = "openrlhf"
     source = "OpenRLHF 0.11.0, https://github.com/OpenRLHF/OpenRLHF"
 
+    _runs_nemo_gym = False
+
     def recognises(self, kind: str, text: str) -> bool:
         try:
             tree = ast.parse(text)
         except SyntaxError:
             return False
+        self._runs_nemo_gym = "nemo_gym" in _packages(tree)
         if kind == "reward":
             functions = (n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
             return any(f.name == REWARD_FUNCTION for f in functions)
@@ -44,6 +47,13 @@ class OpenRLHF(Adapter):
         return False
 
     def importing(self) -> AbstractContextManager[None]:
+        """Raises PluginInvalid for an executor of NeMo Gym, before one of the packages that it needs is missed."""
+        if self._runs_nemo_gym:
+            raise PluginInvalid(
+                "the file starts NeMo Gym's services and a server of the policy in the training process, which is not "
+                'supported. Start a resources server, and use it in place of the file: [env] use = "nemo_gym", url = '
+                '"http://...", with [rollout] use = "multi_turn" (README of rlhf-plugin-nemo-gym)'
+            )
         return provided()
 
     def adapt(self, kind: str, module: ModuleType, attribute: str | None) -> type[Component]:
@@ -52,6 +62,13 @@ class OpenRLHF(Adapter):
         if kind == "rollout":
             return rollout_class(module, executor_of(module, attribute))
         return env_class(module, *instance_of(module, attribute))
+
+
+def _packages(tree: ast.Module) -> set[str]:
+    """The packages that a file imports."""
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.split(".")[0] for name in names}
 
 
 def _function(module: ModuleType, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from types import ModuleType
@@ -60,12 +61,12 @@ def executor_of(module: ModuleType, attribute: str | None) -> type[Any]:
     chosen = _chosen(module, attribute)
     if chosen is None:
         raise PluginInvalid(f"{module.__file__} defines no {EXECUTOR}; expected a subclass of {EXECUTOR_BASE}")
+    _refuse_older(module, chosen)
     if not _executes(chosen):
         raise PluginInvalid(
             f"{module.__file__}: {chosen.__name__} inherits execute(). Use the file as an environment: [env] use = "
             '"file:...", with [rollout] use = "multi_turn".'
         )
-    _refuse_older(module, chosen)
     return chosen
 
 
@@ -74,8 +75,7 @@ def instance_of(module: ModuleType, attribute: str | None) -> tuple[type[Any] | 
     knows it. The executor is None if the file has none. Raises PluginInvalid."""
     chosen = _chosen(module, attribute)
     if chosen is None:
-        own = _own(module, attribute)
-        instances = [c for c in own if _derives(c, INSTANCE_BASE) and not inspect.isabstract(c)]
+        instances = _instances(module, attribute)
         if len(instances) != 1:
             names = ", ".join(c.__name__ for c in instances) or "none"
             raise PluginInvalid(
@@ -83,12 +83,12 @@ def instance_of(module: ModuleType, attribute: str | None) -> tuple[type[Any] | 
                 f"{names}. Pick one with file:PATH.py:NAME"
             )
         return checked(instances[0]), None
+    _refuse_older(module, chosen)
     if _executes(chosen) or not _derives(chosen, MULTI_TURN):
         raise PluginInvalid(
             f"{module.__file__}: {chosen.__name__} runs episodes by its own execute(). Use the file as a rollout: "
             '[rollout] use = "file:...", without [env].'
         )
-    _refuse_older(module, chosen)
     try:
         inspect.signature(chosen).bind()
     except TypeError:
@@ -105,12 +105,18 @@ def checked(cls: type[Any]) -> type[Any]:
     if not inspect.iscoroutinefunction(getattr(cls, "step", None)):
         raise PluginInvalid(f"{cls.__module__}: {cls.__name__}.step must be `async def step(self, states, **kwargs)`")
     if inspect.iscoroutinefunction(cls.__init__):
-        _LOG.warning(
-            "%s.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it with TypeError: __init__() "
-            "should return None, not 'coroutine'.",
-            cls.__name__,
-        )
+        _warn_of_async_init(cls)
     return cls
+
+
+@functools.cache
+def _warn_of_async_init(cls: type[Any]) -> None:
+    """Once for each class: a start resolves the file several times."""
+    _LOG.warning(
+        "%s.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it with TypeError: __init__() "
+        "should return None, not 'coroutine'.",
+        cls.__name__,
+    )
 
 
 async def built(cls: type[Any]) -> Any:
@@ -136,6 +142,10 @@ def _own(module: ModuleType, attribute: str | None) -> list[type[Any]]:
     return own
 
 
+def _instances(module: ModuleType, attribute: str | None) -> list[type[Any]]:
+    return [c for c in _own(module, attribute) if _derives(c, INSTANCE_BASE) and not inspect.isabstract(c)]
+
+
 def _executes(executor: type[Any]) -> bool:
     """Whether the file defines the executor's ``execute``."""
     owner = next(c for c in executor.__mro__ if "execute" in vars(c))
@@ -145,9 +155,16 @@ def _executes(executor: type[Any]) -> bool:
 def _refuse_older(module: ModuleType, executor: type[Any]) -> None:
     parameters = inspect.signature(executor).parameters
     if older := [name for name in OLDER if name in parameters]:
+        instances = _instances(module, None)
+        advice = (
+            f'Its {instances[0].__name__} works without the executor: [rollout] use = "multi_turn", [env] use = '
+            f'"file:{module.__file__}:{instances[0].__name__}". What execute() of the executor adds is left out then.'
+            if len(instances) == 1
+            else "Write an execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine) that "
+            'returns its result, and use the file as a rollout: [rollout] use = "file:...", without [env].'
+        )
         raise PluginInvalid(
-            f"{module.__file__}: {executor.__name__} takes {', '.join(older)}, so it is of the interface of OpenRLHF "
-            "0.8. Since 0.9 execute() gets them; change the file."
+            f"{module.__file__}: {executor.__name__} takes {', '.join(older)}, the interface of OpenRLHF 0.8. {advice}"
         )
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from rlhf.interfaces import ComponentConfig, Reward
-from rlhf.types import Group, RewardResult, Trajectory
+from rlhf.types import Group, RewardResult
 
 from rlhf_plugin_openrlhf.values import batch_logs, label_of, scalars
 

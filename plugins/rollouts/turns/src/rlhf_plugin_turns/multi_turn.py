@@ -18,9 +18,9 @@ class MultiTurn(Rollout):
 
     So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
     the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
-    ``EnvStep.reward`` and ``EnvStep.score`` become the reward and the score of the sampled turn. ``EnvStep.sampling`` replaces the sampling parameters of
-    this sample, and of no other, from its next turn on. The observation of the last step is not appended, because no
-    answer follows it.
+    ``EnvStep.reward`` and ``EnvStep.score`` become the reward and the score of the sampled turn. ``EnvStep.sampling``
+    replaces the sampling parameters of this sample, and of no other, from its next turn on. The observation of the last
+    step is not appended, because no answer follows it.
 
     Raises RolloutError (a failed sample) if prompt and opening leave no room for an answer.
     """
