@@ -241,9 +241,25 @@ class Stateful(NLL):
         return LossOutput({"nll": -x["logprobs"] * self.calls})
 
 
+class Needless(Surrogate):
+    """Declares a factor of one of its two terms."""
+
+    def signal(self):
+        return ("advantages",)
+
+
+class Elsewhere(NLL):
+    """Declares a column that it does not read."""
+
+    def signal(self):
+        return ("weight",)
+
+
 @pytest.mark.parametrize(
     ("made", "check", "message"),
     [
+        (Needless, "test_signal", "advantages.*gradient of entropy"),
+        (Elsewhere, "test_signal", r"signal\(\) names \['weight'\]"),
         (PerMicroBatch, "test_split_invariance", "declare reduce"),
         (OrderStatistic, "test_split_invariance", "reversed packing order"),
         (IgnoresMask, "test_masked_positions", "NaN at masked positions changes the loss"),
@@ -256,6 +272,10 @@ class Stateful(NLL):
 def test_broken_loss_fails_the_right_check(made, check, message):
     with pytest.raises(Nonconformance, match=message):
         getattr(suite(made), check)()
+
+
+def test_a_signal_is_right_where_it_is_a_factor_of_all_terms():
+    suite(Needless, configs=[Needless.Config(entropy=0.0)]).test_signal()
 
 
 def test_scalar_instead_of_values_is_refused():

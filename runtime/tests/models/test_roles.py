@@ -242,3 +242,88 @@ def test_outputs_of_sequences_come_back_in_the_batchs_order(ranks, budget):
     scored = Role(ModelSpec(RoleSpec("policy", head="scalar"), "m"), group, budget)
     made = scored.annotate(data, [Annotation("policy", "scores", "score")]).seq["score"]
     assert made.tolist() == data.ids_N[torch.cumsum(data.lens_B, 0) - 1].tolist()
+
+
+class Credited(Loss):
+    """Log-probs times advantages, with a mean over answers."""
+
+    name = "credited"
+
+    def __init__(self, signal=("advantages",)):
+        super().__init__()
+        self._signal = signal
+
+    def outputs(self):
+        return ("logprobs",)
+
+    def columns(self):
+        return ("advantages",)
+
+    def signal(self):
+        return self._signal
+
+    def reduce(self):
+        return {"policy": Reduce("seq_mean_token_mean")}
+
+    def __call__(self, x):
+        return LossOutput({"policy": -x["advantages"] * x["logprobs"]}, {"logprob": ("token", x["logprobs"])})
+
+
+def credited(data, advantages):
+    mask_N = data.tok["loss_mask"]
+    advantages_N = torch.tensor(advantages)[data.unit_N] * mask_N
+    return weigh(data.with_column("tok", "advantages", advantages_N), Credited().reduce())
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("budget", [1, 8, 1000])
+@pytest.mark.parametrize(
+    "advantages",
+    [(0.5, 0, 0, -1.0, 0), (0, 0, 0, 0, 2.0), (1.0, 1.0, -1.0, 2.0, 0.25), (0, 0, 0, 0, 0)],
+    ids=["two units", "one unit", "all units", "no unit"],
+)
+def test_units_without_a_signal_are_not_computed_and_the_gradient_is_the_same(advantages, budget, ranks, shares):
+    data = batch()
+    weighted, update = credited(data, advantages), Update("policy", "loss")
+    whole, part = role(1, 10_000), role(ranks, budget, shares)
+    expected, _ = whole.update(weighted, Credited(signal=()), update)
+    got, _ = part.update(weighted, Credited(), update)
+    assert len({w.micros for w in part.group.workers}) == 1, "every rank computes as many micro-batches as the others"
+    gradient = sum(w.table.grad for w in part.group.workers)
+    torch.testing.assert_close(gradient, whole.group.workers[0].table.grad, rtol=1e-5, atol=1e-8)
+    assert bool(gradient.any()) == any(advantages)
+    assert got["loss"][0] == pytest.approx(expected["loss"][0], rel=1e-5, abs=1e-8)
+    tokens = data.tokens_per_unit()
+    computed = [n for n, advantage in zip(tokens, advantages, strict=True) if advantage] or [min(tokens)]
+    assert got["tokens_left_out"] == (sum(tokens) - sum(computed), sum(tokens))
+    assert "tokens_left_out" not in expected
+    own = [sum(i % 3 != 0 for i in range(n)) for n in computed]
+    assert got["logprob"][1] == sum(own), "metrics are of the computed units, each once"
+    most = part.group.workers[0].micros * ranks
+    assert sum(w.computed for w in part.group.workers) <= sum(computed) + max(0, most - len(computed)) * min(computed)
+
+
+def test_the_unit_that_is_computed_where_none_has_a_signal_has_a_token_to_learn_from():
+    """A metric of no token would be 0."""
+    units = [UnitData([SequenceData(list(range(1, n + 1)), {"loss_mask": [n > 4 and i > 0 for i in range(n)]})])
+             for n in (3, 8, 6)]  # fmt: skip
+    got, _ = role(2, 100).update(credited(pack(units), (0.0, 0.0, 0.0)), Credited(), Update("policy", "loss"))
+    assert got["logprob"][1] == 5  # of the unit of 6 tokens
+    assert got["tokens_left_out"] == (11, 17)
+
+
+def test_all_units_are_computed_for_an_auxiliary_loss_of_the_model(monkeypatch):
+    facts = TrainerFacts(wants_token_share=True)
+    monkeypatch.setattr(Bigram, "facts", lambda self: facts)
+    weighted = credited(batch(), (1.0, 0.0, 0.0, 0.0, 0.0))
+    policy = role(1, 1000)
+    got, _ = policy.update(weighted, Credited(), Update("policy", "loss"))
+    assert policy.group.workers[0].computed == weighted.tokens
+    assert got["tokens_left_out"] == (0, weighted.tokens)
+
+
+def test_a_unit_whose_signal_is_not_a_number_is_computed():
+    weighted = credited(batch(), (0.0, float("nan"), 0.0, 0.0, 0.0))
+    got, _ = role(1, 1000).update(weighted, Credited(), Update("policy", "loss"))
+    assert got["loss"][0] != got["loss"][0]

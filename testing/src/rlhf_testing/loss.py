@@ -172,6 +172,25 @@ class LossContract(LossSubject):
             any(n > 0 for n in norms), f"{self.about()} no gradient reaches any model output: is something detached?"
         )
 
+    def test_signal(self) -> None:
+        """Without the columns of ``signal()`` no unit has a value or a gradient: such units are not computed."""
+        for config in self.grid():
+            about, case = self.about(config), self.case(config)
+            names = case.loss.signal()
+            if not names:
+                continue
+            unknown = [name for name in names if name not in case.loss.columns()]
+            expect(not unknown, f"{about} signal() names {unknown}, which columns() does not: {case.loss.columns()}")
+            for name in names:
+                case.batch = case.batch.with_column(case.level(name), name, torch.zeros_like(case.batch.column(name)))
+            run = case.run(case.whole())
+            reached = sorted(output for output, gradient in run.gradients.items() if bool(gradient.any()))
+            expect(
+                run.size == 0 and not reached,
+                f"{about} signal() says {', '.join(names)}, but where these columns are 0 the loss is {run.total:.6g}, "
+                f"with a gradient of {', '.join(reached) or 'nothing'}: it needs every unit, so signal() must give ()",
+            )
+
     def test_options(self) -> None:
         """Each option that a config sets changes the loss or its gradient."""
 

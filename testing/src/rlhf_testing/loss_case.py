@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from rlhf.interfaces.loss import Loss
-from rlhf.ops.batch import Batch
+from rlhf.ops.batch import Batch, ColumnLevel
 from rlhf.ops.heads import BUILTIN, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
 from rlhf.ops.reduce import weigh
@@ -116,6 +116,10 @@ class LossCase:
             _, logprob, factor = self.extreme
             values = torch.full_like(values, logprob) if fabricate.is_logprob(name) else values * factor
         return batch.with_column(level, name, values, over=self.over)  # type: ignore[arg-type]
+
+    def level(self, name: str) -> ColumnLevel:
+        """Where the batch has a column."""
+        return "tok" if name in self.batch.tok else "seq" if name in self.batch.seq else "unit"
 
     def _leaf(self, head: Head, batch: Batch) -> Tensor:
         if head.name not in BUILTIN or head.reads == "hidden":  # the head's input; outputs() applies the head

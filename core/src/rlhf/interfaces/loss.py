@@ -54,6 +54,16 @@ class Loss(Component):
     def reduce(self) -> dict[str, Reduce]:
         """{term: its reduction}, declared before the first forward pass. All terms share one ``over`` mask."""
 
+    def signal(self) -> tuple[str, ...]:
+        """Columns of :meth:`columns` without which a unit teaches nothing. Where all of them are 0 in a unit, each of
+        its values under every term and every gradient of these values must be exactly 0. Such units are not computed;
+        they still count in all denominators, and the loss's metrics are of the computed units. Empty (the default):
+        every unit is computed.
+
+        A loss with advantages as a factor of all its values declares ``("advantages",)``. It must not where another
+        term, such as an entropy bonus, reads all tokens, or where a metric is of all tokens."""
+        return ()
+
     def misfits(self, shape: OnlineShape) -> list[str]:
         """Options that cannot have their effect in an online run of this shape: one sentence each, with what to set
         instead. Called before a model is loaded."""

@@ -80,12 +80,18 @@ class Role:
         return outputs
 
     def update(self, batch: Batch, loss: Loss, update: Update) -> tuple[Sums, ApplyResult]:
-        """One optimizer step on ``batch``, whose weight columns are already there."""
-        per_share = self._with_loss(batch, loss, update)
+        """One optimizer step on ``batch``, whose weight columns are already there. Units without a signal
+        (:meth:`Loss.signal`) are not computed, unless the trainer has an auxiliary loss of its own, which reads all."""
+        everything = self.facts.wants_token_share
+        computed = batch if everything else with_signal(batch.only(self._columns(loss)), loss)
+        per_share = self._with_loss(computed, loss, update)
         self.changes += 1
         self.taken += 1
         results = self._call("update", per_share)
-        return add_sums(sums for sums, _ in results), results[0][1]
+        sums = add_sums(sums for sums, _ in results)
+        if loss.signal():
+            sums["tokens_left_out"] = (float(batch.tokens - computed.tokens), float(batch.tokens))
+        return sums, results[0][1]
 
     def catch_up(self, planned: int) -> None:
         """End a step of the run. The learning-rate schedule advances by the ``planned`` optimizer steps that were not
@@ -130,8 +136,7 @@ class Role:
     def _shares(self, batch: Batch, loss: Loss) -> list[list[Batch]]:
         """The micro-batches of each share, with the columns that the loss reads. Fillers, which make their numbers
         equal on all ranks, have weight 0."""
-        heads = [self._head(o, over_mask(loss)) for o in loss.outputs()]
-        slim = batch.only(required_columns(loss, heads))
+        slim = batch.only(self._columns(loss))
         if self.facts.wants_token_share:
             share_U = torch.tensor(slim.tokens_per_unit(), dtype=torch.float32) / slim.tokens
             slim = slim.with_column("unit", f"{WEIGHT}tokens", share_U, over=None)
@@ -143,6 +148,10 @@ class Role:
             ]
             for micros, share, of_fillers in zip(micro_batches(slim, shares), shares, fillers(shares), strict=True)
         ]
+
+    def _columns(self, loss: Loss) -> tuple[str, ...]:
+        """Every column that a rank needs to evaluate ``loss``."""
+        return required_columns(loss, [self._head(o, over_mask(loss)) for o in loss.outputs()])
 
     def _plan(self, batch: Batch) -> Plan:
         count = self.group.size // self.facts.ranks_per_share
@@ -166,6 +175,34 @@ class Role:
                 f"role {spec.role.name!r} has a {spec.role.head!r} head, which does not give {output!r}"
             )
         return head
+
+
+def with_signal(batch: Batch, loss: Loss) -> Batch:
+    """The units in which a column of ``loss.signal()`` is not 0. If there are none, the shortest unit with a token
+    under the loss's mask: the optimizer step is taken all the same, with gradients of zero."""
+    columns = loss.signal()
+    if not columns:
+        return batch
+    signal_U = torch.zeros(batch.units, dtype=torch.bool)
+    for name in columns:
+        if batch.has(name):
+            signal_U |= _nonzero(batch, name)
+    if bool(signal_U.all()):
+        return batch
+    if not bool(signal_U.any()):
+        masked_U, tokens = _nonzero(batch, over_mask(loss)).tolist(), batch.tokens_per_unit()
+        signal_U[min(range(batch.units), key=lambda u: (not masked_U[u], tokens[u]))] = True
+    return batch.select(signal_U.nonzero().flatten().tolist())
+
+
+def _nonzero(batch: Batch, column: str) -> Tensor:
+    """bool [U]: units in which the column has a value other than 0."""
+    values = batch.column(column)
+    if column in batch.unit:
+        return (values != 0).reshape(batch.units, -1).any(1)
+    unit = batch.unit_N if column in batch.tok else batch.unit_B
+    different = (values != 0).reshape(len(unit), -1).any(1)
+    return torch.zeros(batch.units, dtype=torch.int64).index_add_(0, unit, different.long()) > 0
 
 
 def _read_by(batch: Batch, heads: Sequence[Head]) -> Tensor:

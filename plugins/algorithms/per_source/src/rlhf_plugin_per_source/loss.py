@@ -60,6 +60,10 @@ class LossOfMembers(Loss):
     def columns(self) -> tuple[str, ...]:
         return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in (PART, *loss.columns()))
 
+    def signal(self) -> tuple[str, ...]:
+        """Units of a member whose loss needs all of them have one everywhere."""
+        return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in loss.signal() or (PART,))
+
     def reduce(self) -> dict[str, Reduce]:
         return {
             f"{name}/{term}": replace(reduce, coef=reduce.coef * self.weights[name], where=f"{name}/{PART}")

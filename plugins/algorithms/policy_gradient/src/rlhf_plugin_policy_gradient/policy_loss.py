@@ -75,7 +75,7 @@ class PolicyLoss(Loss):
 
     @abstractmethod
     def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
-        """(Loss value per token [A], metrics)."""
+        """(Loss value per token [A], a multiple of ``x["advantages"]``; metrics)."""
 
     def outputs(self) -> tuple[str, ...]:
         return ("logprobs",) if self.config.entropy_coef is None else ("logprobs", "entropy")
@@ -84,6 +84,10 @@ class PolicyLoss(Loss):
         c = self.config
         old = ("old_logprobs",) if self.reads_old or c.correction.active or c.stale_mask is not None else ()
         return ("advantages", *old, "gen_logprobs", *(() if c.top_entropy is None else (PUSHES,)))
+
+    def signal(self) -> tuple[str, ...]:
+        """The entropy, also one that is reported only, is of all tokens."""
+        return ("advantages",) if self.config.entropy_coef is None else ()
 
     def reduce(self) -> dict[str, Reduce]:
         c = self.config
