@@ -89,14 +89,21 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     return str(folder)
 
 
-def content_of(folder: Path) -> str:
-    """SHA-256 of what loading a model's folder reads: config, tokenizer and weights.
+def content_of(folder: Path, whole: bool = False) -> str:
+    """SHA-256 of what a run reads of a model's folder: config, tokenizer and weights. Of a generation config that is
+    its end tokens only; the other values go into exports.
 
     Of a file of weights: its size and 64 blocks of 4 KiB, spread evenly over the file, because reading a large model
     takes minutes. Training changes almost all weights that it changes at all, so other weights differ in a block.
+
+    Args:
+        whole: the whole generation config, as in checkpoints of earlier releases.
     """
     digest = hashlib.sha256()
     for path in sorted({path for pattern in (*SETTINGS, "*.safetensors") for path in folder.glob(pattern)}):
+        if path.name == "generation_config.json" and not whole:
+            digest.update(_end_tokens(path))
+            continue
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
@@ -107,6 +114,16 @@ def content_of(folder: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
+
+
+def _end_tokens(generation_config: Path) -> bytes:
+    """The end tokens of a generation config, empty where it has none; of a file that is none, its content."""
+    content = generation_config.read_bytes()
+    try:
+        ends = json.loads(content).get("eos_token_id")
+    except (ValueError, AttributeError):
+        return content
+    return b"" if ends is None else f"eos_token_id {ends if isinstance(ends, list) else [ends]}\n".encode()
 
 
 def settings_of(model: str, asker: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch import nn
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
+from rlhf_modeling.export_files import read_generation_config, try_export
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
 from rlhf_modeling.model import model_class, require_weights, take_apart
 from rlhf_modeling.pretrained import quiet, read, read_config
@@ -86,7 +87,8 @@ def skeleton(path: str, trust_remote_code: bool = False, images: bool = False) -
 
 def check_files(spec: ModelSpec) -> None:
     """Refuse a folder whose config is of another kind of model than the role, or whose weights are missing, incomplete
-    or of other shapes than the config states. Only the headers of weights are read.
+    or of other shapes than the config states, or whose configs could not be written with an export. Only the headers of
+    weights are read.
 
     Names and shapes are compared where accelerate is installed (transformers needs it for a model without values), and
     where the model's code is transformers' own. For a hub model that is not downloaded yet, only the config is checked.
@@ -97,6 +99,9 @@ def check_files(spec: ModelSpec) -> None:
     auto, from_lm = model_class(spec, config)
     if hub_name(spec.path) is not None and not Path(spec.path).expanduser().is_dir():
         return
+    generation = None
+    if spec.role.head == "lm":
+        generation = read_generation_config(spec, model_folder(spec.path, code=spec.trust_remote_code))
     state = read(spec, "model", _headers)
     if spec.trust_remote_code or importlib.util.find_spec("accelerate") is None:
         return
@@ -113,6 +118,10 @@ def check_files(spec: ModelSpec) -> None:
     with quiet():
         module, info = read(spec, "model", load)
     require_weights(spec, type(module), info, from_lm)
+    if spec.role.trained:
+        if generation is not None:
+            module.generation_config = generation
+        try_export(spec, module)
 
 
 def _headers(place: str, **_: Any) -> dict[str, torch.Tensor]:

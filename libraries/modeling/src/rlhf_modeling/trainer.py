@@ -26,6 +26,7 @@ from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_pa
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
+from rlhf_modeling.export_files import try_export
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import trainer_memory
@@ -90,6 +91,9 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
         if self.tokenizer is not None and loaded.kind != "lm":
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
+        self._notes = loaded.notes
+        if self.tokenizer is not None:
+            self._notes += try_export(spec, self.module, self.tokenizer)
         self.borrowed: dict[str, OutputHead] = {}
         """{lending role: output head}."""
         self._active_view = ExitStack()
@@ -134,7 +138,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
             shares,
             token_budget=default_micro_tokens(self.precision.bf16),
             wants_token_share=self.balance is not None,
-            notes=self.loaded.notes,
+            notes=self._notes,
         )
 
     # ------------------------------------------------------------------------------------- forward

@@ -70,13 +70,14 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         _check_unsaved(Path(run.output))
         return None
     check_steps(newest.step, prepared.total_steps)
-    before = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta").environment
+    saved = validated(SavedMeta, newest.meta, f"{newest.path / MANIFEST}, meta")
+    before = saved.environment
     now = describe(
         prepared.config.model_dump(mode="json"),
         [plugin.manifest() for plugin in prepared.plugins],
         threads=before.get("threads"),
         device=before.get("device", ""),
-        content=content(prepared),
+        content=content(prepared, saved.content),
     )
     found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
@@ -128,7 +129,8 @@ def restore(
         with store.writing(directory.path):
             directory.cut(None)
         return 0
-    found = compare(checkpoint.meta, meta, prepared.parts["trainer"].resolved.cls.layout)
+    now = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
+    found = compare(checkpoint.meta, now, prepared.parts["trainer"].resolved.cls.layout)
     for line in require_same_run(allow_defaults(found, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
     step = state.read(checkpoint)

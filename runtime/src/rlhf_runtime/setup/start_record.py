@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,21 @@ def checkpoint_metadata(prepared: Prepared, policy: Role) -> dict[str, Any]:
     )
 
 
-def content(prepared: Prepared) -> dict[str, str]:
+def content(prepared: Prepared, before: Mapping[str, str] = {}) -> dict[str, str]:
     """Hashes of what the run reads from local paths and a checkpoint does not hold: the models that roles start as,
-    the chat template, the held-out rows. Training rows have theirs in the order of rows."""
+    the chat template, the held-out rows. Training rows have theirs in the order of rows.
+
+    Args:
+        before: those of the checkpoint to resume from. A model's hash by an earlier release is kept where it is equal.
+    """
     folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
     hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
     found = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    for name, folder in folders.items():
+        key = f"{name}.model"
+        saved = before.get(key)
+        if key in found and saved not in (None, found[key]) and saved == content_of(folder, whole=True):
+            found[key] = saved
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template
         found["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()

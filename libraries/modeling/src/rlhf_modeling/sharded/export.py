@@ -5,16 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rlhf.errors import TrainingError
 from safetensors.torch import save_file
 from torch import Tensor
-
-from rlhf_modeling.pretrained import exporting
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "model.safetensors"
 
@@ -51,10 +45,3 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / f"{NAME}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write everything except the weights."""
-    with exporting(module):
-        module.save_pretrained(str(path), state_dict={})
-    tokenizer.save_pretrained(str(path))

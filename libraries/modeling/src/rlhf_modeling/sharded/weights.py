@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rlhf_modeling.export_files import write_configs
 from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported_dtype
 from rlhf_modeling.sharded import export
@@ -64,7 +65,7 @@ class ShardedWeights(PackedTrainer):
         path = Path(path)
         if self.spec.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
-            export.write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
+            write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             copy_processor(self.spec, path)
             limit = self.config.export_shard_bytes
             export.write_weights(path, self._exported(view), self.tensors.published(self._exports_masters), limit)

@@ -1,0 +1,116 @@
+"""The files of an export beside its weights: config, generation config, tokenizer. A trainer writes them once, to a
+folder that is deleted, before the first step, so that what cannot be written is no surprise at the end."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+
+from rlhf_modeling.pretrained import copy_processor, exporting, quiet
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+GENERATION_CONFIG = "generation_config.json"
+_MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
+"""Fields that decide which other fields transformers accepts."""
+
+
+def write_configs(path: Path, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write everything except the weights; without a tokenizer, the configs only."""
+    with exporting(module):
+        module.save_pretrained(str(path), state_dict={})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(path))
+
+
+def try_export(
+    spec: ModelSpec, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[str, ...]:
+    """Write the files of an export, and delete them. A generation config that transformers does not write is changed to
+    one that it does. Returns what was changed, for people.
+
+    Raises ModelError where a file cannot be written.
+    """
+    with quiet():  # transformers warns of every value that it does not write
+        changes = mend_generation(module.generation_config) if module.can_generate() else []
+    try:
+        with tempfile.TemporaryDirectory(prefix="rlhf-export-") as folder:
+            write_configs(Path(folder), module, tokenizer)
+            copy_processor(spec, Path(folder))
+    except Exception as cause:  # of many kinds: the model's code may be anything
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r} could not be exported after its training: its config "
+            f"or tokenizer cannot be written: {type(cause).__name__}: {cause}\n"
+            "Change these files in the model's folder, or name another model."
+        ) from cause
+    if not changes:
+        return ()
+    return (
+        f"the {GENERATION_CONFIG} of {spec.path!r} has values that transformers does not write; exports "
+        f"{' and '.join(changes)}",
+    )
+
+
+def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | None:
+    """The generation config in a model's folder, None if there is none. Raises ModelError where it cannot be read:
+    transformers would refuse the model, or use the fields of ``config.json`` in its place."""
+    from transformers import GenerationConfig
+
+    if not (Path(folder) / GENERATION_CONFIG).is_file():
+        return None
+    try:
+        with quiet():
+            return GenerationConfig.from_pretrained(folder)
+    except Exception as cause:  # a value of another type raises what its comparison does
+        raise ModelError(
+            f"the {GENERATION_CONFIG} of the model {spec.path!r} of role {spec.role.name!r} cannot be read: "
+            f"{type(cause).__name__}: {cause}\nChange this value, or delete the file."
+        ) from cause
+
+
+def mend_generation(config: GenerationConfig) -> list[str]:
+    """Change a generation config that transformers does not write into one that it does. Returns the changes in words.
+
+    Values for sampling without ``do_sample`` mean that answers are sampled, so it is set; if it is ``False``, they are
+    left out, as are all other values that are refused, such as a negative pad token.
+    """
+    if _writable(config):
+        return []
+    plain = type(config)()
+    fields = {name: value for name, value in config.to_diff_dict().items() if name[0] != "_"}
+    kept, left_out, samples = copy.deepcopy(plain), dict[str, Any](), False
+    for name in sorted(fields, key=lambda name: name not in _MODES):
+        if _writable(kept, **{name: fields[name]}):
+            setattr(kept, name, fields[name])
+        elif config.do_sample is None and _writable(kept, do_sample=True, **{name: fields[name]}):
+            kept.do_sample, samples = True, True
+            setattr(kept, name, fields[name])
+        else:
+            left_out[name] = fields[name]
+    for name in left_out:
+        if hasattr(plain, name):
+            setattr(config, name, getattr(plain, name))
+        else:
+            delattr(config, name)
+    if samples:
+        config.do_sample = True
+    words = ", ".join(f"{name} = {value!r}" for name, value in left_out.items())
+    return (["set do_sample = True"] if samples else []) + ([f"leave out {words}"] if words else [])
+
+
+def _writable(config: GenerationConfig, **changes: Any) -> bool:
+    """Whether transformers would write the config, with some other values."""
+    trial = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(trial, name, value)
+    try:
+        trial.validate(strict=True)
+    except Exception:  # a value of another type raises what its comparison does
+        return False
+    return True

@@ -1,0 +1,107 @@
+"""Exports of whole runs: config, generation config and chat templates of the folder that other programs load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rlhf_testing.tiny import CHARS, tiny_model
+from transformers import AutoTokenizer, GenerationConfig
+
+from tests.runs import Workshop, assert_same_run
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def generation(model: Path, **fields: Any) -> None:
+    file = model / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.6}, {"pad_token_id": -1}], ids=["temperature", "pad"])
+def test_a_generation_config_that_transformers_does_not_write_is_mended(shop: Workshop, fields: dict[str, Any]) -> None:
+    model = Path(shutil.copytree(shop.model, shop.folder / "model"))
+    generation(model, **fields)
+    run = shop.train("sft", "run", policy={"model": str(model)})
+    assert "generation_config.json" in run.said
+    exported = GenerationConfig.from_pretrained(run.path / "model")
+    assert (exported.do_sample, exported.temperature) == ((True, 0.6) if "temperature" in fields else (None, None))
+
+
+def test_what_cannot_be_exported_is_refused_before_the_first_step(shop: Workshop) -> None:
+    model = Path(shutil.copytree(shop.model, shop.folder / "model"))
+    generation(model, early_stopping="x")
+    for flags in (["--dry-run"], []):
+        refused = shop.run("sft", "run", *flags, policy={"model": str(model)})
+        assert refused.code == 1
+        assert "generation_config.json" in refused.said
+        assert "early_stopping" in refused.said
+        assert not (refused.path / "metrics.jsonl").exists()
+
+
+def test_a_resume_takes_a_changed_generation_config_with_the_same_end_tokens(shop: Workshop) -> None:
+    model = Path(shutil.copytree(shop.model, shop.folder / "model"))
+    changes: dict[str, Any] = {"policy": {"model": str(model)}, "checkpoint": {"every": 1}}
+    whole = shop.train("sft", "whole", **changes)
+    shop.train("sft", "run", "--run.stop_after", "2", **changes)
+    generation(model, eos_token_id=[1, 5])
+    refused = shop.run("sft", "run", "--resume", **changes)
+    assert (refused.code, "content of policy.model" in refused.said) == (1, True)
+    generation(model, eos_token_id=[1], do_sample=True, temperature=0.7)
+    resumed = shop.train("sft", "run", "--resume", **changes)
+    assert_same_run(resumed, whole)
+    assert GenerationConfig.from_pretrained(resumed.path / "model").temperature == 0.7
+
+
+def test_a_checkpoint_with_the_hash_of_the_whole_generation_config_is_resumed(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier releases wrote such checkpoints."""
+    from rlhf_runtime.setup import start_record
+
+    now = start_record.content_of
+    with monkeypatch.context() as earlier:
+        earlier.setattr(start_record, "content_of", lambda folder, whole=True: now(folder, True))
+        shop.train("sft", "run", "--run.stop_after", "2", checkpoint={"every": 1})
+    assert "content of" not in shop.train("sft", "run", "--resume", checkpoint={"every": 1}).said
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model: its tokenizer has the tokens of ChatML, its end token is another one."""
+    chars = [*CHARS, "<|im_start|>", "<|im_end|>"]
+    return tiny_model(tmp_path_factory.mktemp("base") / "model", chars=chars, hidden=16, heads=2, kv_heads=1)
+
+
+@pytest.mark.parametrize("algo", ["sft", "grpo"])
+def test_every_end_token_of_the_run_ends_the_texts_of_its_export(shop: Workshop, base: Path, algo: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model = Path(shutil.copytree(base, shop.folder / "model"))
+    tokenizer.save_pretrained(model)
+    data = {"chat_template": str(shop.file("chatml.jinja", CHATML))}
+    run = shop.train(algo, "run", policy={"model": str(model)}, data=data, run={"steps": 1})
+    ends = GenerationConfig.from_pretrained(run.path / "model").eos_token_id
+    assert ends == [1, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    plain = shop.train("sft", "plain", policy={"model": str(model)}, run={"steps": 1})
+    assert GenerationConfig.from_pretrained(plain.path / "model").eos_token_id == 1
+
+
+def test_a_named_chat_template_replaces_all_of_the_tokenizers_own(shop: Workshop) -> None:
+    model = Path(shutil.copytree(shop.model, shop.folder / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": "d{{ eos_token }}", "tool_use": "t{{ eos_token }}"}
+    tokenizer.save_pretrained(model)
+    own = "{% for m in messages %}{{ m.role[0] + ':' + m.content + eos_token }}{% endfor %}"
+    data = {"chat_template": str(shop.file("own.jinja", own))}
+    run = shop.train("sft", "run", policy={"model": str(model)}, data=data, run={"steps": 1})
+    exported = AutoTokenizer.from_pretrained(run.path / "model")
+    assert exported.chat_template == own
+    asked = [{"role": "user", "content": "1"}]
+    assert exported.apply_chat_template(asked, tools=[{"type": "function"}], tokenize=False) == "u:1<eos>"
