@@ -281,6 +281,46 @@ def test_the_tokenizers_own_format_comes_first(tokenizer_with):
         Template(tokenizer, DataSection()).check_messages()
 
 
+OPENED = QWEN3.replace("<|im_start|>assistant\\n' }}{% endif %}", "<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
+"""The policy's answer begins inside its reasoning."""
+LLAMA = HERMES.replace("<tool_call>\\n", "").replace("\\n</tool_call>", "")
+"""Calls as JSON without tags."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs"), [(HERMES, {}), (QWEN3, {}), (QWEN3, {"enable_thinking": False}), (OPENED, {})]
+)
+def test_a_call_as_the_template_writes_it_is_read(template_with, text, kwargs):
+    assert OPENED != QWEN3
+    template_with(text, **kwargs).check_tools()
+
+
+def test_a_template_whose_calls_cannot_be_read_is_refused(template_with, tokenizer_with):
+    assert LLAMA != HERMES
+    with pytest.raises(DataError, match=r"forecast.*no call.*response_template"):
+        template_with(LLAMA).check_tools()
+    with pytest.raises(DataError, match=r"forecast.*'arguments': '\{\}'"):
+        template_with(HERMES.replace("call.function.arguments | tojson", "'{}'")).check_tools()
+    tokenizer = tokenizer_with(LLAMA)
+    tokenizer.response_template = {
+        **RESPONSE,
+        "fields": {"tool_calls": {**RESPONSE["fields"]["tool_calls"], "open": "\n", "close": "<eos>"}},
+    }
+    with pytest.raises(DataError, match="no call"):
+        Template(tokenizer, DataSection()).check_tools()
+    tokenizer = tokenizer_with(HERMES.replace("<tool_call>\\n", "[call]").replace("\\n</tool_call>", "[/call]"))
+    tokenizer.response_template = RESPONSE
+    Template(tokenizer, DataSection()).check_tools()
+
+
+def test_tools_that_the_template_does_not_write_are_refused(template_with):
+    template = template_with(CHATML)
+    for check in (template.check_tools, lambda: template.encode_messages([ASK], [ADD])):
+        with pytest.raises(DataError, match="does not write the descriptions of tools"):
+            check()
+    assert template.encode_messages([ASK])
+
+
 def test_the_messages_of_a_prompt_are_those_that_it_is_encoded_with(tokenizer_with):
     template = Template(tokenizer_with(HERMES), DataSection(system="Be brief."))
     row = Row({"prompt": "1+1?"}, "rows", 0)

@@ -68,8 +68,9 @@ class RolloutContext(ABC):
                 ``reasoning_content``. Other fields are ignored. Parts of content may be images as ``data:`` URLs.
             tools: descriptions of functions in the form of that API (JSON schema), passed to the chat template.
 
-        Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`), a message is not in that form, or
-            the chat template refuses the messages.
+        Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`), a message is not in that form,
+            the chat template refuses the messages, or there are tools and it does not write their descriptions or
+            writes calls that :meth:`parse_answer` does not read.
         """
         raise DataError("this context has no chat template to encode messages with")
 
@@ -152,6 +153,9 @@ class Rollout(Component):
     the run file although no environment is opened; ``env.credit`` says how the rewards are credited."""
     needs_messages: bool = False
     """True: the rollout calls :meth:`RolloutContext.encode_messages`. A run without a chat template is then refused."""
+    needs_tools: bool = False
+    """True: the rollout calls :meth:`RolloutContext.encode_messages` with tools. A run is then refused if the chat
+    template does not write their descriptions, or writes calls that :meth:`RolloutContext.parse_answer` cannot read."""
     gives_rewards: bool = False
     """True: the rollout sets :attr:`~rlhf.types.Turn.reward` of sampled turns. The run then needs no ``[[reward]]``.
     A rollout that does so only if asked has an option ``returns_reward``, which ``rlhf init`` writes where no reward is

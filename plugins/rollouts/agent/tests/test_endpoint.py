@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rlhf_testing.chat_templates import CHATML, HERMES
 
 REFUSED = {
     "broken JSON": ("raw=b'{broken'", 400, "invalid_json"),
@@ -48,6 +49,19 @@ def test_bad_requests_are_errors_of_the_api_and_the_sample_goes_on(lab, program,
         assert ("fewer tokens than" in answer["error"]["message"]) == ("forced" in name), "the reason is told"
         assert set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(CHATML, "does not write the descriptions of tools"), (HERMES.replace("tool_call>", "call>"), "no call")],
+)
+def test_tools_that_the_chat_template_cannot_offer_are_refused(laboratories, program, wire, template, message):
+    body = "note(task, *ask(base_url, api_key, tools=[add()]))\nask(base_url, api_key)"
+    trajectory = laboratories(template).one(program(body), {"wire": wire.path})
+    assert trajectory.status != "failed", trajectory.error
+    [(status, answer)] = wire()
+    assert status == 400
+    assert message in answer["error"]["message"]
 
 
 def test_errors_of_messages_have_the_form_of_its_api(lab, program, wire):

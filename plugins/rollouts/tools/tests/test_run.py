@@ -8,7 +8,7 @@ import pytest
 import torch
 from rlhf_cli.main import main
 from rlhf_runtime.checkpoint.saved_groups import recorded
-from rlhf_testing.chat_templates import HERMES
+from rlhf_testing.chat_templates import CHATML, HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +37,30 @@ def model(tmp_path_factory):
             break
     policy.save_pretrained(path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "message"),
+    [(CHATML, "does not write the descriptions"), (HERMES.replace("tool_call>", "call>"), "no call")],
+)
+def test_a_template_that_cannot_be_used_for_tools_is_refused_before_anything_is_loaded(
+    tmp_path, capsys, chat_template, message
+) -> None:
+    path = tiny_model(tmp_path / "model", chat_template=chat_template)
+    (path / "model.safetensors").unlink()
+    (tmp_path / "tool.py").write_text(TOOL)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+3?", "answer": "5"}) + "\n")
+    (tmp_path / "run.toml").write_text(f"""
+        run = {{ output = "{tmp_path}/run", steps = 1 }}
+        algorithm = {{ use = "rloo" }}
+        policy = {{ model = "{path}" }}
+        data = {{ train = "{tmp_path}/rows.jsonl" }}
+        rollout = {{ use = "tools", functions = ["file:{tmp_path}/tool.py:add"] }}
+        reward = [{{ use = "math" }}]
+        sampling = {{ samples_per_prompt = 2, max_new_tokens = 4 }}
+    """)
+    assert main(["train", str(tmp_path / "run.toml"), "--dry-run"]) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_log_probs_of_calls_and_answers_are_the_models_own(model, tmp_path, capsys) -> None:

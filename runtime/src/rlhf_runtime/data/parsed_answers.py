@@ -10,8 +10,27 @@ from typing import Any
 
 from rlhf.errors import DataError
 
+from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.text_tokens import TextTokens
+
 _OPEN, _CLOSE = "<think>", "</think>"
 _TAGS = (_OPEN, _CLOSE, "<tool_call>", "</tool_call>")
+_PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "description": "The weather of the next days.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "The city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -61,6 +80,34 @@ class ParsedAnswers:
                 for n, (name, arguments) in enumerate(calls)
             ]
         return message
+
+    def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
+        """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
+        is not parsed back. The policy would never know of the tools, or they would never be called."""
+        question = [{"role": "user", "content": "Will it rain in Paris?"}]
+        opened, closed = (chat.text(question, answer, [_PROBE_TOOL]) for answer in (True, False))
+        if opened == chat.text(question, True):
+            raise DataError(
+                "the chat template does not write the descriptions of tools, so the policy would never know of them. "
+                "Use a model whose chat template writes them, or name a file with such a template as "
+                "data.chat_template."
+            )
+        call = {"id": _id("", 0), "type": "function", "function": {"name": "forecast", "arguments": _PROBE_ARGUMENTS}}
+        answered = chat.text(
+            [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
+        )
+        before = next((text for text in (opened, closed) if answered.startswith(text)), "")
+        written = answered[len(before) :]
+        message = self.parse(tokens.ids(written), tokens.ids(before), "", [_PROBE_TOOL])
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        if [(c["name"], _value(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
+            raise DataError(
+                f"the chat template writes the call forecast(city='Paris', days=3) as {written[-200:]!r}; read "
+                f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
+                "Calls are read by the tokenizer's response_template, else as JSON with name and arguments in "
+                "<tool_call> ... </tool_call>. Add a response_template to tokenizer_config.json, or name a file with a "
+                "template that writes calls so as data.chat_template."
+            )
 
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
@@ -120,6 +167,13 @@ def _call(text: str) -> tuple[str, str] | None:
         return None
     arguments = call.get("arguments", {})
     return (call["name"], as_json(arguments)) if isinstance(arguments, dict) else None
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def _id(key: object, number: int) -> str:

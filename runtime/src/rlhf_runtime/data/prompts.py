@@ -55,6 +55,7 @@ class Prompts:
         self._frames: dict[int, Frame] = {}
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
         self._cached_bytes = 0
+        self._tools_checked = False
 
     def encode_prompt(self, row: Row) -> Turn:
         """The row's prompt, which the policy can answer."""
@@ -128,6 +129,8 @@ class Prompts:
 
     def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
+        if tools:
+            self.check_tools()
         read, images = as_template_reads(messages)
         files = self.images.files(images)
         return self._turn(self._conversations[0].encode(read, tools), files)
@@ -159,6 +162,13 @@ class Prompts:
     def check_messages(self) -> None:
         """Raises DataError if messages cannot be encoded. Called before a run whose rollout needs them starts."""
         _ = self._conversations
+
+    def check_tools(self) -> None:
+        """Raises DataError if the policy cannot be shown tools, or its calls cannot be read
+        (:meth:`ParsedAnswers.check_tools`)."""
+        if not self._tools_checked and self.chat is not None:
+            self._conversations[1].check_tools(self.chat, self.tokens)
+            self._tools_checked = True
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:

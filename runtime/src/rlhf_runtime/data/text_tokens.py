@@ -29,8 +29,9 @@ class TextTokens:
         return [] if list(ids[:1]) == self._bos else self._bos
 
     def encoded(self, text: str, **options: Any) -> Any:
-        """The tokenizer's result. Raises DataError for lone surrogates, which JSON allows and tokenizers do not, and for
-        tokens outside the model's embedding: some published models have tokens that no text should contain."""
+        """The tokenizer's result. Raises DataError for lone surrogates, which JSON allows and tokenizers do not, and
+        for tokens outside the model's embedding: some published tokenizers have such tokens, which few texts contain.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:

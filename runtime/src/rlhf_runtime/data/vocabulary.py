@@ -68,4 +68,3 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
         ) from error
     found: dict[str, int] = tokenizer.get_vocab()
     return found
-

@@ -107,6 +107,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     if rollout is not None and rollout.needs_messages:
         data.template.check_messages()
+    if rollout is not None and rollout.needs_tools:
+        data.template.check_tools()
     steps = total_steps(config, data.rows_per_epoch)
     curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
     if curriculum is not None:

@@ -42,7 +42,7 @@ class ToolsRollout(Rollout):
     """
 
     name = "tools"
-    needs_messages = True
+    needs_messages = needs_tools = True
     Config = ToolsConfig
 
     def __init__(self, config: ToolsConfig | None = None) -> None:
@@ -50,7 +50,6 @@ class ToolsRollout(Rollout):
         self._functions: dict[Source, PythonFunction] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._toolbox: asyncio.Task[Toolbox] | None = None
-        self._shown = False
 
     def check(self) -> None:
         async def start() -> list[str]:
@@ -70,7 +69,6 @@ class ToolsRollout(Rollout):
         toolbox = await self._started()
         tools, messages = toolbox.schemas, ctx.prompt_messages(row)
         turns = [ctx.encode_messages(messages, tools)]
-        self._check_shown(turns[0], messages, ctx)
         counts = toolbox.counts()
         for number in range(self.config.max_turns):
             turn = await ctx.generate(list(turns), _within_budget(ctx.sampling, _room(turns, ctx)), number)
@@ -112,15 +110,6 @@ class ToolsRollout(Rollout):
             sources = [Source.of(reference) for reference in self.config.functions]
             self._functions = {source: PythonFunction(source) for source in sources}
         return Toolbox(self.config, self._functions)
-
-    def _check_shown(self, opening: Turn, messages: Sequence[Mapping[str, Any]], ctx: RolloutContext) -> None:
-        """Raises RolloutError if the chat template ignores tools."""
-        if not self._shown and ctx.encode_messages(messages).ids == opening.ids:
-            raise RolloutError(
-                "the chat template does not write the descriptions of tools, so the policy would never know of them. "
-                "Use a model with a chat template for tools, or name a file with one as data.chat_template."
-            )
-        self._shown = True
 
 
 async def _results(toolbox: Toolbox, answer: Mapping[str, Any], counts: Counter[str]) -> list[dict[str, Any]]:
