@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Reward
 from rlhf_runtime.jobs import inference, scoring
 from rlhf_runtime.setup import build
+from transformers import AutoTokenizer
 
 from tests.runs import Finished, Workshop
 from tests.test_bad_input import nothing_written, refused
@@ -153,3 +155,18 @@ def test_functions_and_classes_of_python_are_checked(shop: Workshop, no_models) 
         named.needed = wrong
         with pytest.raises(rlhf.errors.PluginError, match=r"reward 'named'.*: columns\(\) (returned|raised TypeError)"):
             train(named)
+
+
+@pytest.mark.parametrize("form", [{"template": "<think>{...}</think>{...}"}, {"pattern": r".*<\/think>.*"}])
+def test_a_format_with_special_tokens_is_refused_before_models_are_loaded(shop: Workshop, no_models, form) -> None:
+    model = shutil.copytree(shop.model, shop.folder / "special")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reward = [{"use": "format", **form}]
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(model)
+    changes: dict[str, Any] = {"policy": {"model": str(model)}, "data": {"template": "plain"}, "reward": reward}
+    run = shop.run("rloo", "run", "--dry-run", **changes)
+    assert run.code == 0, run.said
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    tokenizer.save_pretrained(model)
+    refused(shop.run("rloo", "run", "--dry-run", **changes), "reward 'format'", "special token '</think>'")

@@ -98,6 +98,11 @@ class Reward(Component):
         that lacks it, while other rows of its source have it, is found when it is scored."""
         return ()
 
+    def texts(self) -> Collection[str]:
+        """Texts that an answer must have for a good score, by the options, such as tags. A run that samples is refused
+        if one has a special token of the policy's tokenizer, because the texts of turns have no special tokens."""
+        return ()
+
     async def setup(self, context: RewardContext) -> None:
         """Called once, before the first group. Not called in worker processes."""
 

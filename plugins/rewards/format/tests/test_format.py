@@ -68,6 +68,32 @@ def test_a_piece_inside_another_piece_is_counted() -> None:
     assert values("A: 5 AA: 6", "A: 5 AA: 6 A: 7", "A: 5 A: 6", "AA: 5 A: 6", template=form) == [1.0, 0.0, 0.0, 0.0]
 
 
+def opened(prompt: str, answer: str, **config) -> float | None:
+    """The value of an answer after a prompt, with an earlier turn before them."""
+    turns = [Turn([1], False, text="Q"), Turn([2], True, text="first"), Turn([1], False, text=prompt)]
+    row = Row({}, "unit", 0)
+    trajectory = Trajectory(row, [*turns, Turn([3], True, text=answer)], (0, 0))
+    return FormatReward(FormatReward.Config(**config)).score(Group(row, 0, [trajectory]))[0].value
+
+
+@pytest.mark.parametrize("form", [{"template": THINK}, {"pattern": r"<think>.+</think>\s*<answer>.+</answer>"}])
+def test_a_tag_that_the_chat_template_opens_belongs_to_the_answer(form: dict) -> None:
+    answer = "a</think><answer>b</answer>"
+    assert opened("Q\n<think>\n", answer, **form) == 1.0
+    assert opened("Q\n<think>\n", f"<think>{answer}", **form) == 1.0, "as it is sampled"
+    for prompt in ("Q\n", "<think> Q\n", "Q <think></think>\n\n", "Q </think>", "Q <|assistant|>"):
+        assert opened(prompt, answer, **form) == 0.0, prompt
+    assert opened("<think>", answer, on="completion", **form) == 0.0, "the first sampled turn is not opened"
+    assert opened("<think>\n", "a", pattern="a") == 1.0, "a pattern without the tag goes on to match"
+
+
+def test_the_texts_that_answers_must_have() -> None:
+    assert list(FormatReward(FormatReward.Config(template=THINK)).texts()) == [
+        "<think>", "</think>", "<answer>", "</answer>",
+    ]  # fmt: skip
+    assert "<|a|>" in next(iter(FormatReward(FormatReward.Config(pattern=r"<\|a\|>.*")).texts()))
+
+
 def test_a_pattern_fully_or_anywhere() -> None:
     assert values("12", "a12", "1\n2", pattern=r"\d.?\d") == [1.0, 0.0, 1.0]
     assert values("12", "a12", "a", pattern=r"\d\d", mode="search", match=0.5, no_match=-0.5) == [0.5, 0.5, -0.5]

@@ -45,8 +45,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     for name, token in (("begin", tokenizer.bos_token_id), ("end", tokenizer.eos_token_id)):
         if None not in (rows, token) and token >= rows:
             raise ModelError(
-                f"the {name} token of the tokenizer of {path} has id {token}; the model's embedding has {rows} rows, so "
-                f"ids are 0 to {rows - 1}. {ENLARGE}"
+                f"the {name} token of the tokenizer of {path} has id {token}; the model's embedding has {rows} rows, "
+                f"so ids are 0 to {rows - 1}. {ENLARGE}"
             )
     return tokenizer
 
@@ -94,14 +94,19 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
 
     Raises ConfigError.
     """
-    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     for stop in stops:
-        for token in sorted(t for t in {*marked, *tokenizer.all_special_tokens} if t in stop):
+        for token in special_tokens_in(stop, tokenizer):
             raise ConfigError(
                 f"sampling.stop: {stop!r} holds the special token {token!r}. The text of an answer has no special "
                 "tokens, so this would stop nothing. Answers already end at the end tokens of tokenizer, chat template "
                 "and generation_config.json; add the token to eos_token_id there, or leave it out here."
             )
+
+
+def special_tokens_in(text: str, tokenizer: Any) -> list[str]:
+    """The special tokens in a text. The text of an answer has none of them (:class:`Decoder`)."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(token for token in {*special, *tokenizer.all_special_tokens} if token in text)
 
 
 def has_tokenizer(folder: str) -> bool:

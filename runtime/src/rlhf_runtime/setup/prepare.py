@@ -32,7 +32,7 @@ from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
-from rlhf_runtime.setup.reward_columns import check_columns
+from rlhf_runtime.setup.reward_columns import check_columns, check_texts
 from rlhf_runtime.setup.role_checks import check_roles
 from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
 
@@ -97,6 +97,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     }
     tokenizer = load_tokenizer(made.model("policy"), config.policy.trust_remote_code)
     check_stops(config.sampling.stop, tokenizer)
+    if rollout is not None and rollout.needs_generator:
+        check_texts(rewards, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
     images = _images(made)

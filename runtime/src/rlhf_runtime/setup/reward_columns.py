@@ -1,4 +1,5 @@
-"""Whether the data has the columns that the rewards declare (``Reward.columns``).
+"""Whether the data has the columns that the rewards declare (``Reward.columns``), and answers can have the texts
+(``Reward.texts``).
 
 A source lacks a column where none of its rows has it. No row is read for this. A column that only some rows lack is not
 found here: the reward fails when it scores such a row.
@@ -7,6 +8,7 @@ found here: the reward fails when it scores such a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rlhf.errors import PluginError, boundary, did_you_mean, shown
 from rlhf.types import Row
@@ -14,6 +16,7 @@ from rlhf.types import Row
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.tokenizer import special_tokens_in
 from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.setup.plugins import RunPlugins
 
@@ -37,6 +40,22 @@ def check_columns(made: RunPlugins, data: TrainData, held_out: Sequence[Row], sa
 def refuse(problems: Sequence[str]) -> None:
     """Raises ConfigError if there are problems."""
     raise_problems("the rewards cannot score the data", problems)
+
+
+def check_texts(rewards: Sequence[ActiveReward], tokenizer: Any) -> None:
+    """Refuse rewards that look for special tokens in answers. Raises ConfigError that names reward, text and token."""
+    problems = []
+    for reward in rewards:
+        with boundary(PluginError, f"{reward}: texts()"):
+            texts = list(reward.instance.texts())
+        problems += [
+            f"reward {reward.name!r} looks for {text!r}, which holds the special token {token!r}. The text of an "
+            "answer has no special tokens, so no answer would match. Choose other texts, or make the token an "
+            'ordinary one: `"special": false` in tokenizer.json and tokenizer_config.json.'
+            for text in texts
+            for token in special_tokens_in(text, tokenizer)
+        ]
+    raise_problems("the rewards cannot score answers", problems)
 
 
 def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], key: str) -> list[str]:

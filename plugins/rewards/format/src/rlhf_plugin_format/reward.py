@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Literal
 
 from pydantic import model_validator
 from rlhf.interfaces import ComponentConfig, Reward
-from rlhf.types import Group, RewardResult
+from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_plugin_format.template import Template
+
+_OPENING = re.compile(r"<[^<>/|\s]+>\s*\Z")
+"""An opening tag at the end of a text."""
 
 
 class FormatConfig(ComponentConfig):
@@ -18,7 +22,8 @@ class FormatConfig(ComponentConfig):
     template: str | None = None
     """Text with gaps, e.g. ``<think>{...}</think><answer>{...}</answer>``. No gap ``{...}`` may be empty, each piece of
     text must occur exactly as often as in the template, and white space between tags is allowed. Matched in linear
-    time."""
+    time. If the chat template opens the answer with a tag, such as ``<think>``, the text may match with or without
+    it."""
     pattern: str | None = None
     """A Python regular expression; ``.`` matches line ends too."""
     mode: Literal["fullmatch", "search"] = "fullmatch"
@@ -62,8 +67,21 @@ class FormatReward(Reward):
 
     def score(self, group: Group) -> list[RewardResult]:
         c = self.config
-        texts = [t.answer if c.on == "answer" else t.completion for t in group.trajectories]
-        return [RewardResult(c.match if self._matches(text) else c.no_match) for text in texts]
+        return [RewardResult(c.match if self._has_form(t) else c.no_match) for t in group.trajectories]
+
+    def texts(self) -> Collection[str]:
+        if self._template is not None:
+            return [piece for _, piece in self._template.pieces]
+        return [(self.config.pattern or "").replace("\\", "")]  # without what escapes characters of tags
+
+    def _has_form(self, trajectory: Trajectory) -> bool:
+        """Whether the text matches, alone or after the tag with which the chat template opens it."""
+        on_answer = self.config.on == "answer"
+        text = trajectory.answer if on_answer else trajectory.completion
+        sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled]
+        first = sampled[-1 if on_answer else 0] if sampled else 0
+        opening = _OPENING.search(trajectory.turns[first - 1].text) if first else None
+        return self._matches(text) or (opening is not None and self._matches(opening[0] + text))
 
     def _matches(self, text: str) -> bool:
         if self._template is not None:
