@@ -19,6 +19,8 @@ FUNCTIONS = {
 }  # fmt: skip
 CONSTANTS = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "infty": sympy.oo, "oo": sympy.oo}
 MAX_DEPTH = 30
+MAX_CHOSEN = 100
+"""Largest lower number of a binomial."""
 
 
 class Unreadable(Exception):
@@ -38,12 +40,16 @@ def _plain(text: str) -> str:
     """LaTeX commands as plain operators and functions."""
     text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"((\1)/(\2))", text)
+    text = re.sub(r"\\[dt]binom(?![a-zA-Z])", r"\\binom", text)
+    text = re.sub(r"\\binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\sqrt\s*(\d|[a-zA-Z](?![a-zA-Z]))", r"sqrt(\1)", text)
     text = re.sub(r"\\(?:cdot|times)(?![a-zA-Z])|×|·", "*", text)
     text = re.sub(r"\\div(?![a-zA-Z])|÷", "/", text)
     text = text.replace("**", "^").replace("π", "pi").replace("√", "sqrt")
     text = re.sub(r"\\(pi|sin|cos|tan|exp|ln|log|infty)(?![a-zA-Z])", r" \1 ", text)
     text = re.sub(r"\|([^|]*)\|", r"abs(\1)", text)
+    text = text.replace("\\binom", " binom ")
     return text.replace("\\frac", " frac ").replace("\\sqrt", " sqrt ").replace("{", "(").replace("}", ")")
 
 
@@ -88,6 +94,9 @@ class _Parser:
 
     def power(self) -> Any:
         base = self.atom()
+        if self.peek() == "!":
+            self.take()
+            base = self._factorial(base)
         if self.peek() != "^":
             return base
         self.take()
@@ -110,13 +119,15 @@ class _Parser:
             value = self.sum()
             self.take(")")
             return value
-        if token == "frac":
+        if token in ("frac", "binom"):
             self.take("(")
             top = self.sum()
             self.take(")")
             self.take("(")
             bottom = self.sum()
             self.take(")")
+            if token == "binom":
+                return self._binomial(top, bottom)
             if bottom == 0:
                 raise Unreadable("division by zero")
             return top / bottom
@@ -127,6 +138,25 @@ class _Parser:
         if len(token) == 1 and token.isalpha():
             return sympy.Symbol(token)
         raise Unreadable(f"{token!r} is not known")
+
+    def _factorial(self, base: Any) -> Any:
+        if self.peek() == "!":
+            raise Unreadable("two factorials: of a factorial, or a double factorial")
+        if not (base.is_Integer and base >= 0) or base * int(base).bit_length() > self.max_bits:
+            raise Unreadable("a factorial of something else than a number, or too large to work out")
+        return sympy.factorial(base)
+
+    def _binomial(self, top: Any, bottom: Any) -> Any:
+        """top (top - 1) ... (top - bottom + 1) / bottom!, also for an expression at the top."""
+        if not (bottom.is_Integer and 0 <= bottom <= MAX_CHOSEN):
+            raise Unreadable(f"a binomial with {bottom} below")
+        bits = sum(max(abs(n.p).bit_length(), n.q.bit_length()) for n in top.atoms(sympy.Rational))
+        if bits * bottom > self.max_bits:
+            raise Unreadable("a binomial too large to work out")
+        value = sympy.Integer(1)
+        for number in range(int(bottom)):
+            value = value * (top - number) / (number + 1)
+        return value
 
     def _function(self, name: str) -> Any:
         root = 2

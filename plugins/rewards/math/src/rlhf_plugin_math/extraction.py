@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 
 NUMBER = re.compile(
     r"""
+    (?<![\w.)\]}])-?(?:\d+\ ?)?[\u00bc-\u00be\u2150-\u215e]   # a fraction that is one character
+    |
     (?<![\w.)\]}])-? (?:\$|\\\$)?       # a minus sign, not a subtraction
-    (?: \d{1,3}(?:,\d{3})+ | \d+ )      # 1,234 or 1234
+    (?: \d{1,3}(?:,\d{3})+ | \d{1,3}(?:_\d{3})+(?!\w) | \d+ )      # 1,234 or 1_234 or 1234
     (?: \.\d+ )?
     (?: \s*/\s*\d+ )?                   # a fraction
     (?: \s*\\?% )?
@@ -50,9 +52,9 @@ def boxed(text: str) -> str | None:
 
 
 def after_hash(text: str) -> str | None:
-    """The rest of the line after the last ``####``."""
+    """The rest of the line after the last ``####``, without an exclamation mark at its end."""
     _, mark, tail = text.rpartition("####")
-    return tail.strip().split("\n")[0] if mark else None
+    return tail.strip().split("\n")[0].rstrip("! ") if mark else None
 
 
 def after_answer_is(text: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 _DROP = re.compile(r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])|~|(?<!\\)\\ |\u202f|\u00a0")
@@ -11,12 +12,17 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree\b")
 _CURRENCY = re.compile(r"\\\$|\$|€|£|¥")
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,])", re.ASCII)
 _LATEX_THOUSANDS = re.compile(r"(?<=\d)\{,\}(?=\d{3})", re.ASCII)
+_OTHER_THOUSANDS = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\?_|\\,|\u202f|\u00a0)\d{3})+(?![\w,])", re.ASCII)
+"""``1_000``, or a thin space between the groups."""
+_CHARACTERS = re.compile(r"\s*([\u00bc-\u00be\u2150-\u215e])")
+"""Fractions that are one character."""
 _TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)[A-Za-z\s/.^{}\d-]*$", re.ASCII)
 _NOT_UNITS = {"and", "or", "pi", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "to", "e"}
 _SHORT_UNITS = set("mgshLlNJWVKCF")
 MAX_CHARS = 1000
 """Longer answers are not normalised: no final answer is that long, and some searches here are quadratic."""
-_NAMED = re.compile(r"[A-Za-z]\s*=\s*(?=\S)(?!=)")
+_NAMED = re.compile(r"[A-Za-z]\s*(?:=|∈|\\in(?![a-zA-Z]))\s*(?=\S)(?!=)")
+_FACTORIAL = re.compile(r"(?:[\d)}]|(?<![A-Za-z])[A-Za-z])!\Z")
 _FRACTION = re.compile(r"([+-]?)\s*(?:(\d+)\s*[ ]\s*)?(\d+)\s*/\s*(\d+)", re.ASCII)
 _LATEX_FRACTION = re.compile(
     r"([+-]?)\s*(\d+)?\s*\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))", re.ASCII
@@ -35,13 +41,16 @@ def normalise(answer: str) -> str:
         return text
     text = re.sub(r"^\\[(\[](.*)\\[)\]]$", r"\1", text)
     text = _CURRENCY.sub("", text)
+    text = _OTHER_THOUSANDS.sub(lambda m: re.sub(r"\D", "", m[0]), text)
+    text = _CHARACTERS.sub(lambda m: " " + unicodedata.normalize("NFKC", m[1]).replace("\u2044", "/"), text)
     text = _DROP.sub(" ", text)
     text = text.replace("−", "-").replace("–", "-").replace("\\%", "%").replace("²", "^2").replace("³", "^3")
     text = _LATEX_THOUSANDS.sub("", text)
     text = _THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
     text = _DEGREES.sub("", text)
     text = _TEXT.sub(lambda m: f" {m[1]} " if not re.search(r"\d", text.replace(m[0], "")) else " ", text)
-    text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:!").strip()
+    text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:").strip()
+    text = text if _FACTORIAL.search(text) else text.rstrip(".,;:!").strip()
     text = _NAMED.sub("", text, count=1) if _NAMED.match(text) else text
     text = _without_unit(text)
     if re.fullmatch(r"\(\s*[A-Za-z]\s*\)", text):  # a multiple-choice letter
