@@ -336,6 +336,17 @@ def test_a_command_without_an_exit_code_is_an_error(command, capsys):
     assert "'rlhf probe' must return its exit code, an integer, got NoneType None" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_a_command_cannot_end_the_program_without_a_word(command, capsys, code):
+    def run(args):
+        raise SystemExit(code)
+
+    command(run)
+    assert main(["probe"]) == 1
+    line = run.__code__.co_firstlineno + 1
+    assert re.search(rf"rlhf probe was ended by SystemExit.*{__file__}:{line}", capsys.readouterr().err)
+
+
 def test_other_errors_are_bugs_and_keep_their_traceback(command):
     command(lambda args: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -1,6 +1,7 @@
 """What an error of a plugin says after it passed the boundary."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rlhf.errors import ConfigError, EnvError, boundary, did_you_mean
@@ -29,3 +30,19 @@ def test_of_an_error_in_the_core_the_line_that_called_it_is_named() -> None:
 def test_an_error_of_this_project_passes_unchanged() -> None:
     with pytest.raises(ConfigError, match=r"^wrong$"), boundary(EnvError, "step()"):
         raise ConfigError("wrong")
+
+
+def test_an_exit_is_the_plugins_error() -> None:
+    with pytest.raises(EnvError, match=r"step\(\) raised SystemExit: 0"), boundary(EnvError, "step()"):
+        raise SystemExit(0)
+
+
+def test_ctrl_c_passes_in_the_main_thread_only() -> None:
+    def interrupted() -> None:
+        with boundary(EnvError, "step()"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with ThreadPoolExecutor(1) as thread, pytest.raises(EnvError, match="KeyboardInterrupt"):
+        thread.submit(interrupted).result()

@@ -8,11 +8,21 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rlhf import __version__
-from rlhf.errors import ConfigError, PluginConflict, PluginError, PluginNotFound, RlhfError, did_you_mean, shown
+from rlhf.errors import (
+    ConfigError,
+    IntendedExit,
+    PluginConflict,
+    PluginError,
+    PluginNotFound,
+    RlhfError,
+    did_you_mean,
+    shown,
+)
 from rlhf.plugins import Plugins
+from rlhf.plugins.registration import first_cause
 
 from rlhf_cli.one_line_help import one_line_help
 from rlhf_cli.words import split_dotted
@@ -84,9 +94,17 @@ def load_command(plugins: Plugins, name: str) -> Command:
     return command
 
 
+class _Parser(argparse.ArgumentParser):
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        try:
+            super().exit(status, message)
+        except SystemExit as end:
+            raise IntendedExit(end.code) from None
+
+
 def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     """Parse a command's words and run it; returns its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=(inspect.getdoc(command) or "").split("\n\n")[0],
         epilog="--traceback shows where an error was raised",
@@ -99,7 +117,12 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
         args.overrides = dotted + unknown
     else:
         args = parser.parse_args(words)
-    code: object = command.run(args)
+    try:
+        code: object = command.run(args)
+    except IntendedExit:
+        raise
+    except SystemExit as end:
+        raise PluginError(f"{prog} was ended by {first_cause(end)}. A plugin must raise an error instead") from end
     if not isinstance(code, int):
         raise PluginError(f"the command {prog!r} must return its exit code, an integer, got {shown(code)}")
     return code

@@ -6,6 +6,7 @@ Every error holds its message only, so it pickles and can be sent between proces
 from __future__ import annotations
 
 import difflib
+import threading
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -88,22 +89,30 @@ class CheckpointError(RlhfError):
     """A checkpoint that is incomplete, damaged, or of another run."""
 
 
+class IntendedExit(SystemExit):
+    """The end of a process that this project intends: after ``--help``, or after the run that another process drives.
+    Any other SystemExit is a plugin's error."""
+
+
 @contextmanager
 def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
     """Attribute any error that plugin code raises to that plugin.
 
     ``what`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
-    project pass unchanged; anything else becomes ``error`` with the original as its cause and the line that raised it.
+    project pass unchanged; anything else, SystemExit too, becomes ``error`` with the original as its cause and the line
+    that raised it.
     """
     try:
         yield
     except RlhfError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit, KeyboardInterrupt) as cause:
+        if isinstance(cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, which reaches no other thread
         raise error(f"{what} raised {type(cause).__name__}: {cause}{_place(cause)}") from cause
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """`` (FILE:LINE)``: the innermost line outside of the core. Empty if the caller of :func:`boundary` raised it."""
     core = str(Path(__file__).parent)
     inner = traceback.extract_tb(error.__traceback__)[2:]  # without `boundary` itself and its caller

@@ -1,4 +1,6 @@
+import os
 import pickle
+import re
 import sys
 
 import pytest
@@ -11,7 +13,7 @@ from rlhf.errors import (
     PluginVersionMismatch,
 )
 from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
-from rlhf.plugins import Entry, Plugins
+from rlhf.plugins import Entry, Plugins, importing
 from rlhf.types import RewardResult
 
 
@@ -236,6 +238,42 @@ def test_every_exception_of_an_import_is_attributed_to_the_plugin(site, source):
     site.reward("broken", source=source)
     with pytest.raises(PluginImportFailed, match=r"reward 'broken' .* failed to import .*: (SystemExit|SyntaxError)"):
         site.plugins().resolve("reward", "broken")
+
+
+def test_a_hook_that_exits_is_the_plugins_error(site):
+    source = body(THING).replace("return [Thing]", "raise SystemExit(0)")
+    assert "SystemExit" in source
+    site.reward("broken", source=source)
+    with pytest.raises(PluginInvalid, match=r"reward 'broken' .* rlhf_register_reward raised SystemExit: 0"):
+        site.plugins().resolve("reward", "broken")
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos._exit(0)", body(THING).replace("return [Thing]", "__import__('os')._exit(0)")]
+)
+def test_an_import_cannot_end_the_process(site, source):
+    site.reward("broken", source=source)
+    with pytest.raises(PluginImportFailed, match=r"reward 'broken' .*os\._exit\(0\)"):
+        site.plugins().resolve("reward", "broken")
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_process_that_an_import_forks_can_end(site):
+    fork = "import os\nchild = os.fork() or os._exit(7)\nassert os.waitpid(child, 0)[1] == 7 << 8\n"
+    site.reward("x", source=fork + body(THING))
+    assert site.plugins().resolve("reward", "x").cls.name == "x"
+
+
+def test_an_import_that_does_not_end_is_named_and_ended(site, monkeypatch, capsys):
+    monkeypatch.setattr(importing, "NOTE_SECONDS", 0.1)
+    monkeypatch.setattr(importing, "LIMIT_SECONDS", 0.5)
+    site.reward("broken", source="import threading\nthreading.Event().wait(60)")
+    with pytest.raises(PluginImportFailed, match=r"reward 'broken' .*more than 0\.5 s, at .*throwaway_.*\.py:2"):
+        site.plugins().resolve("reward", "broken")
+    assert re.search(r"note: reward 'broken' .*has taken 0\.1 s; .*throwaway_.*\.py:2", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

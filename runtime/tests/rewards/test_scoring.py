@@ -17,6 +17,7 @@ from rlhf_runtime.config.sample_sections import FilterSection
 from rlhf_runtime.observe import evaluation_metrics
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer, combine
 from rlhf_runtime.samples.acceptance import passes
+from rlhf_runtime.workers.main_thread import MainThread
 
 
 def active(cls: type[Reward], name: str = "", **options) -> ActiveReward:
@@ -249,6 +250,32 @@ def test_an_async_reward_that_never_returns_is_cancelled_even_if_it_refuses(make
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # left behind on purpose
     loop.close()
+
+
+class Outcome(BaseException):
+    """As of a test library: not counted among errors by Python."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt("here"), Outcome("here")])
+@pytest.mark.parametrize("in_a_task", [False, True])
+def test_a_reward_that_exits_has_failed(make_group, error: BaseException, in_a_task: bool) -> None:
+    async def leave(group) -> list[RewardResult]:
+        raise error
+
+    class Leaves(Reward):
+        name = "leaves"
+
+        async def score(self, group):
+            return await (asyncio.create_task(leave(group)) if in_a_task else leave(group))
+
+    group, main = make_group("a", "b"), MainThread()
+    try:
+        main.run(Scorer([active(Leaves)]).score(group))
+    finally:
+        main.close()
+    line = leave.__code__.co_firstlineno + 1
+    told = rf"reward 'leaves' .*score\(\) raised {type(error).__name__}: .*{re.escape(__file__)}:{line}"
+    assert all(t.status == "failed" and re.search(told, t.error) for t in group.trajectories)
 
 
 def test_a_failed_call_is_repeated_and_the_last_error_says_how_often(make_group) -> None:

@@ -137,3 +137,21 @@ def test_tasks_that_hold_something_for_the_whole_run_are_cancelled_at_its_end() 
         main.close()
     assert closed == [True]
     assert tasks[0].cancelled()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+def test_a_task_that_exits_does_not_stop_the_event_loop(error):
+    async def exits():
+        raise error
+
+    async def waits():
+        task = asyncio.create_task(exits())
+        await asyncio.wait({task})
+        await asyncio.sleep(0.01)
+        return task.exception()
+
+    main = MainThread()
+    try:
+        assert main.run(waits()) is error
+    finally:
+        main.close()

@@ -22,6 +22,7 @@ from typing import Any
 from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, did_you_mean
 from rlhf.paths import check_path
 from rlhf.plugins.functions import SAMPLE_PARAMETERS, reward_of_samples
+from rlhf.plugins.importing import importing
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
 
 
@@ -81,7 +82,8 @@ class SourceFile:
         module.__spec__ = ModuleSpec(name, None, origin=self.path)
         sys.modules[name] = module  # before execution: dataclasses look themselves up there
         try:
-            exec(compile(self.tree(), self.path, "exec"), module.__dict__)
+            with importing(f"'file:{self.path}'"):
+                exec(compile(self.tree(), self.path, "exec"), module.__dict__)
         except (Exception, SystemExit) as cause:
             del sys.modules[name]
             if isinstance(cause, PluginImportFailed):

@@ -17,6 +17,7 @@ from pluggy import PluginManager, PluginValidationError
 from rlhf import hookspecs
 from rlhf.errors import PluginImportFailed, PluginInvalid, did_you_mean
 from rlhf.plugins.entry import HOOK_PREFIX, KINDS
+from rlhf.plugins.importing import importing
 from rlhf.plugins.references import NAME
 
 
@@ -32,7 +33,10 @@ def first_cause(error: BaseException) -> str:
 def import_plugin(module: str, what: str) -> ModuleType:
     """Import a plugin's module. Raises PluginImportFailed with the first cause of any exception."""
     try:
-        return importlib.import_module(module)
+        with importing(what):
+            return importlib.import_module(module)
+    except PluginImportFailed:
+        raise
     except (Exception, SystemExit) as cause:
         raise PluginImportFailed(f"{what} failed to import {module!r}: {first_cause(cause)}") from cause
 
@@ -57,10 +61,13 @@ def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[An
         raise PluginInvalid(f"{what}: module {module.__name__!r} has no hook {hook!r}. {_forgotten(module, hook)}")
     for implementation in implementations:
         try:
-            offered = implementation.function()
+            with importing(what):
+                offered = implementation.function()
+        except PluginImportFailed:
+            raise
         except ImportError as cause:
             raise PluginImportFailed(f"{what}: {hook} failed to import: {first_cause(cause)}") from cause
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise PluginInvalid(f"{what}: {hook} raised {first_cause(cause)}") from cause
         if not isinstance(offered, (list, tuple)):
             raise PluginInvalid(f"{what}: {hook} must return a list of classes, got {offered!r}")

@@ -110,7 +110,7 @@ class Episode(Env):
             return opening
         try:
             self._env = self._resolved.cls(self._config)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise EnvError(f"{self._resolved}: building it raised {cause(error)}") from error
         text: str = await self._local("reset", row, seed)
         return text

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from rlhf.errors import StandstillError
+from rlhf.errors import PluginError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.plugins import Plugins
+from rlhf.plugins.registration import first_cause
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.runfile import RunFile
@@ -49,6 +50,13 @@ def train(config: RunFile, plugins: Plugins | None = None) -> Run:
     """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run."""
     plugins = plugins or Plugins.discover()
     join(config, plugins)
+    try:
+        return _train(config, plugins)
+    except SystemExit as end:  # of a plugin: it would end the command with any exit code, and without a word
+        raise PluginError(f"the run was ended by {first_cause(end)}. A plugin must raise an error instead") from end
+
+
+def _train(config: RunFile, plugins: Plugins) -> Run:
     run = build(prepare(config, plugins))
     try:
         online(run) if isinstance(run, OnlineRun) else offline(run)
@@ -56,7 +64,7 @@ def train(config: RunFile, plugins: Plugins | None = None) -> Run:
         run.progress.note(str(cause))
         run.rescue()
         run.status = "stopped"
-    except Exception:
+    except (Exception, SystemExit):
         run.rescue()
         raise
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlhf.errors import IntendedExit
 from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.runfile import RunFile
@@ -9,7 +10,10 @@ from rlhf_runtime.setup.plugins import select
 
 
 def join(config: RunFile, plugins: Plugins) -> None:
-    """Returns in the process that drives the run. In other processes of the same run it ends the process after the run
-    (:meth:`rlhf.interfaces.Launcher.join`)."""
+    """Returns in the process that drives the run. In other processes of the same run it raises IntendedExit after the
+    run (:meth:`rlhf.interfaces.Launcher.join`)."""
     launcher = select(plugins, "launcher", config.launcher, "launcher", config.origins)
-    launcher.resolved.cls.join(launcher.config)
+    try:
+        launcher.resolved.cls.join(launcher.config)
+    except SystemExit as end:
+        raise IntendedExit(end.code) from None

@@ -62,6 +62,11 @@ class DeadlineExpired(Exception):
     """A call exceeded its deadline. The caller turns this into an error that names the plugin."""
 
 
+class ProcessEnd(Exception):
+    """A coroutine raised SystemExit, KeyboardInterrupt or another exception that Python does not count among errors. It
+    is the cause of this one. A task that raises it itself would stop the event loop, and with it the run."""
+
+
 async def within(awaitable: Awaitable[T], seconds: float) -> T:
     """Returns the result of ``awaitable``. Raises :class:`DeadlineExpired` after ``seconds``, not counting the time in
     :func:`waiting`.
@@ -73,7 +78,7 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
     clock, loop = Clock(), asyncio.get_running_loop()
     before = _CLOCK.set(clock)
     try:
-        task = asyncio.ensure_future(awaitable)  # the task copies the context, and with it the clock
+        task = asyncio.ensure_future(_errors_only(awaitable))  # the task copies the context, and with it the clock
     finally:
         _CLOCK.reset(before)
     begin, left = loop.time(), seconds
@@ -100,12 +105,23 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
 def cause(error: BaseException) -> str:
     """``ValueError: bad value (reward.py:12)``: the type, the message and the innermost line outside of :data:`OURS`,
     which is the place that the plugin's author has to look at. Errors of this project name their place themselves."""
+    if isinstance(error, ProcessEnd) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, RlhfError):
         return f"{type(error).__name__}: {error}"
     frames = list(traceback.extract_tb(error.__traceback__))
     frames = [f for f in frames if not f.filename.startswith(OURS)] or frames
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+async def _errors_only(awaitable: Awaitable[T]) -> T:
+    try:
+        return await awaitable
+    except (asyncio.CancelledError, Exception):
+        raise
+    except BaseException as error:
+        raise ProcessEnd(f"{type(error).__name__}: {error}") from error
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import queue
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -15,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlhf.errors import StandstillError
+from rlhf.plugins.importing import place
 
 from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.workers.blocking_calls import Threads
@@ -46,7 +46,7 @@ class MainThread:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.loop = Loop()
         self.loop.set_default_executor(Threads())
-        self._thread = threading.Thread(target=self.loop.run_forever, name="rlhf-rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rlhf-rollouts", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -90,6 +90,16 @@ class MainThread:
         if not self.loop.is_running() and not self.loop.is_closed():
             self.loop.close()
 
+    def _serve(self) -> None:
+        """Run the event loop until it is stopped. A task that raises SystemExit or KeyboardInterrupt leaves the loop;
+        whoever awaits the task gets the error too, and all other coroutines go on."""
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                continue
+
     def _next_job(self) -> Callable[[], None] | None:
         """Wait for a job. No deadline can end a coroutine that blocks the event loop: this method reports where it
         blocks, and raises StandstillError if the run was asked to stop."""
@@ -126,28 +136,15 @@ class MainThread:
 def _standing_still(thread: threading.Thread, seconds: float) -> str:
     """The message that names the line which blocks the event loop."""
     return (
-        f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {_place(thread)}, an `async "
-        "def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which runs in a "
-        "process of its own that is killed at its deadline. Ctrl-C twice ends the run."
+        f"note: all rollouts, rewards and environments have waited {seconds:.0f} s for {place(thread.ident)}, an "
+        "`async def` that computes or waits without `await`. No deadline can end it. Write it as plain `def`, which "
+        "runs in a process of its own that is killed at its deadline. Ctrl-C twice ends the run."
     )
 
 
 def _in_the_way(thread: threading.Thread, reason: str, seconds: float) -> str:
     return (
-        f"{reason} asked the run to stop, but for {seconds:.0f} s {_place(thread)} blocked all rollouts, rewards and "
-        "environments: it is an `async def` that computes or waits without `await`. The current step is abandoned. "
+        f"{reason} asked the run to stop, but for {seconds:.0f} s {place(thread.ident)} blocked all rollouts, rewards "
+        "and environments: it is an `async def` that computes or waits without `await`. The current step is abandoned. "
         "Write it as plain `def`, which runs in a process of its own that is killed at its deadline."
-    )
-
-
-def _place(thread: threading.Thread) -> str:
-    """The line at which the thread is, outside of Python's standard library where there is such a frame."""
-    library = sysconfig.get_path("stdlib")
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and (frame.f_code.co_filename.startswith(library) or "<" in frame.f_code.co_filename):
-        frame = frame.f_back
-    return (
-        "an unknown place"
-        if frame is None
-        else (f"{frame.f_code.co_name}() at {frame.f_code.co_filename}:{frame.f_lineno}")
     )

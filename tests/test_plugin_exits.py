@@ -1,0 +1,31 @@
+"""A plugin that wants to end the process fails the run, with the line that did it and an exit code other than 0."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+REWARD = "async def score(prompt, completion, row):\n    raise SystemExit(0)\n"
+OBSERVER = """
+from rlhf.interfaces import Observer
+
+class Watch(Observer):
+    def {hook}(self, *arguments):
+        raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize("hook", ["run_started", "state_dict"])
+def test_an_observer_that_exits_ends_the_run_with_its_line(shop, hook: str) -> None:
+    file = shop.file("watch.py", OBSERVER.format(hook=hook))
+    run = shop.run("sft", "run", observer=[{"use": f"file:{file}"}])
+    assert run.code == 1
+    assert re.search(rf"SystemExit: 0 \({file}:6\)", run.err)
+
+
+def test_a_reward_that_exits_fails_its_sample(shop) -> None:
+    file = shop.file("exits.py", REWARD)
+    run = shop.run("rloo", "run", reward=[{"use": f"file:{file}"}])
+    assert run.code == 1
+    assert re.search(rf"reward 'exits' .*score\(\) raised SystemExit: 0 \({file}:2\)", run.err)
