@@ -284,7 +284,9 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
     assert [shown(chars, e.sequences[0]) for e in plain] == ["S\n\nq[r<eos>]", "q[r<eos>]"]
     with pytest.raises(DataError, match="column 'question': the row has a system message of its own and data"):
         read(chat, "demonstrations", rows[:1], system="T")
-    with pytest.raises(DataError, match="a turn is from 'narrator'; known are human, user, gpt"):
+    with pytest.raises(
+        DataError, match="a turn is from 'narrator'; known are system, user, assistant, tool, developer, human, gpt"
+    ):
         read(chat, "demonstrations", [{"conversations": [{"from": "narrator", "value": "x"}, GPT]}])
 
 

@@ -168,7 +168,7 @@ def test_begin_token_where_the_tokenizer_puts_one(bpe):
         (3, "column 'prompt': must be text or a list of {role, content} messages, got int '3'"),
         ([], "must be a list of {role, content} messages, got '[]'"),
         ([{"role": "user"}], "message 0: content must be text, got 'None'"),
-        (["x"], "message 0: must be {role, content}, got 'x'"),
+        (["x"], "message 0: must be {role, content}, got str 'x'"),
         ([{"role": "assistant", "content": "x"}], "a prompt must not end with an assistant message"),
         (
             [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],

@@ -54,7 +54,8 @@ class RolloutContext(ABC):
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         """The row's prompt as messages, with the system message of the row or of ``data.system``: the messages that
-        :meth:`encode_prompt` encodes. Images are parts ``image_url`` with ``data:`` URLs.
+        :meth:`encode_prompt` encodes, in the form of the OpenAI chat API. Images are parts ``image_url`` with ``data:``
+        URLs.
 
         Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`).
         """
@@ -65,7 +66,8 @@ class RolloutContext(ABC):
 
         Args:
             messages: in the form of the OpenAI chat API: ``role``, ``content``, ``tool_calls``, ``tool_call_id``,
-                ``reasoning_content``. Other fields are ignored. Parts of content may be images as ``data:`` URLs.
+                ``reasoning_content``. Other fields are passed on if they hold text. Parts of content may be images as
+                ``data:`` URLs.
             tools: descriptions of functions in the form of that API (JSON schema), passed to the chat template.
 
         Raises DataError: prompts are plain text (see :attr:`Rollout.needs_messages`), a message is not in that form,

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhf.errors import DataError, shown
-
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import read_content
+from rlhf_runtime.data.messages import Messages
 from rlhf_runtime.data.text_tokens import TextTokens
 
-ROLES = ("system", "user", "assistant", "tool")
-_KEPT = ("name", "tool_call_id", "reasoning_content")
-
-Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -25,7 +18,8 @@ class ChatMessages:
     Args:
         ends: texts of the tokens that end an answer.
 
-    Messages are those of :func:`as_template_reads`. The methods raise DataError for messages that the template refuses.
+    Messages are those of :func:`rlhf_runtime.data.messages.as_template_reads`. The methods raise DataError for messages
+    that the template refuses.
     """
 
     def __init__(self, chat: ChatTemplate, tokens: TextTokens, ends: Sequence[str]) -> None:
@@ -59,52 +53,3 @@ class ChatMessages:
         if not closed or not end:
             return self._tokens.ids(added) if end else self._tokens.ids_after(answered, added)
         return self._tokens.ids_after(end, added.partition(end)[2])
-
-
-def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Messages as chat templates read them: content is text, or parts where it has images, the arguments of tool calls
-    are parsed, unknown fields are left out. Also the images, as the messages hold them.
-
-    Raises DataError, which names the message.
-    """
-    images: list[Any] = []
-    return [_message(number, message, images) for number, message in enumerate(messages)], images
-
-
-def _message(number: int, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
-    role = message.get("role") if isinstance(message, Mapping) else None
-    role = "system" if role == "developer" else role
-    if role not in ROLES:
-        raise DataError(
-            f"message {number}: the role is {shown(role)}; allowed: {', '.join(ROLES)} and developer, which is system"
-        )
-    content = read_content(message.get("content"), f"message {number}", images)
-    read: dict[str, Any] = {"role": role, "content": content}
-    for field in _KEPT:
-        if isinstance(value := message.get(field), str) and value:
-            read[field] = value
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list | tuple):
-        raise DataError(f"message {number}: tool_calls must be a list, got {shown(calls)}")
-    if calls:
-        read["tool_calls"] = [_call(number, call) for call in calls]
-    return read
-
-
-def _call(number: int, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(
-            f"message {number}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}"
-        )
-    arguments = function.get("arguments")
-    try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        parsed = arguments  # a template writes such a text as it is
-    arguments = parsed if isinstance(parsed, Mapping) else {} if arguments in (None, "") else arguments
-    return {
-        "id": call.get("id") or "",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }

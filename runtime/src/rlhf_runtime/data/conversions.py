@@ -8,6 +8,8 @@ from typing import Any
 
 from rlhf.errors import DataError, shown
 
+from rlhf_runtime.data.messages import ROLES
+
 Values = dict[str, Any]
 """{field: value} of one row."""
 
@@ -16,11 +18,6 @@ MARK = "ки"
 """Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
 """PRM800K's ratings as labels; a neutral step counts as right, as in Lightman et al. 2023, arXiv:2305.20050."""
-ROLES: Mapping[str, str] = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-    "bing": "assistant", "bard": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-}  # fmt: skip
-"""{value of ShareGPT's ``from``: role}."""
 
 
 # ------------------------------------------------------------------------------------ conversations
@@ -160,7 +157,7 @@ def is_turn(value: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     """A conversation that starts with a user's or system message, so it contains the prompt."""
-    return is_messages(value) and value[0]["role"] != "assistant"
+    return is_messages(value) and ROLES.get(str(value[0]["role"])) != "assistant"
 
 
 def is_dialogue(value: Any) -> bool:
@@ -223,7 +220,8 @@ def _message(turn: Any) -> dict[str, Any]:
         raise DataError(f"a turn must be {{from, value}}, got {str(turn)[:60]!r}")
     if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
         raise DataError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
-    return {"role": ROLES[turn["from"]], "content": turn["value"]}
+    rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
+    return {**rest, "role": ROLES[turn["from"]], "content": turn["value"]}
 
 
 def _listed(values: Values, field: str) -> list[Any]:

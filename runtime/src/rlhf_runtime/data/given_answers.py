@@ -10,6 +10,7 @@ from rlhf.errors import DataError, did_you_mean
 from rlhf.types import Group, Trajectory
 
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.messages import read_messages
 from rlhf_runtime.data.row_rules import check_prompt
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
@@ -104,11 +105,12 @@ def _text(value: Any, name: str) -> str:
     """An answer: text, or one message of the assistant."""
     if isinstance(value, str):
         return value
-    if _is_message_list(value) and len(value) == 1 and value[0]["role"] == "assistant":
-        text = value[0].get("content")
-        if isinstance(text, str):
+    if _is_message_list(value) and len(value) == 1 and value[0].get("content") is not None:
+        [message] = read_messages(value, f"column {name!r}, ")
+        text = message["content"]
+        if message["role"] == "assistant" and isinstance(text, str) and "tool_calls" not in message:
             return text
     raise DataError(
-        f"column {name!r}: an answer is text or a list of one assistant message, and a column holds one or a list of "
-        f"them; got {type(value).__name__} {str(value)[:60]!r}"
+        f"column {name!r}: an answer is text or a list of one assistant message, which holds text and calls no "
+        f"tool, and a column holds one or a list of them; got {type(value).__name__} {str(value)[:60]!r}"
     )

@@ -12,12 +12,11 @@ PLACE = {"type": "image"}
 Parts = list[dict[str, Any]]
 
 
-def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
-    """The content of a message as chat templates read it: text, or parts of which at least one is an image.
+def read_content(content: Any, where: str) -> str | Parts:
+    """The content of a message: text, or parts of which at least one is an image. :func:`take_images` reads the images.
 
     Args:
         where: names the message in errors.
-        images: gets the image of each part, in order; None for a part that holds none.
 
     Raises DataError: the content is neither text nor a list of parts of text and images.
     """
@@ -26,8 +25,7 @@ def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
     parts: Parts = []
     for part in content if isinstance(content, list | tuple) else [content]:
         if is_image(part):
-            images.append(image_of(part))
-            parts.append(dict(PLACE))
+            parts.append(dict(part))
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
@@ -35,7 +33,16 @@ def read_content(content: Any, where: str, images: list[Any]) -> str | Parts:
                 f"{where}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
                 f"{shown(part)}"
             )
-    return parts if PLACE in parts else text_of(parts)
+    return parts if any(map(is_image, parts)) else text_of(parts)
+
+
+def take_images(content: str | Parts, images: list[Any]) -> str | Parts:
+    """Content of :func:`read_content` as chat templates read it: an image is :data:`PLACE`. ``images`` gets the image
+    of each part, in order; None for a part that holds none."""
+    if not isinstance(content, list):
+        return content
+    images += [image_of(part) for part in content if is_image(part)]
+    return [dict(PLACE) if is_image(part) else part for part in content]
 
 
 def is_image(part: Any) -> bool:
@@ -44,7 +51,7 @@ def is_image(part: Any) -> bool:
 
 
 def text_of(content: Any) -> str:
-    """The text of content that :func:`read_content` returned; parts of text are joined by line breaks."""
+    """The text of content that :func:`take_images` returned; parts of text are joined by line breaks."""
     if not isinstance(content, list):
         return content or ""
     return "\n".join(part["text"] for part in content if part["type"] == "text")

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf.errors import DataError
 
 from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.text_tokens import TextTokens
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -150,11 +151,6 @@ class ParsedAnswers:
         shown = [i for i in ids if i not in self._hidden]
         text: str = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-
-def as_json(arguments: Any) -> str:
-    """A tool call's arguments as JSON text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _call(text: str) -> tuple[str, str] | None:

@@ -11,12 +11,13 @@ from rlhf.errors import DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.chat_messages import ChatMessages, Messages, Tools, as_template_reads
+from rlhf_runtime.data.chat_messages import ChatMessages, Tools
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf_runtime.data.messages import Messages, as_api_writes, as_template_reads
 from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
@@ -125,7 +126,7 @@ class Prompts:
         """The messages of :meth:`encode_prompt`, with images as ``data:`` URLs. Raises DataError."""
         self.check_messages()
         cells = self._cells(row)
-        return with_urls(*self._read(self._prompt_messages(cells), cells))
+        return as_api_writes(with_urls(*self._read(self._prompt_messages(cells), cells)))
 
     def encode_messages(self, messages: Messages, tools: Tools = ()) -> Turn:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""

@@ -10,6 +10,7 @@ from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
 
 from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.messages import read_messages
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and further fields that a chat template reads."""
@@ -57,19 +58,23 @@ class Cells:
         return value
 
     def messages(self, field: str) -> list[Message]:
-        """A conversation."""
+        """A conversation, as :func:`read_messages` reads it."""
         value, name = self.value(field), self.name(field)
         if not isinstance(value, list) or not value:
             raise DataError(f"{name}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
         for i, message in enumerate(value):
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise DataError(f"{name}, message {i}: must be {{role, content}}, got {str(message)[:60]!r}")
-            content = message.get("content")
-            if isinstance(content, list) and content:
-                continue  # parts are read with their images
-            if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            content = message.get("content") if isinstance(message, Mapping) else ""
+            if content in (None, []) and not message.get("tool_calls"):
                 raise DataError(f"{name}, message {i}: content must be text, got {str(content)[:60]!r}")
-        return list(value)
+        messages = read_messages(value, f"{name}, ")
+        for i, message in enumerate(messages):
+            for call in message.get("tool_calls", ()):
+                if not isinstance(arguments := call["function"]["arguments"], Mapping):
+                    raise DataError(
+                        f"{name}, message {i}: the arguments of a tool call must be an object, or its JSON as text, "
+                        f"got {shown(arguments)}"
+                    )
+        return [*messages]
 
     def images(self) -> list[Any]:
         """The images in the row's column of images, in any form that :func:`image_file` reads."""

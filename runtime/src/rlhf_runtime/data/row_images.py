@@ -9,7 +9,7 @@ from rlhf.errors import DataError
 from rlhf.types import Image
 
 from rlhf_runtime.data.image_files import data_url, image_file
-from rlhf_runtime.data.image_parts import PLACE, places, read_content, with_images
+from rlhf_runtime.data.image_parts import PLACE, places, take_images, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.row_fields import Cells
 
@@ -50,13 +50,13 @@ class RowImages:
     def of_messages(
         self, messages: Sequence[Mapping[str, Any]], cells: Cells
     ) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Messages with content as chat templates read it, and the files of their images.
+        """Messages of a row (:meth:`Cells.messages`) as chat templates read them, and the files of their images.
 
         The images of the row's column belong to the places without an image of their own, in order: parts of messages,
         and placeholders in texts. Where there are no such places, they come before the text of the first user message.
         """
         found: list[Any] = []
-        read = [self._read(i, message, found) for i, message in enumerate(messages)]
+        read = [self._read(message, found) for message in messages]
         column, free = cells.images(), [n for n, image in enumerate(found) if image is None or image is MARKED]
         user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
         if column and not free and user is not None:
@@ -86,10 +86,10 @@ class RowImages:
         return self._mark is not None and self._mark in text
 
     def places_in(self, answer: str | Sequence[Mapping[str, Any]]) -> int:
-        """Number of places in an answer, a text or messages, that hold no image of their own."""
+        """Number of places in an answer, a text or messages of a row, that hold no image of their own."""
         found: list[Any] = []
-        for i, message in enumerate([{"content": answer}] if isinstance(answer, str) else answer):
-            self._read(i, message, found)
+        for message in [{"content": answer}] if isinstance(answer, str) else answer:
+            self._read(message, found)
         return sum(image is None or image is MARKED for image in found)
 
     def marks(self, count: int) -> str:
@@ -104,19 +104,17 @@ class RowImages:
             return self._tokens.place(ids, images, mask)
         return ids, list(mask), ()
 
-    def _read(self, number: int, message: Mapping[str, Any], found: list[Any]) -> dict[str, Any]:
+    def _read(self, message: Mapping[str, Any], found: list[Any]) -> dict[str, Any]:
         """A message as chat templates read it. ``found`` gets the image of each of its places: None for a part that
         holds none, :data:`MARKED` for a placeholder in a text."""
-        content, own = message.get("content"), list[Any]()
-        if isinstance(content, list):
-            content = read_content(content, f"message {number}", own)
-            message = {**message, "content": content}
+        own = list[Any]()
+        content = take_images(message["content"], own)
         rest = iter(own)
         for part in content if isinstance(content, list) else [{"text": content}]:
             text = "" if part == PLACE else part["text"] or ""
             marks = text.count(self._mark) if self._mark is not None else 0
             found += [next(rest)] if part == PLACE else [MARKED] * marks
-        return dict(message)
+        return {**message, "content": content}
 
     def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
         if values:

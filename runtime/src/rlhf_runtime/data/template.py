@@ -82,14 +82,16 @@ class Template(Prompts):
             sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:
             sequences = [self._answered(cells, name) for name in fields]
-            free = [self.images.places_in(cells.value(name)) for name in fields]
+        answers = [cells.messages(n) if isinstance(cells.values[n], list) else cells.text(n) for n in fields]
+        if not whole:
+            free = [self.images.places_in(answer) for answer in answers]
             if free[0] != free[1]:  # one prompt would get the images of the column, the other none
                 raise DataError(
                     f"the chosen answer has places for {free[0]} images of {cells.name('images')} and the rejected one "
                     f"for {free[1]}, so only one of their prompts would hold the column's images. Name the places in "
                     "the prompt, or give each image of an answer in its part {type: image, image: ...}"
                 )
-        fronts = [value[:-1] if isinstance(value := cells.values[name], list) else [] for name in fields]
+        fronts = [answer[:-1] if isinstance(answer, list) else [] for answer in answers]
         if self.section.loss_on == "completion" and fronts[0] != fronts[1]:
             raise DataError(
                 f"the chosen and the rejected {'conversation' if whole else 'messages'} differ before their last "

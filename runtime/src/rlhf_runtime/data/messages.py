@@ -1,0 +1,103 @@
+"""Chat messages in the form that chat templates read. Rows, environments, tools and programs are all read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlhf.errors import DataError, did_you_mean, shown
+
+from rlhf_runtime.data.image_parts import read_content, take_images
+from rlhf_runtime.data.strict_json import STRICT
+
+ROLES: Mapping[str, str] = {
+    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "developer": "system",
+    "human": "user", "gpt": "assistant", "function": "tool", "observation": "tool",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+}  # fmt: skip
+"""{name of a role: role}: names of the OpenAI chat API, then those of ShareGPT."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def read_messages(messages: Messages, where: str = "") -> list[dict[str, Any]]:
+    """Messages as chat templates read them, with images still in their parts.
+
+    Each has ``role`` (system, user, assistant or tool) and ``content`` (text, or parts where it has images); further
+    fields only if they hold text; and ``tool_calls`` only if there are any, with parsed arguments. So a template sees
+    neither null nor JSON as text.
+
+    Args:
+        where: stands before the number of the message in errors.
+
+    Raises DataError, which names the message.
+    """
+    return [_message(f"{where}message {number}", message) for number, message in enumerate(messages)]
+
+
+def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Messages as :func:`read_messages` returns them, without their images; and the images, as the messages hold them.
+    Raises DataError."""
+    images: list[Any] = []
+    return [{**m, "content": take_images(m["content"], images)} for m in read_messages(messages)], images
+
+
+def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
+    """Messages of :func:`read_messages` as the OpenAI chat API has them: arguments of tool calls are JSON as text."""
+    return [
+        {**m, "tool_calls": [_written(c) for c in m["tool_calls"]]} if "tool_calls" in m else dict(m) for m in messages
+    ]
+
+
+def as_json(arguments: Any) -> str:
+    """A tool call's arguments as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where}: must be {{role, content}}, got {shown(message)}")
+    name = message.get("role")
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        others = ", ".join(f"{other} ({role})" for other, role in ROLES.items() if other != role)
+        raise DataError(
+            f"{where}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
+            f"{others}.{did_you_mean(str(name), ROLES)}"
+        )
+    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
+    for field, value in message.items():
+        if field not in ("role", "content", "tool_calls") and isinstance(value, str) and value:
+            read[field] = value
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{where}: tool_calls must be a list, got {shown(calls)}")
+    if calls:
+        read["tool_calls"] = [_call(where, call) for call in calls]
+    return read
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if function is None and isinstance(call, Mapping) and "arguments" in call:
+        function = call  # {name, arguments}, without the rest
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where}: a tool call must be {{id, type, function: {{name, arguments}}}}, got {shown(call)}")
+    arguments = function.get("arguments")
+    try:
+        parsed = STRICT.decode(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        parsed = arguments
+    if not isinstance(parsed, Mapping):
+        parsed = {} if arguments in (None, "") else arguments  # a template writes what is no object as it is
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": parsed},
+    }
+
+
+def _written(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": as_json(function["arguments"])}}

@@ -1,0 +1,162 @@
+"""Messages are normalised in one way, whether they come from a row, an environment or a program."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Row
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.messages import as_api_writes, as_template_reads
+from rlhf_runtime.data.template import Template
+from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
+from rlhf_testing.tiny import tiny_tokenizer
+
+USER, BOT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+UNGUARDED = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% if 'tool_calls' in m %}{% if m.tool_calls | length > 9 %}many{% endif %}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}{% endif %}"
+    "{% if m.name is defined %}({{ m.name }}){% endif %}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""Asks only whether fields are there, and writes arguments as JSON whatever their type, as published ones do."""
+
+
+def call(arguments, **fields):
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}, **fields}
+
+
+@pytest.fixture(scope="module")
+def template_with(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def load(text, **fields):
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer.chat_template = text
+        return Template(tokenizer, DataSection(**fields))
+
+    return load
+
+
+def prompt_text(template, messages):
+    """The text of a prompt; the same from a row and from a program."""
+    turn = template.encode_prompt(Row({"prompt": messages}, "rows", 0))
+    assert turn.ids == template.encode_messages(messages).ids
+    assert template.encode_messages(template.prompt_messages(Row({"prompt": messages}, "rows", 0))).ids == turn.ids
+    return template.tokenizer.decode(turn.ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("developer", "system"), ("human", "user"), ("gpt", "assistant"), ("function", "tool"), ("observation", "tool")],
+)
+@pytest.mark.parametrize("text", [CHATML, QWEN3])
+def test_other_names_of_roles_reach_the_template_as_its_own(template_with, name, role, text):
+    template = template_with(text)
+    given = [{"role": name, "content": "first"}, {"role": "human", "content": "and"}]
+    own = [{"role": role, "content": "first"}, {"role": "user", "content": "and"}]
+    assert prompt_text(template, given) == prompt_text(template, own)
+    assert "first" in prompt_text(template, given)
+
+
+@pytest.mark.parametrize("name", ["User", "ASSISTANT", "critic", "", None, ["user"]])
+def test_other_roles_are_refused_with_the_message(template_with, name):
+    template = template_with(QWEN3)
+    messages = [USER, {"role": name, "content": "x"}, USER]
+    for column in ({"prompt": messages}, {"messages": messages}):
+        row = Row(column, "rows", 0)
+        with pytest.raises(DataError, match=r"message 1: the role is .*; allowed: system, user, assistant, tool"):
+            (template if "prompt" in column else template_with(QWEN3, messages="messages")).encode_prompt(row)
+    with pytest.raises(DataError, match="message 1: the role is"):
+        template.encode_messages(messages)
+
+
+def test_a_system_message_of_another_name_is_one(template_with):
+    """A second one, from data.system, would stand before it."""
+    row = Row({"prompt": [{"role": "developer", "content": "S"}, USER]}, "rows", 0)
+    with pytest.raises(DataError, match="the row has a system message of its own"):
+        template_with(CHATML, system="T").encode_prompt(row)
+
+
+@pytest.mark.parametrize("text", [HERMES, UNGUARDED])
+@pytest.mark.parametrize("arguments", ['{"a": 1, "b": "\u00e9"}', {"a": 1, "b": "é"}])
+def test_arguments_are_written_once(template_with, text, arguments):
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}, {**USER, "content": "and"}]
+    shown = prompt_text(template_with(text), talk)
+    assert '{"a": 1, "b": "' in shown
+    assert "None" not in shown
+
+
+@pytest.mark.parametrize("arguments", [None, "", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object(template_with, arguments):
+    talk = [USER, {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}, USER]
+    assert "[add {}]" in prompt_text(template_with(UNGUARDED), talk)
+
+
+@pytest.mark.parametrize("form", [{"name": "add", "arguments": {"a": 1}}, call({"a": 1}, id=None, index=0)])
+def test_calls_in_other_forms(template_with, form):
+    talk = [USER, {"role": "assistant", "content": "", "tool_calls": [form]}, USER]
+    assert '[add {"a": 1}]' in prompt_text(template_with(UNGUARDED), talk)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "a=1", 3, '{"a": 1, "a": 2}', '{"a": NaN}'])
+def test_a_row_whose_arguments_are_no_object_is_refused(template_with, arguments):
+    row = Row({"prompt": [USER, {**BOT, "tool_calls": [call(arguments)]}, USER]}, "rows", 0)
+    with pytest.raises(DataError, match="column 'prompt', message 1: the arguments of a tool call must be an object"):
+        template_with(UNGUARDED).encode_prompt(row)
+
+
+def test_null_fields_are_absent(template_with):
+    """As tables write them for messages that lack a field of others."""
+    nulls = {"tool_calls": None, "name": None, "tool_call_id": None}
+    talk = [{**USER, **nulls}, {**BOT, **nulls, "tool_calls": []}, {**USER, **nulls}]
+    assert prompt_text(template_with(UNGUARDED), talk) == prompt_text(template_with(UNGUARDED), [USER, BOT, USER])
+
+
+def test_content_that_is_null_beside_calls_is_empty_in_training_rows_too(template_with):
+    template = template_with(UNGUARDED)
+    for loss_on in ("completion", "all"):
+        history = [USER, {"role": "assistant", "content": None, "tool_calls": [call({"a": 1})]}]
+        tool = {"role": "tool", "content": "2"}
+        row = Row({"messages": [*history, tool, BOT]}, "rows", 0)
+        [sequence] = template_with(UNGUARDED, messages="messages", loss_on=loss_on).encode_demonstration(row).sequences
+        shown = template.tokenizer.decode(sequence.ids, skip_special_tokens=False)
+        assert shown == 'user:1+1?<eos>assistant:[add {"a": 1}]<eos>tool:2<eos>assistant:2<eos>'
+
+
+def test_pairs_whose_fronts_are_written_otherwise_are_equal(template_with):
+    front = [USER, {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}')]}]
+    same = [
+        {"role": "human", "content": "1+1?", "name": None},
+        {"role": "gpt", "content": None, "tool_calls": [call({"a": 1})]},
+    ]
+    tool = {"role": "tool", "content": "2"}
+    row = Row({"chosen": [*front, tool, BOT], "rejected": [*same, tool, {**BOT, "content": "3"}]}, "rows", 0)
+    chosen, rejected = template_with(UNGUARDED).encode_pair(row).sequences
+    assert chosen.ids[:-2] == rejected.ids[:-2]
+
+
+def test_other_texts_of_a_message_reach_the_template(template_with):
+    """Templates read fields of their own, such as ``thinking``."""
+    thinks = CHATML.replace("m.content", "(m.thinking or '') + m.content")
+    talk = [USER, {**BOT, "thinking": "hm ", "meta": {"id": 1}}, USER]
+    assert "assistant\nhm 2<eos>" in prompt_text(template_with(thinks), talk)
+
+
+def test_programs_get_arguments_as_the_api_writes_them():
+    messages, images = as_template_reads(
+        [USER, {"role": "assistant", "content": None, "tool_calls": [call('{"a":1}')]}]
+    )
+    assert images == []
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    }
+    [_, written] = as_api_writes(messages)
+    assert json.loads(written["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    assert as_template_reads([USER, written])[0] == messages
