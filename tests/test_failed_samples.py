@@ -65,6 +65,26 @@ def test_failures_are_printed_at_the_first_one_and_in_the_last_line(shop: Worksh
     assert run.out.splitlines()[-1] == f"finished, 3 of 27 samples failed (11.1 %): {run.path}", "a group was refilled"
 
 
+def test_a_reward_that_fails_for_bad_answers_does_not_look_better(shop: Workshop) -> None:
+    """It raises where it would be 0, so the mean of the others is 1."""
+    text = """
+async def score(prompt, completion, row):
+    if sum(map(ord, completion)) % 2:
+        raise ValueError("odd")
+    return 1.0
+"""
+    reward = [{"use": f"file:{shop.file('fails.py', text)}"}]
+    stream = {"on_failed_sample": "drop_sample", "max_failed": 1.0}
+    run = shop.train("rloo", "run", run={"steps": 2}, reward=reward, stream=stream)
+    for name, line in zip(run.rollouts(), run.lines(), strict=True):
+        failed, scored = line["stream/failed_samples"], len(list(run.samples_of(name)))
+        assert failed > 0
+        assert line["reward/mean"] == 1.0
+        assert line["reward/mean_with_failed"] == pytest.approx(scored / (scored + failed))
+    assert run.out.count("see the metric reward/mean_with_failed") == 1
+    assert "with_failed=" in run.out
+
+
 @pytest.mark.parametrize("form", ["async def", "def"])
 def test_a_run_whose_reward_always_times_out_fails(shop: Workshop, form: str) -> None:
     wait = "await asyncio.sleep(60)" if form == "async def" else "time.sleep(60)"

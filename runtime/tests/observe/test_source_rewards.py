@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
+from rlhf_runtime.observe.source_rewards import failure_metrics, info_metrics, source_metrics
 
 ROW = Row({}, "data", 0)
 
@@ -48,3 +48,12 @@ def test_numbers_about_samples_are_averaged_over_the_samples_that_have_them():
     made[1].info = {"env/solved": 0.0}
     groups = [Group(ROW, 0, made[:2]), Group(ROW, 1, made[2:])]
     assert info_metrics(groups) == {"env/solved": 0.5, "rollout/calls/add": 2.0}
+
+
+def test_failed_samples_count_with_the_lowest_reward_which_is_at_most_0():
+    def groups(*rewards):
+        return [Group(ROW, n, [Trajectory(ROW, [], (n, 0), reward=r)]) for n, r in enumerate(rewards)]
+
+    assert failure_metrics(groups(1.0, 0.5, None), 1.0) == {"reward/mean_with_failed": 0.5}
+    assert failure_metrics(groups(1.0, -1.0), 2.0) == {"reward/mean_with_failed": -0.5}
+    assert failure_metrics(groups(1.0), 0.0) == failure_metrics([], 3.0) == {}

@@ -24,10 +24,21 @@ def test_the_first_failure_is_noted_once_and_all_are_counted():
     notes: list[str] = []
     failures = Failures(0.5, notes.append)
     drawn(failures, "", "", "the server is down", "another", "")
-    (note,) = notes
+    note, _ = notes
     assert note.startswith("sample 2 of row 2 of 'unit' failed: the server is down\n")
     assert "a share of more than 0.5 fails (stream.max_failed)" in note
     assert str(failures) == "2 of 5 samples failed (40 %)"
+
+
+def test_a_share_of_failures_above_a_tenth_is_noted_once_with_what_it_does_to_means():
+    notes: list[str] = []
+    failures = Failures(1.0, notes.append, metric="METRIC")
+    drawn(failures, *["down"] * 2, *[""] * 18)
+    assert len(notes) == 1, "the first failure only"
+    drawn(failures, *["down"] * 60)
+    assert len(notes) == 2
+    assert "7 of the latest 64 samples failed" in notes[1]
+    assert "METRIC" in notes[1]
 
 
 def test_nothing_is_reported_if_nothing_failed():

@@ -17,7 +17,7 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.metrics import TIME
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.source_rewards import info_metrics, source_metrics
+from rlhf_runtime.observe.source_rewards import failure_metrics, info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.samples.stream import ReadyBatch
 
@@ -96,6 +96,7 @@ class Reports:
         self.observe("rollouts_finished", done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
         counts |= {"stream/version": float(ready.version)} | ready.chosen
+        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0))
         return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:

@@ -19,6 +19,7 @@ from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/total", "reward/mean"),
+    "with failed": ("reward/mean_with_failed",),
     "kl": ("kl/reference", "policy/kl_reference"),
     "kl_old": ("policy/kl_old",),
     "length": ("length/mean",),

@@ -21,6 +21,16 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     return {name: math.fsum(given) / len(given) for name, given in sorted(numbers.items())}
 
 
+def failure_metrics(groups: Iterable[Group], failed: float) -> dict[str, float]:
+    """``reward/mean_with_failed``: the mean reward where failed samples count with the lowest reward, which is at most
+    0. The mean of the other samples rises if a policy makes its reward fail where it would be low."""
+    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    if not failed or not rewards:
+        return {}
+    lowest = min(0.0, *rewards)
+    return {"reward/mean_with_failed": (math.fsum(rewards) + failed * lowest) / (len(rewards) + failed)}
+
+
 def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
     applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).

@@ -11,6 +11,9 @@ WINDOW = 64
 """Minimum number of latest samples that the share of failures is computed over, once this many have been drawn. In a
 small batch one bad row would be a large share."""
 
+NOTED = 0.1
+"""Share of failures above which a note says that means of rewards leave them out."""
+
 
 class Failures:
     """Counts the samples that are drawn for one purpose, and stops the run when too many fail. Failed samples have no
@@ -22,12 +25,18 @@ class Failures:
         note: reports the first failure.
         what: name of a sample in messages.
         then: what happens to a failed sample, in messages.
+        metric: the metric that shows what failures change.
     """
 
     def __init__(
-        self, allowed: float, note: Callable[[str], None], what: str = "sample", then: str = "is left out"
+        self,
+        allowed: float,
+        note: Callable[[str], None],
+        what: str = "sample",
+        then: str = "is left out",
+        metric: str = "reward/mean_with_failed",
     ) -> None:
-        self._allowed, self._note, self._what, self._then = allowed, note, what, then
+        self._allowed, self._note, self._what, self._then, self._metric = allowed, note, what, then, metric
         self.drawn = 0
         """Samples drawn so far by this process."""
         self.failed = 0
@@ -37,6 +46,7 @@ class Failures:
         self._recent: list[str] = []
         """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
         self._expected = 0
+        self._noted = False
 
     def forget(self) -> None:
         """Leave earlier samples out of the share from now on. Called when a new evaluation begins."""
@@ -76,6 +86,13 @@ class Failures:
                 f"{len(causes)} of the latest {self._expected} {self._what}s failed, and stream.max_failed = "
                 f"{self._allowed:.4g} is the largest share allowed.\nThe first of them: {self._what} {causes[0]}\n"
                 f"{latest}Remove the cause, or raise stream.max_failed (1 never stops the run)."
+            )
+        if len(causes) > NOTED * self._expected and not self._noted:
+            self._noted = True
+            self._note(
+                f"{len(causes)} of the latest {self._expected} {self._what}s failed. Mean rewards are those of the "
+                "others, so a policy that makes its reward fail would look better; see the metric "
+                f"{self._metric}."
             )
 
     def __str__(self) -> str:

@@ -99,4 +99,4 @@ def training_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
 
 def evaluation_failures(config: RunFile, note: Callable[[str], None]) -> Failures:
     """A counter of failed evaluation samples. ``note`` receives a message about the first failure."""
-    return Failures(config.stream.max_failed, note, "evaluation sample", "has no reward")
+    return Failures(config.stream.max_failed, note, "evaluation sample", "has no reward", "eval/failed")
