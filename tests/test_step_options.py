@@ -71,6 +71,19 @@ def test_a_reference_follows_the_policy(shop: Workshop) -> None:
     assert 1e-7 < half[2] < one[2]
 
 
+@pytest.mark.parametrize("loss", ["reinforce", "ppo"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_kl_to_the_generator_is_not_that_of_the_update(shop: Workshop, loss: str, minibatches: int) -> None:
+    """With large steps the policy moves far from the one that sampled, which is not the generator's doing."""
+    algorithm = {"loss": {"use": loss}, "minibatches": minibatches}
+    run = shop.train("rloo", "run", algorithm=algorithm, trainer={"lr": 0.05}, run={"steps": 2})
+    values = [line.get("policy/kl_generator") for line in run.lines()]
+    if loss == "reinforce" and minibatches > 1:
+        assert values == [None, None]
+    else:
+        assert all(value is not None and value < 1e-8 for value in values)
+
+
 def test_truncated_samples_are_not_trained_on(shop: Workshop) -> None:
     """Most answers of an untrained model are truncated. The metrics of the loss are those of the other answers."""
     masked = {"mask_truncated": True, "loss": {"top_entropy": 0.5, "stale_mask": 0.1}}

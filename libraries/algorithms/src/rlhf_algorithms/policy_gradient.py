@@ -8,6 +8,7 @@ second forward pass unless the loss needs it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from rlhf.errors import ConfigError, PluginInvalid
@@ -189,7 +190,7 @@ class PolicyGradient(Algorithm):
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
-        return self._without_masked(batch), metrics
+        return self._without_masked(self._without_drift(batch)), metrics
 
     def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
         """From the column ``reward`` to ``advantages`` (and ``returns``, with values), in the published order. Override
@@ -205,6 +206,14 @@ class PolicyGradient(Algorithm):
         return pipeline.credit(
             batch, self.advantage, kl=kl, shapers=self.config.shaping.shapers(), reward_clip=self.config.reward_clip
         )
+
+    def _without_drift(self, batch: Batch) -> Batch:
+        """``batch`` without the log-probs of the generator, where the loss could only compare them with the policy of
+        now: after the first of several optimizer steps that measures the update, not the generator."""
+        several_steps = self.config.epochs * self.config.minibatches > 1
+        if self._reads_old or self.loss.generator_logprobs or not several_steps:
+            return batch
+        return replace(batch, tok={name: values for name, values in batch.tok.items() if name != "gen_logprobs"})
 
     def _masked(self, batch: Batch) -> Tensor:
         """bool [U]: samples that are not trained on (``mask_truncated``)."""
