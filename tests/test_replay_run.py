@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import pytest
+import tomli_w
+from rlhf.plugins import Plugins
+from rlhf_runtime.config.plugin_selection import dumped
 
 from tests.continuous import simulated
 from tests.runs import Finished, Workshop, merged
@@ -49,6 +53,29 @@ def test_a_run_whose_samples_depended_on_the_clock_can_be_repeated(shop: Worksho
     assert again.code == 0, again.said
     assert again.weights == run.weights
     assert again.rollouts() == run.rollouts()
+
+
+@pytest.mark.parametrize("options", [{}, {"cpus": 2, "namespace": "mine"}], ids=["defaults", "options"])
+@pytest.mark.parametrize("trainer", ["torch", "deepspeed"])
+def test_a_run_of_other_plugins_is_replayed_here(shop: Workshop, options: dict[str, Any], trainer: str) -> None:
+    """``config.toml`` holds every option of the launcher and the trainer, which these plugins do not have."""
+    run = shop.train("grpo", "run")
+    file = run.path / "config.toml"
+    config = tomllib.loads(file.read_text())
+    plugins = Plugins.discover()
+    for kind, use, own in (("launcher", "ray", options), ("trainer", trainer, config["trainer"])):
+        cls = plugins.resolve(kind, use).cls
+        values = {key: value for key, value in own.items() if key in cls.Config.model_fields}
+        config[kind] = {"use": use, **dumped(cls.Config(**values))}
+    file.write_text(tomli_w.dumps(config))
+    again = replay(shop, run, "--launcher.use", "local", "--trainer.use", "torch")
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+    assert [name for name in options if f"launcher.{name} = " in again.err] == list(options), "the note names them"
+    assert ("note: left out" in again.err) == bool(options)
+    refused = shop.command("train", str(file), "--run.output", str(shop.folder / "x"), "--launcher.use", "local")
+    assert [name for name in options if f"launcher.{name}" in refused.said] == list(options), "they are refused"
+    assert "strategy" not in refused.said
 
 
 def test_a_replay_that_was_stopped_continues(shop: Workshop) -> None:

@@ -18,7 +18,7 @@ class Replay(Command):
     Nothing is sampled for training: tokens, log-probs, rewards and the order of batches are those in RUN's rollouts/.
     The run file is RUN's own. So a run whose samples depended on the clock can be repeated. With one rank of the same
     trainer it ends with the same weights, bit for bit. Dotted flags change where it runs, for example --launcher.use
-    local.
+    local. Options that the plugin of such a flag does not have are left out with a note.
     """
 
     name = "replay"
@@ -43,7 +43,10 @@ class Replay(Command):
         flags = [("stream.replay", str(folder)), ("run.output", args.output), ("run.resume", str(args.resume).lower())]
         if args.steps is not None:
             flags.append(("run.stop_after", args.steps))
-        config = load(str(folder / "config.toml"), [*flags, *dotted(args.overrides)])
+        left_out: list[str] = []
+        config = load(str(folder / "config.toml"), [*flags, *dotted(args.overrides)], left_out=left_out)
+        if left_out:
+            sys.stderr.write(f"note: left out, as the plugins chosen by flags do not have it: {', '.join(left_out)}\n")
         look_for_models(config)
         finished = train(config, Plugins.discover())
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")

@@ -17,15 +17,16 @@ from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
-from rlhf.errors import ConfigError, PluginInvalid, PluginNotFound, did_you_mean
+from rlhf.errors import ConfigError, PluginError, PluginInvalid, PluginNotFound, did_you_mean
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import distribution_of
 from rlhf.secrets import find_secrets
 
 from rlhf_runtime.config.components import chosen_by, option_problems
 from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
-from rlhf_runtime.config.overrides import Override, Overrides
+from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.placeholders import unfilled
+from rlhf_runtime.config.plugin_selection import dumped
 from rlhf_runtime.config.problems import describe, got, origin, raise_problems
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf_runtime.config.sections import Choice
@@ -35,7 +36,12 @@ MAX_DEPTH = 100
 """Deepest nesting of tables and lists. No section needs more than a few levels."""
 
 
-def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins | None = None) -> RunFile:
+def load(
+    path: str | None,
+    overrides: Sequence[Override] = (),
+    plugins: Plugins | None = None,
+    left_out: list[str] | None = None,
+) -> RunFile:
     """The run file with the flags applied to it.
 
     Args:
@@ -44,6 +50,9 @@ def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins 
             A list section's entries are addressed by index or by name (``reward.0.weight``, ``reward.math.weight``);
             ``reward``, ``observer``, ``data.train`` and ``data.eval`` alone replace the whole list.
         plugins: plugins whose options and names are suggested; default: the installed ones.
+        left_out: a list that gets the options of a launcher, trainer or generator that a flag replaces by a plugin
+            without these options; they are left out. None: they are refused, unless they are the defaults of the plugin
+            that is replaced, as in the file that a run writes.
 
     Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
     """
@@ -56,10 +65,11 @@ def load(path: str | None, overrides: Sequence[Override] = (), plugins: Plugins 
     origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
     plugins = plugins or Plugins.discover()
-    layers = Overrides(
-        expand(data), origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True)
-    )
-    layers.apply(_expand_backend(overrides, plugins))
+    overrides, data = _expand_backend(overrides, plugins), expand(data)
+    for kind in RUNTIME:
+        _leave_out_unread(data.get(kind), kind, overrides, plugins, left_out)
+    layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True))
+    layers.apply(overrides)
     _check_depth(layers.data)
     data, origins = layers.data, layers.origins
     what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
@@ -206,6 +216,28 @@ def _backend(name: str, plugins: Plugins) -> dict[str, str]:
             f"{backend}: {backend.cls.__name__} names no {' and no '.join(absent)}; all three are needed"
         )
     return found
+
+
+def _leave_out_unread(
+    table: Any, kind: str, overrides: Sequence[Override], plugins: Plugins, left_out: list[str] | None
+) -> None:
+    """Remove the options of ``[kind]`` that the plugin which a flag selects does not have (see :func:`load`)."""
+    names = [value for key, value in overrides if key in (kind, f"{kind}.use") and isinstance(value, str)]
+    if not names or not isinstance(table, dict) or "use" not in table:
+        return
+    try:
+        fields = plugins.resolve(kind, names[-1]).cls.Config.model_fields
+    except PluginError:  # reported where the plugin is selected
+        return
+    try:
+        defaults = dumped(plugins.resolve(kind, str(table["use"])).cls.Config())
+    except (PluginError, ValidationError):  # not installed here, or with options that have no default
+        defaults = {}
+    for name in [name for name in table if name != "use" and name not in fields]:
+        if name in defaults and table[name] == _sections(defaults[name]):
+            del table[name]
+        elif left_out is not None:
+            left_out.append(f"{kind}.{name} = {got(table.pop(name))}")
 
 
 def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
