@@ -20,6 +20,11 @@ PARTS = {
     "reinforce_pp": {"advantage": ("reinforce", {}), "loss": CLIPPED, "value_loss": VALUE},
     "reinforce_pp_baseline": {"advantage": ("reinforce_baseline", {}), "loss": CLIPPED, "value_loss": VALUE},
     "grpo": {"advantage": ("group_norm", {"std": "group"}), "loss": CLIPPED, "value_loss": VALUE},
+    "dapo": {
+        "advantage": ("group_norm", {"std": "group"}),
+        "loss": ("ppo", {"clip_low": 0.2, "clip_high": 0.28}),
+        "value_loss": VALUE,
+    },
     "dr_grpo": {
         "advantage": ("dr_grpo", {}),
         "loss": ("ppo", {**CLIPPED[1], **WITHOUT_LENGTHS}),

@@ -133,11 +133,20 @@ def test_the_root_requires_every_member_by_default_or_in_an_extra():
     assert {t for name in together for t in extras[name]} <= set(own), "extras that only put others together"
 
 
-def test_the_default_run_file_works_with_the_default_install():
-    """The default names of the run file belong to distributions that the root requires."""
+@pytest.mark.parametrize(
+    "member", [m for m in PLUGINS if "algorithm" in {k for k, _, _ in m.entry_points}], ids=name_of
+)
+def test_an_algorithm_installs_the_program_that_runs_it(member):
+    """``pip install rlhf-plugin-x`` is enough for ``rlhf train --algo x``."""
+    assert BY_NAME["rlhf-cli"] in required(member)
+
+
+def test_the_default_run_file_works_with_the_program_alone():
+    """The default names of the run file belong to distributions that the program requires."""
     from rlhf_runtime.config.runfile import RunFile
 
-    default = {Requirement(text).name for text in ROOT_PROJECT["dependencies"]}
+    default = {m.name for m in required(BY_NAME["rlhf-cli"])}
+    assert "rlhf-cli" in {Requirement(text).name for text in ROOT_PROJECT["dependencies"]}
     for kind in ("rollout", "trainer", "generator", "launcher"):
         name = RunFile.model_fields[kind].default.use
         assert Plugins.discover().resolve(kind, name).distribution in default

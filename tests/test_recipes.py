@@ -62,6 +62,7 @@ def recipe(
         ("rejection_sampling", [0] * 10 + [10] * 2, "reward/best"),
         ("iterative_dpo", [0] * 10 + [10] * 2, "pairs/made"),
         ("online_dpo", list(range(12)), "pairs/made"),
+        ("dapo", list(range(12)), "reward/group_std"),
     ],
 )
 def test_a_recipe_that_samples(recipe: Any, folder: Path, name: str, versions: list[int], metric: str) -> None:
@@ -91,3 +92,5 @@ def test_every_run_file_is_that_of_a_recipe(script: ModuleType) -> None:
     rounds = load(str(RECIPES / "iterative_dpo.toml"), [])
     assert rounds.stream.round == rounds.algorithm.options["snapshot_every"] == 10
     assert load(str(RECIPES / "online_dpo.toml"), []).stream.round == 1
+    dapo = load(str(RECIPES / "dapo.toml"), [])
+    assert dapo.algorithm.options["shaping"]["overlong_max"] == dapo.sampling.max_new_tokens

@@ -88,6 +88,7 @@ RECIPES = {
     "rejection_sampling": online,
     "iterative_dpo": online,
     "online_dpo": online,
+    "dapo": online,
     "conditional_sft": conditional_sft,
 }
 

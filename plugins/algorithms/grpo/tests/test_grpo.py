@@ -1,12 +1,12 @@
-"""GRPO and Dr. GRPO."""
+"""GRPO, DAPO and Dr. GRPO."""
 
 from __future__ import annotations
 
 import pytest
 from rlhf.errors import TrainingError
 from rlhf.types import OnlineShape, Update
-from rlhf_algorithms.policy_gradient_config import KLConfig
-from rlhf_plugin_grpo import GRPO, DrGRPO
+from rlhf_algorithms.policy_gradient_config import KLConfig, ShapingConfig
+from rlhf_plugin_grpo import DAPO, GRPO, DrGRPO
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm import AlgorithmContract
 
@@ -20,6 +20,11 @@ class TestGRPO(AlgorithmContract):
     )
 
 
+class TestDAPO(AlgorithmContract):
+    algorithm = DAPO
+    configs = (DAPO.Config(), DAPO.Config(shaping=ShapingConfig(overlong_max=6, overlong_buffer=3)))
+
+
 class TestDrGRPO(AlgorithmContract):
     algorithm = DrGRPO
 
@@ -29,6 +34,14 @@ def test_one_optimizer_step_needs_no_second_forward():
     assert algorithm.annotations(0) == []
     assert algorithm.updates(0) == [Update("policy", "loss", live={"old_logprobs": "logprobs"})]
     assert [r.name for r in algorithm.needs().roles] == ["policy"]
+
+
+def test_dapo_is_grpo_with_a_wider_clip_above():
+    dapo, grpo = TestDAPO().build(DAPO.Config()), TestGRPO().build(GRPO.Config())
+    assert {n: part.name for n, part in dapo.parts.items()} == {n: part.name for n, part in grpo.parts.items()}
+    assert dapo.advantage.config == grpo.advantage.config
+    assert dapo.loss.config == grpo.loss.config.model_copy(update={"clip_high": 0.28})
+    assert dapo.loss.reduce()["policy"].how == "token_mean"
 
 
 def test_dr_grpo_has_the_constant_denominator():

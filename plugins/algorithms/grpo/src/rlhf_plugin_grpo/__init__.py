@@ -1,4 +1,4 @@
-"""GRPO and Dr. GRPO: policy gradient with a baseline over the group, without a critic."""
+"""GRPO, DAPO and Dr. GRPO: policy gradient with a baseline over the group, without a critic."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot
@@ -18,6 +18,24 @@ class GRPO(PolicyGradient):
     slots = PolicyGradient.slots | {
         "advantage": Slot("advantage", "group_norm", {"std": "group"}),
         "loss": Slot("loss", "ppo", {"clip_low": 0.2, "clip_high": 0.2}),
+    }
+
+
+class DAPO(PolicyGradient):
+    """GRPO with a clip that is wider above (0.2, 0.28), the mean over all tokens of the batch, and no KL.
+
+    The paper's other two parts depend on the run and are set there: dynamic sampling is ``stream.filter`` (low = 0,
+    high = 1 for scores of 0 and 1), soft overlong punishment is ``shaping`` (``overlong_max`` =
+    ``sampling.max_new_tokens``, ``overlong_buffer`` a fifth of it). ``examples/recipes/dapo.toml`` has both.
+
+    Deviations from the paper: (1) both are off unless they are set.
+    """
+
+    name = "dapo"
+    source = "Yu et al. 2025, DAPO, arXiv:2503.14476"
+    slots = PolicyGradient.slots | {
+        "advantage": Slot("advantage", "group_norm", {"std": "group"}),
+        "loss": Slot("loss", "ppo", {"clip_low": 0.2, "clip_high": 0.28}),
     }
 
 
@@ -46,4 +64,4 @@ class DrGRPO(PolicyGradient):
 
 @hookimpl
 def rlhf_register_algorithm() -> list[type[Algorithm]]:
-    return [GRPO, DrGRPO]
+    return [GRPO, DAPO, DrGRPO]
