@@ -56,7 +56,13 @@ def found(form, row, **options):
          {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
         ("pairs", {"chosen": [USER, BOT], "rejected": [USER, NO]}, {"chosen": "chosen", "rejected": "rejected"}, ""),
         ("pairs", {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO], "messages": [USER, BOT]},
-         {"chosen": "chosen", "rejected": "rejected"}, ""),
+         {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"system": None, "chosen": [USER, BOT], "rejected": [USER, NO]},
+         {"system": "system", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("demonstrations", {"system": None, "prompt": "a", "response": "b"},
+         {"system": "system", "prompt": "prompt", "response": "response"}, ""),
+        ("demonstrations", {"system": 3, "prompt": "a", "response": "b"},
+         {"prompt": "prompt", "response": "response"}, ""),
         ("pairs", {"chosen": HH + " yo", "rejected": HH + " no"},
          {"chosen": "chosen", "rejected": "rejected"}, "dialogues"),
         ("labels", {"prompt": "a", "completion": "b", "label": True},
@@ -105,7 +111,8 @@ def found(form, row, **options):
 )  # fmt: skip
 def test_recognised(form, row, columns, conversion):
     assert found(form, row, chat=True) == (columns, conversion)
-    conversations = "messages" in columns or (form == "pairs" and "prompt" not in columns and conversion == "")
+    whole = form == "pairs" and isinstance(row["chosen"], list) and row["chosen"][0] == USER
+    conversations = "messages" in columns or whole
     if conversations:
         with pytest.raises(
             DataError,
@@ -257,6 +264,71 @@ def test_conversations_with_an_implicit_prompt(read, chat):
     ]  # fmt: skip
     assert plain.sequences == beside.sequences
     assert data.template.encode_prompt(data.row("rows", 0)).text == "hi"
+
+
+@pytest.mark.parametrize("first", ["whole", "repeated", "answers", "text"])
+def test_rows_of_pairs_may_be_of_different_forms(read, chat, first):
+    """Each row is read by what it holds, not by what the first row held."""
+    rows = {
+        "whole": {"chosen": [USER, BOT], "rejected": [USER, NO]},
+        "repeated": {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]},
+        "answers": {"prompt": "hi", "chosen": [BOT], "rejected": [NO]},
+        "text": {"prompt": [USER], "chosen": "yo", "rejected": "no"},
+    }
+    _, examples = read(chat, "pairs", [rows.pop(first), *rows.values()])
+    assert {tuple(shown(chat, s) for s in e.sequences) for e in examples} == {
+        ("<|user|>hi<eos><|assistant|>[yo<eos>]", "<|user|>hi<eos><|assistant|>[no<eos>]")
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": "other", "chosen": [USER, BOT], "rejected": [USER, NO]},
+            "do not repeat the prompt; name its column",
+        ),
+        ({"prompt": "hi", "chosen": [USER, BOT], "rejected": [NO]}, "one answer is a whole conversation"),
+        ({"prompt": None, "chosen": [BOT], "rejected": [NO]}, "column 'prompt': must be text or a list"),
+        ({"chosen": [BOT], "rejected": [NO]}, "begin with a message of the assistant, and the row has no prompt"),
+    ],
+)
+@pytest.mark.parametrize("first", [{"prompt": "hi"}, {}])
+def test_a_pair_of_another_form_that_has_no_reading_is_refused(read, chat, first, row, says):
+    good = {**first, "chosen": [USER, BOT], "rejected": [USER, NO]}
+    if "prompt" not in first and "prompt" in row:
+        good["prompt"] = None
+    with pytest.raises(DataError) as error:
+        read(chat, "pairs", [good, row])
+    assert "rows.jsonl, line 2: " in str(error.value)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("prompt", ["hi", [USER]])
+def test_an_answer_that_begins_with_the_prompt_is_refused(read, chat, prompt):
+    good = {"prompt": "hi", "response": [BOT]}
+    with pytest.raises(DataError, match=r"line 2: column 'response': it begins with the prompt, .* come twice"):
+        read(chat, "demonstrations", [good, {"prompt": prompt, "response": [USER, BOT]}], system="S")
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("demonstrations", {"prompt": "hi", "response": "yo"}),
+        ("demonstrations", {"messages": [USER, BOT]}),
+        ("demonstrations", {"conversations": [HUMAN, GPT]}),
+        ("pairs", {"prompt": "hi", "chosen": "yo", "rejected": "no"}),
+        ("pairs", {"chosen": [USER, BOT], "rejected": [USER, NO]}),
+        ("pairs", {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]}),
+    ],
+)
+@pytest.mark.parametrize("null", [{"system": None}, {}])
+def test_a_column_of_system_messages_that_is_null_in_the_first_row(read, chat, form, row, null):
+    _, (first, second) = read(chat, form, [{**null, **row}, {**row, "system": "S"}])
+    for plain, beside in zip(first.sequences, second.sequences, strict=True):
+        assert shown(chat, beside) == "<|system|>S<eos>" + shown(chat, plain)
+    with pytest.raises(DataError, match="line 2: column 'system': must be text, got int"):
+        read(chat, form, [{**null, **row}, {**row, "system": 3}])
 
 
 def test_conversations_that_differ_early_are_refused(read, chat):

@@ -8,7 +8,8 @@ from typing import Any
 
 from rlhf.errors import DataError, shown
 
-from rlhf_runtime.data.messages import ROLES
+from rlhf_runtime.data.image_parts import text_of
+from rlhf_runtime.data.messages import ROLES, read_messages
 
 Values = dict[str, Any]
 """{field: value} of one row."""
@@ -33,6 +34,27 @@ def answers_in_turns(values: Values, chat: bool) -> Values:
     prompt = [_message(t) for t in _listed(values, "messages")]
     answers = {k: [_message(values[k])] for k in ("chosen", "rejected") if k in values}
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt} | answers
+
+
+def without_repeated_prompt(values: Values) -> Values:
+    """A pair without its prompt, if both answers are whole conversations."""
+    answers, prompt = [values.get(k) for k in ("chosen", "rejected")], values.get("prompt")
+    whole = [is_whole(answer) for answer in answers]
+    if all(whole):
+        if prompt and not repeats(answers, prompt):
+            raise DataError(
+                "the two answers are whole conversations, which do not repeat the prompt; name its column "
+                "(--data.prompt) to put it before them, or take it out"
+            )
+        return {k: v for k, v in values.items() if k != "prompt"}
+    if any(whole):
+        raise DataError(
+            "one answer is a whole conversation, which begins with a message of user or system, and the other is not; "
+            "both must be of one form"
+        )
+    if "prompt" not in values and any(map(is_messages, answers)):
+        raise DataError("the answers begin with a message of the assistant, and the row has no prompt")
+    return values
 
 
 def dialogues(values: Values, chat: bool) -> Values:
@@ -183,10 +205,11 @@ def is_prm800k(question: Any, label: Any) -> bool:
 
 
 def repeats(conversations: list[Any], prompt: Any) -> bool:
-    """Whether every conversation contains the prompt (a text, or messages)."""
+    """Whether every conversation contains the prompt: a text (white space around it aside), or messages."""
+    read = [read_messages(c) for c in conversations]
     if isinstance(prompt, list):
-        return all(list(c[: len(prompt)]) == prompt for c in conversations)
-    return all(any(m.get("content") == prompt for m in c if isinstance(m, Mapping)) for c in conversations)
+        return all(c[: len(prompt)] == read_messages(prompt) for c in read)
+    return all(any(text_of(m["content"]).strip() == str(prompt).strip() for m in c) for c in read)
 
 
 # ---------------------------------------------------------------------------------------- inside

@@ -34,6 +34,9 @@ class Layout:
     """A name in :data:`rlhf_runtime.data.conversions.CONVERSIONS`; empty: values are not converted."""
     chat: bool = False
     """Whether a chat template is used. Some conversions then make messages."""
+    whole: bool = False
+    """Whether the answers of a pair may be whole conversations, which is decided row by row. The run file names no
+    prompt then."""
     given: bool = field(default=True, compare=False)
     """Whether the run file names all columns, or they have their default names. Such a layout is not reported."""
     folder: Path | None = field(default=None, compare=False)
@@ -43,6 +46,7 @@ class Layout:
         """{field: value} of a row. Columns that the row lacks are left out. Raises DataError if the conversion
         fails."""
         values = {f: columns[c] for f, c in self.columns.items() if c in columns}
+        values = convert.without_repeated_prompt(values) if self.whole else values
         return convert.CONVERSIONS[self.conversion](values, self.chat) if self.conversion else values
 
     def name(self, field: str) -> str:

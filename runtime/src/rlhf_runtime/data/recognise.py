@@ -142,12 +142,13 @@ class _Case:
                         "(--data.prompt prompt) to put it before them, or take it out"
                     )
                 elif self.chat:
-                    yield both
+                    yield replace(both, columns={**self._beside("prompt"), **both.columns}, whole=True)
             elif "prompt" not in self.named and not any(True for _ in self._prompts()):
                 if all(map(convert.is_dialogue, values)):
                     yield from self._join([both.columns], how="dialogues")
             else:
-                yield from self._join([*self._prompts()], [both.columns])
+                for layout in self._join([*self._prompts()], [both.columns]):
+                    yield replace(layout, whole=self.chat and "prompt" not in self.named)
 
     def _steps(self) -> Iterator[Layout]:
         for column in self._choices("steps", ("steps", "input")):
@@ -203,6 +204,10 @@ class _Case:
             return [DEFAULTS[field]]
         return [c for c in usual if c in self.columns]
 
+    def _beside(self, field: str) -> Mapping[str, str]:
+        """The default column of a field, if the source has it."""
+        return {field: DEFAULTS[field]} if DEFAULTS[field] in self.columns else {}
+
     def _certain(self, field: str, column: str) -> bool:
         """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
         return column == self.named.get(field, DEFAULTS.get(field, field))
@@ -221,7 +226,7 @@ class _Case:
                 continue
             conversion = how or ("context" if "context" in columns else "")
             known = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
-            yield Layout(columns, conversion, self.chat, known and not conversion)
+            yield Layout(columns, conversion, self.chat, given=known and not conversion)
 
     def _as_chat(self) -> tuple[Any, ...]:
         return self.form, self.columns, self.row, self.named, True, self.prompt
@@ -239,12 +244,13 @@ def _widest(found: Sequence[Layout]) -> list[Layout]:
 
 def _with_system(layout: Layout, case: _Case) -> Layout:
     """The layout with a column of system messages, if the run file names no columns and the source has one."""
-    present = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
-    if case.named or not present or not {"prompt", "messages"} & set(layout.columns):
+    texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
+    present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
+    if case.named or not present or not {"prompt", "messages", "chosen"} & set(layout.columns):
         return layout
     if layout.conversion in ("marked_steps", "prm800k"):
         return layout
-    return Layout({"system": present[0], **layout.columns}, layout.conversion, layout.chat, False)
+    return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
 
 
 def _with_images(layout: Layout, case: _Case) -> Layout:

@@ -152,7 +152,14 @@ class Template(Prompts):
         """The row's prompt and the answer in a field."""
         prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
-            return self._conversation([*prompt, *cells.messages(field)], cells)
+            answer = cells.messages(field)
+            asked = [m for m in prompt if m["role"] != "system"]
+            if asked and [m for m in answer if m["role"] != "system"][: len(asked)] == asked:
+                raise DataError(
+                    f"{cells.name(field)}: it begins with the prompt, which would come twice. Take the prompt out of "
+                    "it, or use the column as a whole conversation (--data.messages)"
+                )
+            return self._conversation([*prompt, *answer], cells)
         text = cells.text(field, "text" if self.chat is None else TEXT_OR_MESSAGES)
         return self._answered_by(cells, text, prompt, front, f"{cells.name(field)}: ")
 
