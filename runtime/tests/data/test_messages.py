@@ -7,7 +7,8 @@ import json
 import pytest
 from rlhf.errors import DataError
 from rlhf.types import Row
-from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.messages import as_api_writes, as_template_reads
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
@@ -115,6 +116,42 @@ def test_null_fields_are_absent(template_with):
     nulls = {"tool_calls": None, "name": None, "tool_call_id": None}
     talk = [{**USER, **nulls}, {**BOT, **nulls, "tool_calls": []}, {**USER, **nulls}]
     assert prompt_text(template_with(UNGUARDED), talk) == prompt_text(template_with(UNGUARDED), [USER, BOT, USER])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_rows_of_tables_are_those_of_jsonl(template_with, tmp_path, kind):
+    """A table has the fields of all rows in every row: the arguments of one tool in the calls of another."""
+    import datasets
+
+    def tool(name, *arguments):
+        schema = {"type": "object", "properties": {a: {"type": "integer"} for a in arguments}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    calls = [call({"a": 1, "b": {"c": 2}}), call({"city": "Rome"}), call({}), call({"ids": [1, 2]}, id="9")]
+    rows = [
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": [c]},
+                {"role": "tool", "content": "2", "name": "add"},
+                BOT,
+            ],
+            "request": {"tools": [tool("add", "a", "b"), tool("weather", "city")], "seed": None},
+        }
+        for c in calls
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, path = datasets.Dataset.from_list(rows), tmp_path / ("rows.parquet" if kind == "parquet" else "rows")
+    (table.to_parquet if kind == "parquet" else table.save_to_disk)(str(path))
+    tokenizer = template_with(UNGUARDED).tokenizer
+    read = []
+    for source in (tmp_path / "rows.jsonl", path):
+        section = DataSection(train=(SourceSection(path=str(source)),), shuffle=False)
+        data = TrainData(section, tokenizer, "demonstrations", 0)
+        taken = data.take(len(rows))
+        read.append([[s.ids for s in e.sequences] for e in data.examples(taken)])
+        assert [row["request"] for row in taken] == [row["request"] for row in rows]
+    assert read[0] == read[1]
 
 
 def test_content_that_is_null_beside_calls_is_empty_in_training_rows_too(template_with):

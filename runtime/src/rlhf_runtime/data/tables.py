@@ -26,7 +26,7 @@ class TableSource(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         row: dict[str, Any] = self._table.slice(index, 1).to_pylist()[0]
-        return row
+        return {column: without_added_nulls(value) for column, value in row.items()}
 
     def values(self, column: str) -> Iterator[Any]:
         return iter(self._table.column(column).slice(0, len(self)).to_pylist())
@@ -44,10 +44,34 @@ class DatasetSource(Source):
         return len(self._dataset)
 
     def read(self, index: int) -> dict[str, Any]:
-        return dict(self._dataset[index])
+        return {column: without_added_nulls(value) for column, value in self._dataset[index].items()}
 
     def values(self, column: str) -> Iterator[Any]:
         return iter(self._dataset.data.table.column(column).slice(0, len(self)).to_pylist())
+
+
+def without_added_nulls(value: Any) -> Any:
+    """A value whose messages, turns and tools have no null fields, at any depth.
+
+    A table has the fields of all rows in every row, so it adds the arguments of one tool, as null, to the calls of
+    another. An argument that was null before is lost with them; a table can hold it in arguments as JSON text.
+    """
+    if isinstance(value, dict):
+        return {key: without_added_nulls(inner) for key, inner in value.items()}
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict | list):
+        return value
+    keys = value[0].keys() if isinstance(value[0], dict) else set()
+    return [*map(_without_nulls if any(keys >= fields for fields in _UNITED) else without_added_nulls, value)]
+
+
+_UNITED = ({"role"}, {"from", "value"}, {"function"}, {"name", "parameters"})
+"""Fields of messages, of turns, of tools in the form of the chat API, and of tools without its outer object."""
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def with_files_of_images(dataset: Any) -> Any:
