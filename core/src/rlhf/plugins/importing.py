@@ -45,7 +45,8 @@ def importing(what: str) -> Iterator[None]:
             signal.pthread_kill(thread, signal.SIGINT)  # interrupts a wait too
 
     leave_now, os._exit = os._exit, leave
-    threading.Thread(target=watch, name="rlhf-import", daemon=True).start()
+    watcher = threading.Thread(target=watch, name="rlhf-import", daemon=True)
+    watcher.start()
     try:
         yield
     except KeyboardInterrupt:
@@ -53,8 +54,9 @@ def importing(what: str) -> Iterator[None]:
             raise PluginImportFailed(f"{what}: its import took more than {LIMIT_SECONDS:g} s, at {late[0]}") from None
         raise
     finally:
-        ended.set()
         os._exit = leave_now
+        ended.set()
+        watcher.join()
 
 
 def place(thread: int | None) -> str:
