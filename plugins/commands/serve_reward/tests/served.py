@@ -43,7 +43,12 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    *flags: tuple[str, str], token: str | None = None, label: str | None = None, port: int = 0, **limits: Any
+    *flags: tuple[str, str],
+    token: str | None = None,
+    access: Access | None = None,
+    label: str | None = None,
+    port: int = 0,
+    **limits: Any,
 ) -> Iterator[Served]:
     """Args:
     flags: of the run file, such as ``("reward", "math")``.
@@ -55,8 +60,8 @@ def serving(
 
     def run() -> None:
         try:
-            access, limit = Access("127.0.0.1", port, token), Limits(**(USUAL | limits))
-            serve(config, Plugins.discover(), access, limit, label, said=lambda line: ready.set_result(line), stop=stop)
+            allowed, limit = access or Access("127.0.0.1", port, token), Limits(**(USUAL | limits))
+            serve(config, Plugins.discover(), allowed, limit, label, said=ready.set_result, stop=stop)
             ended.set_result(None)
         except BaseException as error:
             (ended if ready.done() else ready).set_exception(error)

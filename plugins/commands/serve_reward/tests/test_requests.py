@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import rlhf_plugin_serve_reward.serving as serving_module
+from rlhf_plugin_serve_reward import connections
+from rlhf_plugin_serve_reward.access import Access
 from served import Served, serving
 
 FILE = '''
@@ -91,6 +97,8 @@ def test_the_answer_begins_where_the_prompt_ends(server) -> None:
         (body(prompts=["p", "p"]), "1 texts in query, but 2 values in prompts"),
         (body(labels=[]), "1 texts in query, but 0 values in labels"),
         (body(labels="x"), "labels is str 'x'; expected a list"),
+        (b'{"query": ["p1"], "query": ["p2"], "prompts": ["p"]}', "the key 'query' occurs 2 times in one object"),
+        (b'{"query": ["p1"], "prompts": ["p"], "labels": [{"a": 1, "a": 2}]}', "the key 'a' occurs 2 times"),
         (body(labels=[float("nan")]), "NaN is a number that is not finite"),
         (body(prompts=["q"]), "query[0] does not begin with prompts[0]"),
     ],
@@ -182,6 +190,75 @@ def test_a_token_is_asked_for_rewards_and_metrics(file) -> None:
         assert server.ask(["1"], headers=right).json()["rewards"] == [1.0]
         assert "rlhf_reward_samples_total 1.0" in server.get("/metrics", headers=right).text
         assert server.get("/health").json() == {"status": "ready"}
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [(b"Bearer s3cret\xff", 401), (b"Bearer s3cret\x00", 400), (b"Bearer s3cret\x7f\x01", 400), (b"\xff\xfe", 401)],
+)
+def test_a_malformed_header_is_refused_without_the_token(file, caplog, header: bytes, status: int) -> None:
+    caplog.set_level("DEBUG")
+    with serving(("reward", file), token="s3cret") as server:
+        answer = raw(
+            server,
+            b"POST /get_reward HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: " + header + b"\r\n\r\n",
+        )
+    assert answer.split()[1] == str(status).encode()
+    assert b'{"error": ' in answer
+    assert b"s3cret" not in answer
+    assert "s3cret" not in caplog.text
+
+
+def raw(server: Served, request: bytes) -> bytes:
+    """The answer to bytes that no client library would send."""
+    with connected(server) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def connected(server: Served) -> socket.socket:
+    parts = urlsplit(server.url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=30)
+
+
+def test_idle_connections_keep_no_client_out(file, tmp_path, monkeypatch) -> None:
+    """The oldest one without a request under way gives way; requests under way do not."""
+    monkeypatch.setattr(serving_module, "largest_number", lambda: 4)
+    wish = tmp_path / "go"
+    with serving(("reward", file)) as server, ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as closing:
+        slow = pool.submit(server.ask, [f"wait for {wish}"])
+        while not Path(f"{wish}.there").exists():
+            time.sleep(0.01)
+        idle = [closing.enter_context(connected(server)) for _ in range(8)]
+        for connection in idle:
+            connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-")
+        assert server.ask(["2"]).json()["rewards"] == [2.0]
+        assert idle[0].recv(1) == b"", "closed"
+        wish.touch()
+        assert slow.result().json()["rewards"] == [7.0]
+
+
+def test_a_connection_that_sends_no_request_is_closed(file, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "IDLE", 0.1)
+    with serving(("reward", file)) as server:
+        assert raw_idle(server, b"") == raw_idle(server, b"GET /health HTTP/1.1\r\nHost: x\r\nX-") == b""
+
+
+def raw_idle(server: Served, start: bytes) -> bytes:
+    """What a client gets that sends no further byte."""
+    with connected(server) as connection:
+        connection.sendall(start)
+        return connection.recv(4096)
+
+
+def test_workers_do_not_inherit_the_token(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "worker.py"
+    file.write_text("import os\ndef score(prompt, completion, row):\n    return float('RLHF_TOKEN' in os.environ)\n")
+    monkeypatch.setenv("RLHF_TOKEN", "s3cret")
+    access = Access.checked("127.0.0.1", 0, "RLHF_TOKEN")
+    right = {"Authorization": "Bearer s3cret"}
+    with serving(("reward", f"file:{file}"), access=access) as server:
+        assert server.ask(["1"], headers=right).json()["rewards"] == [0.0]
 
 
 def test_a_stop_answers_what_is_under_way_and_takes_nothing_new(file, tmp_path) -> None:

@@ -17,6 +17,8 @@ class Access:
     host: str
     port: int
     token: str | None = field(default=None, repr=False)
+    variable: str | None = None
+    """The environment variable that holds the token."""
 
     @classmethod
     def checked(cls, host: str, port: int, token_env: str | None) -> Access:
@@ -38,13 +40,19 @@ class Access:
                 f"--token-env {token_env}: this environment variable is not set. Export it, or leave the flag out on "
                 "a loopback address."
             )
-        return cls(host, port, token)
+        return cls(host, port, token, token_env)
 
     def allows(self, authorization: str | None) -> bool:
         """Whether the header ``Authorization`` of a request shows the token."""
         if self.token is None:
             return True
-        return hmac.compare_digest((authorization or "").encode(), f"Bearer {self.token}".encode())
+        shown = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes
+        return hmac.compare_digest(shown, f"Bearer {self.token}".encode(errors="surrogateescape"))
+
+    def hide(self) -> None:
+        """Take the token out of the environment, so that worker processes of rewards do not inherit it."""
+        if self.variable is not None:
+            os.environ.pop(self.variable, None)
 
 
 def _here_only(host: str) -> bool:

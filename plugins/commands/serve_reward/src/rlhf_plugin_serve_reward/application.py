@@ -51,6 +51,8 @@ class Application:
         self._access, self._limits, self._metrics = access, limits, metrics
         self.answer: Answer | None = None
         self.stopping = False
+        self.answering: set[Any] = set()
+        """The connections whose requests are under way."""
         self._under_way = 0
         self.web = web.Application(client_max_size=limits.bytes, middlewares=[self._middleware])
         self.web.add_routes(
@@ -92,11 +94,13 @@ class Application:
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every failure becomes JSON, and requests for rewards are counted."""
         begin, status = time.perf_counter(), "gone"  # the client went away, which cancels the handler
+        self.answering.add(request.protocol)
         try:
             response = await self._answered(request, handler)
             status = str(response.status)
             return response
         finally:
+            self.answering.discard(request.protocol)
             if request.path == PATH:
                 self._metrics.requests.labels(status).inc()
                 self._metrics.seconds.observe(time.perf_counter() - begin)

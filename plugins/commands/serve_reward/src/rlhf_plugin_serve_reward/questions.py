@@ -31,7 +31,7 @@ class Question:
         Raises BadQuestion for anything else.
         """
         try:
-            asked = json.loads(body, parse_constant=_refuse)
+            asked = json.loads(body, parse_constant=_refuse, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise BadQuestion(f"the body is not JSON: {error}") from None
         if not isinstance(asked, dict):
@@ -76,6 +76,16 @@ def _texts(asked: dict[str, Any], key: str) -> list[str]:
         except UnicodeEncodeError:
             raise BadQuestion(f"{key}[{n}] holds half of a character: a surrogate without the other") from None
     return values
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python would keep the last of several values without a word."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise BadQuestion(f"the key {repeated!r} occurs {keys.count(repeated)} times in one object; allowed: once")
+    return made
 
 
 def _refuse(constant: str) -> float:

@@ -20,6 +20,7 @@ from rlhf_runtime.workers.main_thread import MainThread
 
 from rlhf_plugin_serve_reward.access import Access
 from rlhf_plugin_serve_reward.application import PATH, Answer, Application, Limits
+from rlhf_plugin_serve_reward.connections import Connections, largest_number
 from rlhf_plugin_serve_reward.metrics import Metrics
 from rlhf_plugin_serve_reward.questions import Question
 from rlhf_plugin_serve_reward.samples import Samples, answer_of
@@ -48,6 +49,7 @@ def serve(
     Raises ConfigError, PluginError, ModelError or RewardError saying what to change.
     """
     rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
+    access.hide()  # after the rewards have read their own variables, which may be the same
     _check(config, rewards)
     placed = None
     if config.policy.model is not None or any(reward.instance.reads == "tokens" for reward in rewards):
@@ -124,18 +126,23 @@ class _Server:
         self._runner = web.AppRunner(
             application.web, handler_cancellation=True, access_log=None, shutdown_timeout=limits.seconds
         )
+        self._listening: asyncio.Server | None = None
 
     async def start(self) -> str:
         """Listen. Returns the URL of the rewards. Raises ConfigError where the address cannot be used."""
         host, port = self._access.host, self._access.port
         await self._runner.setup()
+        assert self._runner.server is not None
+        limit = largest_number()
+        connections = Connections(self._runner.server, self._application.answering, limit)
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            loop = asyncio.get_running_loop()
+            self._listening = await loop.create_server(connections, host, port, backlog=min(128, limit))
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
         shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{self._runner.addresses[0][1]}{PATH}"
+        return f"http://{shown}:{self._listening.sockets[0].getsockname()[1]}{PATH}"
 
     async def until_stopped(self) -> None:
         """Serve until :attr:`stop` is set. Then take no more requests, and answer those under way."""
@@ -144,6 +151,8 @@ class _Server:
         await self.close()
 
     async def close(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
         await self._runner.cleanup()
 
 
