@@ -132,10 +132,10 @@ def test_tools_choose_among_templates_as_they_do_for_the_tokenizer(with_template
     """A tokenizer may have several; answers are found in the one that is rendered."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     loud = GENERATION.replace("m.content + '<|im_end|>' }}{% endgen", "m.content | upper + '<|im_end|>' }}{% endgen")
-    both = {"default": CHATML, "tool_use": "{{ tools | length }}" + loud}
+    both = {"default": CHATML, "tool_use": "{{ tools[0].function.name }}" + loud}
     tokenizer = with_template(both)
     demonstration = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-    for kwargs, front, said in (({}, "", "y"), ({"tools": tools}, "1", "Y")):
+    for kwargs, front, said in (({}, "", "y"), ({"tools": tools}, "f", "Y")):
         [sequence] = (
             Template(tokenizer, section(template_kwargs=kwargs, messages="messages"))
             .encode_demonstration(row(**demonstration))
@@ -424,12 +424,12 @@ def test_generation_blocks_must_be_one_per_answer(with_template):
 
 def test_a_row_that_a_template_with_generation_blocks_refuses_is_bad(with_template):
     """Not an error of its own kind: `data.bad_rows = "drop"` leaves it out, and else its file and line are named."""
-    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + GENERATION
-    template = Template(with_template(strict), section(messages="m", template_kwargs={"bos_token": "x"}))
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no ' + bos_token) }}{% endif %}" + GENERATION
+    template = Template(with_template(strict), section(messages="m", template_kwargs={"bos_token": "sy"}))
     assert template.encode_demonstration(row(m=TURNS)).sequences[0].loss_mask[-1]
     message = refused(lambda: template.encode_demonstration(row(m=[{"role": "system", "content": "s"}, *TURNS])))
     assert "the chat template refuses the messages (system, user, assistant, user, assistant): TemplateError" in message
-    assert "no system" in message
+    assert "no sy" in message
 
 
 def test_conversations_that_are_refused(chat):

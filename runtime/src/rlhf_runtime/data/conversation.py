@@ -9,27 +9,27 @@ names the message. Tool calls have no markers. They follow the message's text, u
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from rlhf.errors import ConfigError, DataError
+from rlhf.errors import DataError
 
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import MARKER, Text, tail_length, with_markers
+from rlhf_runtime.data.template_render import TemplateRender
 from rlhf_runtime.data.token_spans import Span
+from rlhf_runtime.data.written_parts import check_parts, form_of
 
-_NOT_OF_TEMPLATES = frozenset(
-    {
-        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
-        "truncation",
-    }
-)  # fmt: skip
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_USER = {"role": "user", "content": "x"}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,73 +39,43 @@ class Render:
 
     text: str
     answers: tuple[Span, ...]
+    marked_end: bool = True
+    """Whether the end tokens are in the template's ``{% generation %}`` blocks, if it has these."""
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with fixed keyword arguments.
+    """A tokenizer's chat template, with the answers in its renders.
 
-    Raises ConfigError: one of them is not the template's.
+    Raises ConfigError: a keyword argument is not the template's.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-        if taken := sorted(_NOT_OF_TEMPLATES & set(kwargs)):
-            raise ConfigError(
-                f"data.template_kwargs: {', '.join(taken)} controls how the template is applied, which is fixed here; "
-                "allowed are variables that the template itself reads (enable_thinking, tools, ...)."
-            )
-        self._tokenizer, self._kwargs = tokenizer, dict(kwargs)
-        self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._template = TemplateRender(tokenizer, kwargs, day or datetime.now())
+        self.text = self._template.text
+        self.day = self._template.day if self._template.dated else None
+        """The time that the template reads as now; None if it does not read the clock."""
         self._head: str | None = None
-        self._parts_only = False
-        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
-        self._require_content()
+        self._checked = set[tuple[Any, ...]]()
 
-    def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """One render. Raises DataError with the template's message.
+    def check(self, messages: Sequence[Message], trained: Sequence[int] = (), source: str = "") -> None:
+        """Raises DataError: the template leaves out a part of the messages. Conversations of one form and source are
+        checked once.
 
         Args:
-            answer: with the generation prompt.
-            tools: descriptions of functions, in place of those in the keyword arguments.
+            trained: the assistant messages that are trained on. Their parts must be in the text of the answers.
         """
-        kwargs = {**self._kwargs, "tools": [dict(t) for t in tools]} if tools else self._kwargs
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                self._as_read(messages), tokenize=False, add_generation_prompt=answer, **kwargs
-            )
-        except Exception as error:  # jinja2 errors, and any error of a template
-            raise _refused(messages, error) from error
-        return rendered
-
-    def _as_read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages with content in the form that the template reads."""
-        if not self._parts_only:
-            return [dict(m) for m in messages]
-        parts = ([{"type": "text", "text": c}] if isinstance(c := m.get("content"), str) else c for m in messages)
-        return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
-
-    def _require_content(self) -> None:
-        """Raises ConfigError if the template writes the same text for every user message."""
-        asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
-        try:
-            first, second = (self.text(messages, answer=True) for messages in asked)
-        except DataError:  # it needs other messages; an error about a row will say which
-            return
-        if first == second:
-            self._parts_only = True
-            with suppress(DataError):  # it reads no parts either
-                first, second = (self.text(messages, answer=True) for messages in asked)
-        if first == second:
-            raise ConfigError(
-                f"the chat template writes {first[:60]!r} for every user message, so every row would have the same "
-                "prompt. Use a template that writes messages: see data.chat_template."
-            )
+        form = (source, tuple(trained), tuple(map(form_of, messages)))
+        if form not in self._checked:
+            check_parts(lambda changed: self._written(changed, trained), messages, trained)
+            self._checked.add(form)
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).
 
         ``as_asked``: refuse an answer that does not follow the same text that the policy is given when it answers.
         """
-        if _GENERATION.search(self._source):
+        if self._template.has_generation:
             return self._marked_by_template(messages, trained)
         text = self.text(messages, answer=False)
         marked, texts, tails = with_markers(messages)
@@ -129,7 +99,7 @@ class ChatTemplate:
                 ends[m] = self._end_of_calls(text, messages, m, ends[m], following)
         plain = [m for m in trained if not messages[m].get("tool_calls")]
         if plain:
-            end = self.end_token(text[ends[plain[-1]] :]) if plain[-1] == trained[-1] else self.answer_end
+            end = self._end(text[ends[plain[-1]] :]) if plain[-1] == trained[-1] else self.answer_end
             ends |= {m: _including(end, text, ends[m]) for m in plain}
         return Render(text, tuple((starts[m], ends[m]) for m in trained))
 
@@ -138,39 +108,99 @@ class ChatTemplate:
         following = following.lstrip()
         return max((t for t in self._known if following.startswith(t)), key=len, default="")
 
-    @cached_property
+    def is_ended(self, text: str) -> bool:
+        """Whether a text ends with an end token."""
+        ends = self._known if self._short is None else [*self._tokenizer.all_special_tokens, self.end]
+        return text.endswith(tuple(ends))
+
+    @property
+    def end(self) -> str:
+        """The end token of an answer: the template's, or else the tokenizer's."""
+        token: str = self.answer_end or self._tokenizer.eos_token
+        return token
+
+    @property
     def answer_end(self) -> str:
-        """The end token of an answer that is text; empty if the template writes none."""
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-        try:
-            render = self.render(turns, [1], as_asked=False)
-        except DataError:  # it needs other messages
+        """The end token that the template writes after an answer that is text; empty if it writes none."""
+        if self._short is None:
             return ""
-        answer = render.text[: render.answers[0][1]]
+        answer = self._short.text[: self._short.answers[0][1]]
         return max((t for t in self._known if answer.endswith(t)), key=len, default="")
+
+    @property
+    def end_note(self) -> str:
+        """What is done about an end token that the template does not write or mark; empty if it does."""
+        if self._short is None:
+            return ""
+        missing = [] if self.answer_end else ["an answer"]
+        with suppress(DataError):  # it has no place for calls
+            called = self.render([_USER, _CALL], [1], as_asked=False)
+            if self.answer_end and not self.is_ended(called.text[: called.answers[0][1]]):
+                missing.append("a tool call")
+        if missing:
+            return (
+                f"the chat template writes no end token after {missing[0]}, without which a policy would not learn to "
+                f"stop. {self.end!r} is added to the last answer of each row and trained on. To end every answer, name "
+                "a template that does as data.chat_template"
+            )
+        if self._template.has_generation and not self._short.marked_end:
+            return (
+                f"the {{% generation %}} blocks of the chat template leave out the end token {self.end!r}, without "
+                "which a policy would not learn to stop. It is trained on too"
+            )
+        return ""
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _marked_by_template(self, messages: Sequence[Message], trained: Sequence[int]) -> Render:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def _written(self, messages: Sequence[Message], trained: Sequence[int]) -> list[str]:
+        """For each message, the text in which its parts must be."""
+        if not trained:
+            return [self.text(messages, answer=messages[-1]["role"] != "assistant")] * len(messages)
+        render = self.render(messages, trained, as_asked=False)
+        answers = {m: render.text[start:end] for m, (start, end) in zip(trained, render.answers, strict=True)}
+        return [answers.get(m, render.text) for m in range(len(messages))]
 
-        names = self._tokenizer.special_tokens_map
-        rendered: Any
-        try:
-            rendered, spans = render_jinja_template(  # type: ignore[str-unpack]
-                [self._as_read(messages)], chat_template=self._source, return_assistant_tokens_mask=True,
-                **{**names, **self._kwargs},
-            )  # fmt: skip
-        except Exception as error:  # as in `text`
-            raise _refused(messages, error) from error
+    def _marked_by_template(self, messages: Sequence[Message], trained: Sequence[int]) -> Render:
+        text, spans = self._template.marked_by_template(messages)
         assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        if len(spans[0]) != len(assistants):
+        if len(spans) != len(assistants):
             raise DataError(
-                f"the chat template marks {len(spans[0])} passages with {{% generation %}} for {len(assistants)} "
+                f"the chat template marks {len(spans)} passages with {{% generation %}} for {len(assistants)} "
                 "assistant messages; it must mark one for each"
             )
-        by_message = dict(zip(assistants, spans[0], strict=True))
-        return Render(rendered[0], tuple((int(by_message[m][0]), int(by_message[m][1])) for m in trained))
+        special = tuple(self._tokenizer.all_special_tokens)
+        answers = dict[int, Span]()
+        for m, (start, end) in zip(assistants, spans, strict=True):
+            stripped = text[:end].rstrip()  # no sample has the white space after its end token
+            answers[m] = (start, len(stripped) if stripped.endswith(special) else end)
+        last = answers[trained[-1]][1]
+        marked, rest = text[:last].endswith(special), text[last:].strip()
+        if not marked:
+            token = self.end_token(rest)
+            if rest and not token:
+                raise DataError(
+                    f"the {{% generation %}} block of message {trained[-1]} (assistant) ends before {rest[:60]!r}, "
+                    "which the policy has to write too. Move {% endgeneration %} behind the answer's end token."
+                )
+            answers = {m: (start, _including(token, text, end)) for m, (start, end) in answers.items()}
+        return Render(text, tuple(answers[m] for m in trained), marked)
+
+    @cached_property
+    def _short(self) -> Render | None:
+        """The render of a short conversation; None if the template needs other messages."""
+        try:
+            return self.render([_USER, {"role": "assistant", "content": "y"}], [1], as_asked=False)
+        except DataError:
+            return None
+
+    def _end(self, following: str) -> str:
+        """The end token of an answer whose text stands before ``following``, the rest of a render, with what the
+        template writes before it; empty if there is none."""
+        if token := self.end_token(following):
+            return token
+        rest = following.strip()
+        token = max((t for t in self._tokenizer.all_special_tokens if t in rest), key=rest.find, default="")
+        return rest if token and rest.endswith(token) else ""
 
     @cached_property
     def _known(self) -> frozenset[str]:
@@ -221,8 +251,7 @@ class ChatTemplate:
     def _generation_head(self) -> str:
         """The text that ``add_generation_prompt`` adds; empty if it adds none."""
         if self._head is None:
-            user = [{"role": "user", "content": "x"}]
-            without, ready = self.text(user, answer=False), self.text(user, answer=True)
+            without, ready = self.text([_USER], answer=False), self.text([_USER], answer=True)
             self._head = ready[len(without) :] if ready.startswith(without) else ""
         return self._head
 
@@ -243,21 +272,21 @@ class ChatTemplate:
         at = piece.rfind(head) if head else -1
         if at >= 0 or asked is None:
             return position if at < 0 else position - len(piece) + at + len(head)
-        if not head and position - len(piece) <= (given := self._given(text, asked, message, piece)) <= position:
-            return given
-        raise self._unseen(message, piece)
+        return self._given(text, asked, message, piece, position)
 
-    def _given(self, text: str, messages: Sequence[Message], message: int, piece: str = "") -> int:
-        """End of the text that the policy is given when it answers with ``message``, which must begin the render."""
+    def _given(self, text: str, messages: Sequence[Message], message: int, piece: str = "", position: int = -1) -> int:
+        """End of the text that the policy is given when it answers with ``message``, which must begin the render.
+
+        Args:
+            piece: the text before the answer's, if it has text, in which the given text must end.
+            position: end of the piece.
+        """
         given = self.text(messages[:message], answer=True) if message else ""
-        if text.startswith(given):
+        if text.startswith(given) and (not piece or position - len(piece) <= len(given) <= position):
             return len(given)
-        raise self._unseen(message, piece or text[: len(given)])
-
-    def _unseen(self, message: int, before: str) -> DataError:
-        head = self._generation_head()
+        head, before = self._generation_head(), piece or text[: len(given)]
         what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
-        return DataError(
+        raise DataError(
             f"the policy is given {what} before it answers, but the chat template writes message {message} "
             f"(assistant) after {before[-60:]!r}: it would be trained in a context that it never sees. Train on the "
             'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
@@ -275,9 +304,9 @@ def _places(text: str, pieces: Sequence[str], texts: Sequence[Text], trained: Se
         if not text.startswith(pieces[number], position):
             break
         position += len(pieces[number])
-        forms = (
-            [value.text] if value.message in trained else [value.text, json.dumps(value.text, ensure_ascii=False)[1:-1]]
-        )
+        forms = [value.text]
+        if value.message not in trained:
+            forms.append(json.dumps(value.text, ensure_ascii=False)[1:-1])
         written = next((f for f in forms if text.startswith(f + pieces[number + 1], position)), value.text)
         places.append((position, position + len(written)))
         position += len(written)
@@ -288,11 +317,6 @@ def _places(text: str, pieces: Sequence[str], texts: Sequence[Text], trained: Se
         "be found. Mark answers in the template with {% generation %} ... {% endgeneration %}, "
         'or use template = "plain".'
     )
-
-
-def _refused(messages: Sequence[Message], error: Exception) -> DataError:
-    roles = ", ".join(str(m.get("role")) for m in messages)
-    return DataError(f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}")
 
 
 def _including(end: str, text: str, position: int) -> int:

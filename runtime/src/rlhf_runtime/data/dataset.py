@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,9 @@ from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
+_ENDED: tuple[DataForm, ...] = ("demonstrations", "pairs", "labels")
+"""Forms whose answers have an end token."""
+
 
 class TrainData:
     """Rows for training in a resumable order, and rows for evaluation.
@@ -37,6 +41,7 @@ class TrainData:
         answers: form ``prompts`` only: training rows must also have an answer, read as in form ``demonstrations``.
         commits: the run's commits, for sources that are hub names; None: names are looked up now.
         images: the tokens of images, or why the run cannot have images.
+        day: the time that a chat template reads as now. Default: the clock's.
 
     Raises DataError (a source, columns that are not recognised, labels of one kind only) or ConfigError (the template).
     """
@@ -50,14 +55,18 @@ class TrainData:
         answers: bool = False,
         commits: Commits | None = None,
         images: ImageTokens | str = NO_IMAGES,
+        day: datetime | None = None,
     ) -> None:
         commits = commits or Commits()
         self.section, self.form, self.answers = section, form, answers
-        self.template = Template(tokenizer, section, images)
+        self.template = Template(tokenizer, section, images, day)
         self._train = [load_source(s, commits) for s in section.train]
         self._eval = [load_source(s, commits) for s in section.eval]
         self.notes = set_layouts(self.sources, form, answers, section, self.template)
-        """Messages on how the columns of sources were recognised, if the run file does not name them."""
+        """Messages on how the columns of sources were recognised, if the run file does not name them, and on end tokens
+        that the chat template does not write."""
+        if self.template.chat is not None and (form in _ENDED or answers) and (note := self.template.chat.end_note):
+            self.notes.append(note)
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")

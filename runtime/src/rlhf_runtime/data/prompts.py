@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
 from rlhf_runtime.data.template_choice import named_template, uses_chat
 from rlhf_runtime.data.template_frame import Frame, frame
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
+from rlhf_runtime.data.written_parts import check_options
 
 _CACHED_PROMPTS = 4096
 _CACHED_BYTES = 2**28
@@ -38,16 +40,26 @@ class Prompts:
 
     Args:
         images: the tokens of images, or why the run cannot have images.
+        day: the time that a chat template reads as now. Default: the clock's.
 
     Raises ConfigError if an option needs something that the tokenizer or the kind of template does not have.
     """
 
-    def __init__(self, tokenizer: Any, section: DataSection, images: ImageTokens | str = NO_IMAGES) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        section: DataSection,
+        images: ImageTokens | str = NO_IMAGES,
+        day: datetime | None = None,
+    ) -> None:
         self.tokenizer, self.section = tokenizer, section
         self.images = RowImages(tokenizer, images, section.image_limit)
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
-        self.chat = ChatTemplate(tokenizer, section.template_kwargs) if uses_chat(tokenizer, section) else None
+        self.chat: ChatTemplate | None = None
+        if uses_chat(tokenizer, section):
+            self.chat = ChatTemplate(tokenizer, section.template_kwargs, day)
+            check_options(self.chat.text, section)
         if section.input_template is not None:
             template_columns(section.input_template)
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
@@ -200,6 +212,7 @@ class Prompts:
             ids = self.tokens.ids(self._plain_prompt(cells))
             return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
         messages, images = self._read(self._prompt_messages(cells), cells)
+        self.chat.check(messages, source=row.source)
         return self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)
 
     def _read(self, messages: Sequence[Message], cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:

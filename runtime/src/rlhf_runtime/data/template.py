@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from rlhf.errors import DataError
@@ -26,8 +27,14 @@ from rlhf_runtime.data.tokenizer import decoder_of
 class Template(Prompts):
     """Encodes the rows of a run. The tokens depend on the row only."""
 
-    def __init__(self, tokenizer: Any, section: DataSection, images: ImageTokens | str = NO_IMAGES) -> None:
-        super().__init__(tokenizer, section, images)
+    def __init__(
+        self,
+        tokenizer: Any,
+        section: DataSection,
+        images: ImageTokens | str = NO_IMAGES,
+        day: datetime | None = None,
+    ) -> None:
+        super().__init__(tokenizer, section, images, day)
         self._parting = frozenset([*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()])
         self._step_ends = StepEnds(decoder_of(tokenizer), section.step_separator)
 
@@ -200,7 +207,10 @@ class Template(Prompts):
         messages, images = self._read(given, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         if self.section.loss_on == "all":
-            ids = self.tokens.ids(self.chat.text(messages, answer=False))
+            self.chat.check(messages, source=cells.row.source)
+            text = self.chat.text(messages, answer=False)
+            end = self._missing_end(text.rstrip()) if messages[-1]["role"] == "assistant" else []
+            ids = [*self.tokens.ids(text), *end]
             return self._sequence(ids, [True] * len(ids), images)
         if not answers or answers[-1] != len(messages) - 1:
             raise DataError(
@@ -212,11 +222,19 @@ class Template(Prompts):
             if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
         render = self.chat.render(messages, trained)
+        self.chat.check(messages, trained, cells.row.source)
         ids, mask = self._masked(render.text, render.answers)
         # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
         # have it, so it must not be trained on, and scores must not be read there.
-        end = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
-        return self._sequence(ids[:end], mask[:end], images)
+        last = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
+        end = self._missing_end(render.text[: render.answers[-1][1]])
+        return self._sequence([*ids[:last], *end], [*mask[:last], *(True for _ in end)], images)
+
+    def _missing_end(self, text: str) -> list[int]:
+        """The end token of an answer with which a render ends, if the template writes none after it. A sample ends with
+        one."""
+        assert self.chat is not None
+        return [] if self.chat.is_ended(text) else [self.tokenizer.convert_tokens_to_ids(self.chat.end)]
 
     def _completed(self, cells: Cells, prompt: str, completion: str) -> TokenSequence:
         """Plain text: the completion's tokens are trained on, including the end token."""

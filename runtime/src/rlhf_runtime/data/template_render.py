@@ -1,0 +1,166 @@
+"""A tokenizer's chat template, applied with fixed keyword arguments and on a fixed day."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, TypeVar
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+from rlhf.errors import ConfigError, DataError, did_you_mean
+
+from rlhf_runtime.data.parsed_answers import as_json
+from rlhf_runtime.data.row_fields import Message
+from rlhf_runtime.data.token_spans import Span
+
+T = TypeVar("T")
+_NOT_OF_TEMPLATES = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+        "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs",
+        "truncation",
+    }
+)  # fmt: skip
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAGS = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+_CLOCK = "strftime_now"
+"""The function with which templates read the clock."""
+
+
+class TemplateRender:
+    """Raises ConfigError: a keyword argument is not the template's, or the template writes no messages.
+
+    Args:
+        day: the time that the template reads as now.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime) -> None:
+        self._tokenizer, self._kwargs, self.day = tokenizer, dict(kwargs), day
+        self._variables = _variables(tokenizer.chat_template)
+        self._check_kwargs()
+        self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
+        self.has_generation = _GENERATION.search(self._source) is not None
+        """Whether the template marks answers."""
+        self._parts_only = False
+        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
+        self._require_content()
+
+    @property
+    def dated(self) -> bool:
+        """Whether the template reads the clock."""
+        return _CLOCK in self._variables
+
+    def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """One render. Raises DataError with the template's message.
+
+        Args:
+            answer: with the generation prompt.
+            tools: descriptions of functions, in place of those in the keyword arguments.
+        """
+        kwargs = {**self._kwargs, "tools": [dict(t) for t in tools]} if tools else self._kwargs
+
+        def apply(read: list[dict[str, Any]]) -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                read, tokenize=False, add_generation_prompt=answer, **{_CLOCK: self.day.strftime, **kwargs}
+            )
+            return text
+
+        return self._applied(messages, apply)
+
+    def marked_by_template(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """The render, and the characters of each ``{% generation %}`` block. Raises DataError, as :meth:`text`."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        def apply(read: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+            texts: Any
+            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
+                [read], chat_template=self._source, return_assistant_tokens_mask=True,
+                **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self._kwargs},
+            )  # fmt: skip
+            return texts[0], [(int(start), int(end)) for start, end in spans[0]]
+
+        return self._applied(messages, apply)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _applied(self, messages: Sequence[Message], apply: Callable[[list[dict[str, Any]]], T]) -> T:
+        """The render of the messages. Some templates read the arguments of calls as JSON text only."""
+        try:
+            return apply(self._as_read(messages))
+        except Exception as error:  # jinja2 errors, and any error of a template
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(Exception):
+                    return apply([_with_json(message) for message in self._as_read(messages)])
+            roles = ", ".join(str(m.get("role")) for m in messages)
+            raise DataError(
+                f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _as_read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages with content in the form that the template reads."""
+        if not self._parts_only:
+            return [dict(m) for m in messages]
+        parts = ([{"type": "text", "text": c}] if isinstance(c := m.get("content"), str) else c for m in messages)
+        return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
+
+    def _check_kwargs(self) -> None:
+        if taken := sorted(_NOT_OF_TEMPLATES & set(self._kwargs)):
+            raise ConfigError(
+                f"data.template_kwargs: {', '.join(taken)} controls how the template is applied, which is fixed here; "
+                "allowed are variables that the template itself reads (enable_thinking, tools, ...)."
+            )
+        names = sorted(self._variables - _NOT_OF_TEMPLATES - {"raise_exception", _CLOCK})
+        for name in self._kwargs:
+            if name not in names:
+                raise ConfigError(
+                    f"data.template_kwargs: the chat template does not read {name!r}, so it would change nothing. It "
+                    f"reads: {', '.join(names) or 'no variables'}.{did_you_mean(name, names)} Correct or remove it."
+                )
+
+    def _require_content(self) -> None:
+        """Raises ConfigError if the template writes the same text for every user message."""
+        asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
+        try:
+            first, second = (self.text(messages, answer=True) for messages in asked)
+        except DataError:  # it needs other messages; an error about a row will say which
+            return
+        if first == second:
+            self._parts_only = True
+            with suppress(DataError):  # it reads no parts either
+                first, second = (self.text(messages, answer=True) for messages in asked)
+        if first == second:
+            raise ConfigError(
+                f"the chat template writes {first[:60]!r} for every user message, so every row would have the same "
+                "prompt. Use a template that writes messages: see data.chat_template."
+            )
+
+
+def _variables(templates: str | Mapping[str, str]) -> frozenset[str]:
+    """The variables that a tokenizer's chat template reads; of all templates, if it has several by name. Raises
+    ConfigError: one is not valid."""
+    sources = [templates] if isinstance(templates, str) else templates.values()
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    names = set[str]()
+    for source in sources:
+        try:
+            tree = environment.parse(_GENERATION_TAGS.sub(r"{#\1 \2#}", source))
+        except TemplateSyntaxError as error:
+            raise ConfigError(
+                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}. Correct it, or name a "
+                "file with another as data.chat_template."
+            ) from error
+        names |= meta.find_undeclared_variables(tree)
+    return frozenset(names)
+
+
+def _with_json(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": as_json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

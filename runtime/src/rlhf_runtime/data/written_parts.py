@@ -1,0 +1,119 @@
+"""Check that a chat template writes every part of messages (texts, the names and arguments of tool calls), the system
+message and the tools of the run file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rlhf.errors import ConfigError, DataError
+
+from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.row_fields import Message
+from rlhf_runtime.data.template_markers import mark, with_markers
+
+Written = Callable[[Sequence[Message]], Sequence[str]]
+"""For each message, the text in which its parts must be: the trained text of a trained answer, else the render."""
+
+
+def form_of(message: Message) -> tuple[Any, ...]:
+    """What a template may branch on. Messages of one form are written alike."""
+    fields = tuple(sorted(key for key, value in message.items() if value))
+    return message["role"], fields, isinstance(message.get("content"), list), len(message.get("tool_calls") or ())
+
+
+def check_parts(written: Written, messages: Sequence[Message], trained: Collection[int]) -> None:
+    """Raises DataError: the template leaves out a part of a message. It may leave out the reasoning of answers that are
+    not trained on.
+
+    Texts are replaced by markers, which must be written. Another name or argument of a call must change the render.
+    """
+    marked, texts, _ = with_markers(messages)
+    after = _attempt(written, marked)
+    for number, text in enumerate(texts if after else ()):
+        forms = mark(number), json.dumps(mark(number))[1:-1]
+        if not any(form in after[text.message] for form in forms) and (text.message in trained or not text.reasoning):
+            raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
+    before = written(messages)
+    for m, message in enumerate(messages):
+        for part, other in _with_other_calls(message):
+            after = _attempt(written, [*messages[:m], other, *messages[m + 1 :]])
+            if after and after[m] == before[m]:
+                raise _left_out(m, messages, trained, part)
+
+
+def check_options(text: Callable[..., str], section: DataSection) -> None:
+    """Raises ConfigError: the template does not write ``data.system``, or a tool of ``data.template_kwargs``.
+
+    Args:
+        text: ``ChatTemplate.text``.
+    """
+    user = {"role": "user", "content": "x"}
+    with suppress(DataError):  # the error about the first row says what the template refuses
+        if section.system and mark(0) not in text([{"role": "system", "content": mark(0)}, user], answer=True):
+            raise ConfigError(
+                "data.system: the chat template leaves out system messages, so it would change nothing. Put the text "
+                "into the prompts, or use a template that writes system messages: see data.chat_template."
+            )
+        tools = section.template_kwargs.get("tools")
+        for tool in tools if isinstance(tools, list) else ():
+            name = tool.get("function", tool).get("name") if isinstance(tool, dict) else None
+            if isinstance(name, str) and name not in text([user], answer=True):
+                raise ConfigError(
+                    f"data.template_kwargs: the chat template leaves out the tool {name!r}, so the policy would not "
+                    "know of it. Use a template that writes tools: see data.chat_template."
+                )
+
+
+def _attempt(written: Written, messages: Sequence[Message]) -> Sequence[str]:
+    """What is written of changed messages; nothing if the template refuses them, because then it reads the change."""
+    try:
+        return written(messages)
+    except DataError:
+        return ()
+
+
+def _with_other_calls(message: Message) -> Iterator[tuple[str, Message]]:
+    """Each part of the message's tool calls, and the message with another one in its place."""
+    calls = list(message.get("tool_calls") or ())
+    for n, call in enumerate(calls):
+        function = call["function"]
+        name, arguments = function["name"], function["arguments"]
+        others = {"name": {**function, "name": name + "x"}}
+        if isinstance(arguments, Mapping):
+            for key, value in arguments.items():
+                others[f"argument {key!r}"] = {**function, "arguments": {**arguments, key: _other(value)}}
+        else:
+            others["arguments"] = {**function, "arguments": _other(arguments)}
+        for part, other in others.items():
+            yield (
+                f"the {part} of its call of {name!r}",
+                {
+                    **message,
+                    "tool_calls": [*calls[:n], {**call, "function": other}, *calls[n + 1 :]],
+                },
+            )
+
+
+def _other(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, Mapping):
+        return {**value, "x": "x"}
+    if isinstance(value, list | tuple):
+        return [*value, "x"]
+    return f"{'' if value is None else value}x"
+
+
+def _left_out(message: int, messages: Sequence[Message], trained: Collection[int], part: str) -> DataError:
+    role = messages[message]["role"]
+    where = ", or writes it where it is not trained on" if message in trained else ""
+    return DataError(
+        f"the chat template leaves out part of message {message} ({role}): {part}{where}. Use a template that writes "
+        "it (data.chat_template), or leave it out of the row."
+    )
