@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -55,3 +56,20 @@ def test_other_held_out_rows_under_the_same_path_are_reported(shop: Workshop) ->
     resumed = shop.train("dpo", "run", "--resume", **changes)
     assert "continues as a different run, no longer bit-equal to the one that was saved:" in resumed.said
     assert "content of data.eval.held_out: was " in resumed.said
+
+
+def test_a_template_that_reads_the_clock_reads_the_time_of_the_runs_first_start(shop: Workshop) -> None:
+    """Here a time in microseconds, so that no two starts read the same one."""
+    template = shop.file(
+        "chat.jinja",
+        "{{ strftime_now('%f') }}{% for m in messages %}{{ m['role'] + m['content'] + '<eos>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}",
+    )
+    changes = {"data": {"chat_template": str(template)}, "checkpoint": {"every": 1}}
+    shop.train("sft", "run", "--run.stop_after", "2", **changes)
+    shutil.copytree(shop.folder / "run", shop.folder / "copy")
+    resumed, again = (shop.train("sft", name, "--resume", **changes) for name in ("run", "copy"))
+    assert_same_run(resumed, again)
+    starts = json.loads((resumed.path / "manifest.json").read_text())["starts"]
+    assert len(starts) == 2
+    assert len({start["template_day"] for start in starts}) == 1

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 from rlhf.errors import ConfigError
@@ -102,7 +103,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
     images = _images(made)
-    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images)
+    day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
+    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images, day)
     if config.data.margin is not None:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:

@@ -81,4 +81,7 @@ def _measured(prepared: Prepared) -> dict[str, Any]:
     """Measured and looked-up values that a resume reads instead of determining them again."""
     found = prepared.specs["policy"].on_processor
     measured = {"on_processor": dataclasses.asdict(found)} if found is not None else {}
+    chat = prepared.data.template.chat
+    if chat is not None and chat.day is not None:
+        measured["template_day"] = chat.day.isoformat()
     return measured | ({"hub": commits} if (commits := prepared.commits.record()) else {})
