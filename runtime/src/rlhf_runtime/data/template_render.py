@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from jinja2 import Environment, TemplateSyntaxError, meta
 from rlhf.errors import ConfigError, DataError, did_you_mean
 
-from rlhf_runtime.data.parsed_answers import as_json
+from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.token_spans import Span
 
