@@ -15,7 +15,7 @@ from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
-from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run
+from tests.runs import PROMPTS, REWARD, Finished, Workshop, assert_same_run, merged
 
 
 def refused(run: Finished, *parts: str, code: int = 2) -> str:
@@ -114,6 +114,32 @@ def test_an_empty_prompt(shop: Workshop) -> None:
     path = shop.rows("empty.jsonl", [*PROMPTS[:2], {"prompt": "", "answer": "1"}])
     run = shop.run("rloo", "run", data={"train": str(path)})
     refused(run, f"{path}, line 3: the prompt is empty", code=1)
+
+
+BLANK: dict[str, Any] = {
+    "text": {"prompt": " "},
+    "message": {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": ""}]},
+    "parts": {"prompt": [{"role": "user", "content": [{"type": "text", "text": "\n"}]}]},
+}
+
+
+@pytest.mark.parametrize("case", BLANK)
+def test_an_empty_message_as_a_prompt(shop: Workshop, case: str) -> None:
+    chat = tiny_model(shop.folder / "chat", hidden=16, heads=2, kv_heads=1, chat_template="default")
+    path = shop.rows("empty.jsonl", [*PROMPTS[:2], {**BLANK[case], "answer": "1"}])
+    changes: dict[str, Any] = {"data": {"train": str(path)}, "policy": {"model": str(chat)}}
+    refused(shop.run("rloo", "run", "--dry-run", **changes), f"{path}, line 3: the prompt is empty: ", code=1)
+    played = shop.run("rloo", "run", "--dry-run", **merged(env(shop, "pass"), changes))
+    assert played.code == 0, played.said  # the environment's first observation is what the policy answers
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\nb", "\x1b[2J"])
+def test_a_name_with_a_control_character(shop: Workshop, name: str) -> None:
+    run = shop.run("sft", "run", run={"name": name})
+    refused(run, "run.name", "a control character")
+    run = shop.run("sft", "run", data={"train": [{"path": str(shop.data), "name": name}]})
+    refused(run, "data.train.0.name", "a control character")
+    assert nothing_written(run)
 
 
 def test_a_missing_column(shop: Workshop) -> None:

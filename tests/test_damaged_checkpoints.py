@@ -171,6 +171,7 @@ def test_a_value_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
 
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
+NAN, INFINITY = float("nan"), float("inf")
 TENSORS: Mapping[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
     "weight": ("model", lambda t: t.update({WEIGHT: t[WEIGHT].bfloat16()}), f"{WEIGHT}: a tensor of torch.bfloat16"),
     "moment": (
@@ -190,6 +191,14 @@ TENSORS: Mapping[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], st
         lambda t: t.update({f"{WEIGHT}/more": torch.ones(1)}),
         f"{WEIGHT}/more: unknown; the optimizer",
     ),
+    "nan": ("model", lambda t: t[WEIGHT].view(-1)[3:5].fill_(NAN), f"{WEIGHT}: 2 of 512 values are NaN or infinite."),
+    "infinity": ("model", lambda t: t[WEIGHT].view(-1)[3].fill_(INFINITY), f"{WEIGHT}: 1 of 512 values are NaN or"),
+    "nan of a moment": (
+        "optimizer",
+        lambda t: t[f"{WEIGHT}/exp_avg"].view(-1)[3].fill_(NAN),
+        f"{WEIGHT}/exp_avg: 1 of 512 values are NaN or infinite.",
+    ),
+    "nan as a step": ("optimizer", lambda t: t[f"{WEIGHT}/step"].fill_(NAN), f"{WEIGHT}/step: 1 of 1 values"),
     "other": ("optimizer", lambda t: t.update({"x/step": torch.ones(())}), "x/step: this model has no parameter 'x'."),
 }
 

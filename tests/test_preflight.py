@@ -267,6 +267,16 @@ def indexed(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
+def integers(file: Path, name: str) -> None:
+    """Say in the file's header that a tensor holds 32-bit integers."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header[name]["dtype"] = "I32"
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(end - 8)
+    file.write_bytes(data[:8] + text + data[end:])
+
+
 MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no file": (lambda folder: (folder / "model.safetensors").unlink(), "there is no file model.safetensors"),
     "no part": (indexed, "there is no file model-00001-of-00002.safetensors"),
@@ -277,6 +287,10 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor less": (without("model.norm.weight"), "lacks 1 weights of a Qwen3ForCausalLM"),
     "more layers": (configured(num_hidden_layers=3, layer_types=None), "weights of a Qwen3ForCausalLM"),
+    "integers": (
+        lambda folder: integers(folder / "model.safetensors", "model.norm.weight"),
+        "says that 'model.norm.weight' holds integers (I32)",
+    ),
     "a classifier": (
         configured(architectures=["Qwen3ForSequenceClassification"]),
         "is a Qwen3ForSequenceClassification, which writes no text",

@@ -11,7 +11,7 @@ from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.text_tokens import TextTokens
-from rlhf_runtime.data.tokenizer import Decoder, check_stops, load_tokenizer, tokens_of
+from rlhf_runtime.data.tokenizer import Decoder, check_ids, check_stops, load_tokenizer, tokens_of
 from rlhf_testing.tiny import tiny_tokenizer
 
 
@@ -41,6 +41,21 @@ def test_damaged_tokenizer(tmp_path):
     tiny_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     assert "cannot load the tokenizer of" in refused(tmp_path)
+
+
+def test_two_tokens_of_one_id(tmp_path):
+    file = tiny_tokenizer(tmp_path) / "tokenizer.json"
+    check_ids(str(tmp_path))
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["b"] = vocabulary["a"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=f"has two tokens of the id {vocabulary['a']}, 'a' and 'b'"):
+        check_ids(str(tmp_path))
+    vocabulary["b"] = content["added_tokens"][0]["id"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=f"two tokens of the id {vocabulary['b']}"):
+        check_ids(str(tmp_path))
 
 
 def test_no_end_token(tmp_path):

@@ -16,7 +16,7 @@ from rlhf_modeling.config import Kernels, LoraOptions
 from rlhf_modeling.images.architecture import auto_classes, classifier, has_vision, language_model, require_images
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
-from rlhf_modeling.pretrained import EXPECTED, quiet, read, read_config
+from rlhf_modeling.pretrained import EXPECTED, Header, headers_of, quiet, read, read_config
 from rlhf_modeling.probe import probe
 from rlhf_modeling.quantized import Format, quantizable, quantize_layers
 from rlhf_modeling.rope import length_rope
@@ -60,6 +60,7 @@ def load_model(
     with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm)
+    require_floats(spec, module.config, read(spec, "model", headers_of))
     loaded = take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
     loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
@@ -140,6 +141,21 @@ def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} lacks {len(damaged)} weights of a "
             f"{model.__name__} or has them in another shape, e.g. {damaged[0]!r}. {EXPECTED}"
+        )
+
+
+def require_floats(spec: ModelSpec, config: Any, headers: Mapping[str, Header]) -> None:
+    """Raises ModelError where a file of weights says that a weight holds integers, which transformers would convert.
+    Quantised weights are integers, and buffers may be."""
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    wrong = [
+        name for name, header in headers.items() if name.endswith("weight") and not header.dtype.startswith(("F", "BF"))
+    ]
+    if wrong:
+        raise ModelError(
+            f"the model {spec.path!r} of role {spec.role.name!r}: the file of weights says that {wrong[0]!r} holds "
+            f"integers ({headers[wrong[0]].dtype}). Weights are floating-point numbers. {EXPECTED}"
         )
 
 

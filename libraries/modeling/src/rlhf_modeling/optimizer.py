@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.muon import OrthogonalAdamW
+from rlhf_modeling.state import not_finite
 
 Parameters = dict[str, nn.Parameter]
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -145,6 +146,8 @@ def _check_state(
         if (value.shape, value.dtype) != (shape, dtype):
             got = f"{value.dtype} of shape {tuple(value.shape)}"
             refuse(where, f"{full_name}: {got}, expected {dtype} of shape {tuple(shape)}.")
+        if problem := not_finite(value):
+            refuse(where, f"{full_name}: {problem}.")
     for name in parameters:
         absent = [key for key in keys[name] if f"{name}/{key}" not in tensors]
         if absent and (name in stepped or len(absent) < len(keys[name])):

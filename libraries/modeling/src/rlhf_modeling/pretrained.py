@@ -10,14 +10,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf_hub.published import looks_local, model_folder
-from safetensors import SafetensorError
+from rlhf_hub.published import INDEX, looks_local, model_folder
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -47,6 +48,32 @@ def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
             f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
             f"{'A file of weights is damaged or incomplete: download or copy it again.' if damaged else EXPECTED}"
         ) from cause
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of a tensor: its shape, and its number format (``F32``)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def headers_of(place: str, **_: Any) -> dict[str, Header]:
+    """{name: header} of everything in the folder's safetensors files."""
+    folder = Path(place)
+    names = ["model.safetensors"]
+    if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    model_folder(place, weights=True)  # there are only pickles
+    found = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"there is no file {name}")
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (it is no mapping)
+                part = file.get_slice(key)
+                found[key] = Header(tuple(part.get_shape()), part.get_dtype())
+    return found
 
 
 def read_config(spec: ModelSpec) -> Any:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,7 @@ import torch
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ModelSpec
 from rlhf_hub.hub import hub_name
-from rlhf_hub.published import INDEX, model_folder
-from safetensors import safe_open
+from rlhf_hub.published import model_folder
 from torch import nn
 
 from rlhf_modeling.adapters import adaptable, matching, saved_modules
@@ -22,8 +20,8 @@ from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.experts import router_classes
 from rlhf_modeling.export_files import read_generation_config, try_export
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
-from rlhf_modeling.model import model_class, require_weights, take_apart
-from rlhf_modeling.pretrained import quiet, read, read_config
+from rlhf_modeling.model import model_class, require_floats, require_weights, take_apart
+from rlhf_modeling.pretrained import headers_of, quiet, read, read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,11 +100,14 @@ def check_files(spec: ModelSpec) -> None:
     generation = None
     if spec.role.head == "lm":
         generation = read_generation_config(spec, model_folder(spec.path, code=spec.trust_remote_code))
-    state = read(spec, "model", _headers)
+    headers = read(spec, "model", headers_of)
+    require_floats(spec, config, headers)
     if spec.trust_remote_code or importlib.util.find_spec("accelerate") is None:
         return
     if from_lm:
         config.num_labels = 1
+
+    state = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
 
     def load(place: str, **_: Any) -> Any:
         with torch.device("meta"):
@@ -122,21 +123,3 @@ def check_files(spec: ModelSpec) -> None:
         if generation is not None:
             module.generation_config = generation
         try_export(spec, module)
-
-
-def _headers(place: str, **_: Any) -> dict[str, torch.Tensor]:
-    """{name: tensor of that shape on the meta device} for everything in the folder's safetensors files."""
-    folder = Path(place)
-    names = ["model.safetensors"]
-    if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    model_folder(place, weights=True)  # there are only pickles
-    found = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"there is no file {name}")
-        with safe_open(folder / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 (it is no mapping)
-                part = file.get_slice(key)
-                found[key] = torch.empty(part.get_shape(), device="meta")
-    return found

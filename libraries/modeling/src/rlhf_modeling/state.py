@@ -73,9 +73,9 @@ def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"cannot read {str(file)!r}: {cause}. It is incomplete or damaged.") from cause
 
 
-def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
-    """Raises CheckpointError where a tensor of the file has another number format than the tensor that it is copied to.
-    torch would convert it without a message."""
+def check_values(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: Path | str) -> None:
+    """Raises CheckpointError where a tensor of the file has another number format than the tensor that it is copied to,
+    which torch would convert without a message, or holds NaN or infinity that a model of this kind does not have."""
     wrong = [
         f"{name}: a tensor of {source[name].dtype}, expected {tensor.dtype}."
         for name, tensor in target.items()
@@ -83,6 +83,17 @@ def check_dtypes(target: Mapping[str, Tensor], source: Mapping[str, Tensor], whe
     ]
     if wrong:
         refuse(where, *wrong[:3])
+    for name, tensor in target.items():  # a buffer may hold infinities, such as those of a mask
+        if name in source and (problem := not_finite(source[name])) and not not_finite(tensor):
+            refuse(where, f"{name}: {problem}.")
+
+
+def not_finite(tensor: Tensor) -> str:
+    """How many values of a tensor are NaN or infinite, in words; empty if none is. A run skips updates with such
+    gradients, so it does not save such values."""
+    if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+        return ""
+    return f"{int((~tensor.isfinite()).sum())} of {tensor.numel()} values are NaN or infinite"
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.rank_batches import apart, batch, spec
 from rlhf_testing.suite_losses import NllLoss, TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -109,6 +111,21 @@ def test_a_checkpoint_of_another_trainer_is_refused(folder, tmp_path):
     (tmp_path / "own" / "trainer.json").write_text(json.dumps(facts))
     with pytest.raises(ConfigError, match="was saved with"):
         trainer(spec(folder), ema_decay=0.5).load(tmp_path / "own")
+
+
+@pytest.mark.parametrize("kind", ["weight", "optimizer.exp_avg"])
+def test_a_checkpoint_with_nan_is_refused(folder, tmp_path, kind):
+    one = trainer(spec(folder))
+    one.update([batch(0)], TokenLoss(), {}, {})
+    one.save(tmp_path)
+    file = tmp_path / "rank-0-of-1.safetensors"
+    with safe_open(file, "pt") as opened:
+        facts = opened.metadata()
+    tensors = load_file(file)
+    tensors[f"{kind}/model.norm.weight"][1] = float("nan")
+    save_file(tensors, file, facts)
+    with pytest.raises(CheckpointError, match=rf"{kind}/model.norm.weight: 1 of \d+ values are NaN or infinite"):
+        trainer(spec(folder)).load(tmp_path)
 
 
 def test_a_checkpoint_has_the_same_bytes_each_time(folder, tmp_path):

@@ -107,6 +107,11 @@ def test_missing_and_damaged_models_say_what_is_expected(tmp_path):
     (path / "model.safetensors").write_bytes(data[: len(data) // 2])
     with pytest.raises(ModelError, match=r"(?s)cannot load the model .*A file of weights is damaged or incomplete"):
         load(path)
+    data = (tiny_model(tmp_path / "integers") / "model.safetensors").read_bytes()
+    at = data.index(b'"model.norm.weight":{"dtype":"F32"')
+    (tmp_path / "integers" / "model.safetensors").write_bytes(data[:at] + data[at:].replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(ModelError, match=r"'model.norm.weight' holds integers \(I32\)"):
+        load(tmp_path / "integers")
     with pytest.raises(ModelError, match="head 'vector' is not known"):
         load(path, "vector")
 

@@ -9,14 +9,14 @@ from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
 from rlhf_hub.hub import hub_name
 
-from rlhf_runtime.config.sections import Count, NotNegative, Share, unique
+from rlhf_runtime.config.sections import Count, NameText, NotNegative, Share, unique
 
 
 class SourceSection(ComponentConfig):
     path: PathText
     """A jsonl / json / csv / parquet / arrow file (``.gz`` allowed), a folder saved by ``datasets``, or a name on
     the hub: ``owner/name``, or ``owner/name@revision`` with a branch, tag or commit."""
-    name: str = ""
+    name: NameText = ""
     """Name in per-source metrics; if empty, the file's stem."""
     split: str = "train"
     """Split of a hub name or a saved folder."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
 
-from rlhf_runtime.config.sections import Choice, Count, NotNegative, Positive, Share
+from rlhf_runtime.config.sections import Choice, Count, NameText, NotNegative, Positive, Share
 
 
 class SamplingSection(ComponentConfig):
@@ -78,7 +78,7 @@ class StreamSection(ComponentConfig):
 
 
 class RewardSection(Choice):
-    name: str = ""
+    name: NameText = ""
     """Name in metrics and flags; if empty, the name in the reference."""
     weight: float = 1.0
     """Weight of its values in the trajectory's reward."""

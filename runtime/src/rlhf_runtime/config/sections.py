@@ -8,16 +8,26 @@ plugin is resolved. All sections are frozen; unknown keys are errors.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from rlhf.fields import PathText
 from rlhf.interfaces.component import ComponentConfig
 
 from rlhf_runtime.config.flag_values import PLUGIN_OPTIONS
 
+
+def _name(text: str) -> str:
+    if wrong := sorted({c for c in text if unicodedata.category(c) in ("Cc", "Cs")}):
+        raise ValueError(f"the name {text!r} has {wrong[0]!r}, a control character. Use letters, digits and signs.")
+    return text
+
+
+NameText = Annotated[str, AfterValidator(_name)]
+"""A name in logs, metrics and flags."""
 PluginOptions = Annotated[dict[str, Any], PLUGIN_OPTIONS]
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -60,7 +70,7 @@ def label_of(ref: str) -> str:
 
 
 class RunSection(ComponentConfig):
-    name: str = ""
+    name: NameText = ""
     """Name of the run in logs; if empty, the output folder's name."""
     output: PathText = "runs/latest"
     """The run directory; if not set, the next of ``runs/1``, ``runs/2``, ..., to which ``runs/latest`` links. Refused

@@ -14,7 +14,7 @@ from rlhf.types import Row, Trajectory, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.chat_messages import ChatMessages, Tools
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import with_text
+from rlhf_runtime.data.image_parts import text_of, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
@@ -30,6 +30,7 @@ from rlhf_runtime.data.written_parts import check_options
 _CACHED_PROMPTS = 4096
 _CACHED_BYTES = 2**28
 """Of images in cached prompts."""
+EMPTY = "the prompt is empty"
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 
 
@@ -65,6 +66,8 @@ class Prompts:
         self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
         """System message of rows without their own."""
         self.tokens = TextTokens(tokenizer)
+        self.require_text = False
+        """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
         self._frames: dict[int, Frame] = {}
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
         self._cached_bytes = 0
@@ -209,9 +212,15 @@ class Prompts:
     def _prompt_turn(self, row: Row) -> Turn:
         cells = self._cells(row)
         if self.chat is None:
-            ids = self.tokens.ids(self._plain_prompt(cells))
+            text = self._plain_prompt(cells)
+            if self.require_text and not text.strip():
+                raise DataError(f"{EMPTY}; there is nothing to answer")
+            ids = self.tokens.ids(text)
             return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
         messages, images = self._read(self._prompt_messages(cells), cells)
+        asked = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
+        if self.require_text and not asked and not images:
+            raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
         self.chat.check(messages, source=row.source)
         return self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,24 @@ def vocabulary_size(model: str) -> int | None:
     text = settings.get("text_config")  # of models with images
     size = (text.get("vocab_size") if isinstance(text, dict) else None) or settings.get("vocab_size")
     return size if isinstance(size, int) else None
+
+
+def check_ids(path: str, trust_remote_code: bool = False) -> None:
+    """Raises ModelError where ``tokenizer.json`` has an id that stands for two tokens. The library that reads it drops
+    one of them, and encodes its text as an unknown token."""
+    file = Path(model_folder(path, code=trust_remote_code)) / "tokenizer.json"
+    if not file.is_file():
+        return
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"].get("vocab", {})
+    pairs = [*vocabulary.items()] if isinstance(vocabulary, dict) else [(t[0], i) for i, t in enumerate(vocabulary)]
+    names: dict[int, str] = {}
+    for token, number in [*pairs, *((added["content"], added["id"]) for added in content.get("added_tokens", []))]:
+        if names.setdefault(number, token) != token:
+            raise ModelError(
+                f"{file} has two tokens of the id {number}, {names[number]!r} and {token!r}. Each token needs an id of "
+                "its own: correct the file, or take the published one."
+            )
 
 
 def tokens_of(tokenizer: Any) -> Tokens:

@@ -19,7 +19,7 @@ from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sample_sections import SamplingSection, StreamSection
 from rlhf_runtime.config.sections import Choice, ModelSection, SyncSection
-from rlhf_runtime.data.tokenizer import load_tokenizer
+from rlhf_runtime.data.tokenizer import check_ids, load_tokenizer
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
@@ -91,6 +91,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
     parts = {kind: part for kind, part in made.parts.items() if kind not in (GENERATOR, "rollout")}
     made = replace(made, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
+    check_ids(model, config.policy.trust_remote_code)
     places = made.places_on(device_here())
     specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
     specs = on_processor(specs, made.trainer_class)

@@ -23,7 +23,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens, check_image_tokens, image_tokens
-from rlhf_runtime.data.tokenizer import check_stops, load_tokenizer, tokens_of
+from rlhf_runtime.data.tokenizer import check_ids, check_stops, load_tokenizer, tokens_of
 from rlhf_runtime.data.vocabulary import check_vocabularies
 from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
@@ -97,6 +97,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         for number, choice in enumerate(config.observer)
     }
     tokenizer = load_tokenizer(made.model("policy"), config.policy.trust_remote_code)
+    check_ids(made.model("policy"), config.policy.trust_remote_code)
     check_stops(config.sampling.stop, tokenizer)
     if rollout is not None and rollout.needs_generator:
         check_texts(rewards, tokenizer)
@@ -113,6 +114,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_messages()
     if rollout is not None and rollout.needs_tools:
         data.template.check_tools()
+    # An environment, or a program that speaks the chat API, may give the policy what a row does not have.
+    data.template.require_text = rollout is not None and not (rollout.needs_env or rollout.needs_messages)
     steps = total_steps(config, data.rows_per_epoch)
     curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
     if curriculum is not None:

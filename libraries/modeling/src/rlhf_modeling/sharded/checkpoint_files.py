@@ -10,6 +10,7 @@ that was saved in another number of parts is put together first.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 from rlhf.errors import CheckpointError
+from rlhf.saved import refuse
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_modeling.sharded.partition import Flat, Partition, Piece
 from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.state import not_finite
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."
 _FACTS = "facts"
@@ -120,6 +123,8 @@ class SavedState:
                 ) from cause
             self._files[file] = opened
             for key, values in scalars.items():
+                if wrong := [name for name, value in values.items() if not math.isfinite(value)]:
+                    refuse(file, f"{key} of {wrong[0]}: {values[wrong[0]]}.")
                 self._scalars.setdefault(key, {}).update(values)
 
     def kinds(self) -> set[str]:
@@ -200,4 +205,6 @@ class SavedState:
                     values = self._files[stored.file].get_slice(key)[low - stored.start : high - stored.start]
                 except (SafetensorError, OSError) as cause:
                     raise CheckpointError(f"cannot read {key!r} of {str(stored.file)!r}: {cause}") from cause
+                if problem := not_finite(values):
+                    refuse(stored.file, f"{key}: {problem}.")
                 target[low - start : high - start].copy_(values)

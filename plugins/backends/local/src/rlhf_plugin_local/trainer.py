@@ -257,7 +257,7 @@ class TorchTrainer(PackedTrainer):
 
     def _load_tensors(self, target: Mapping[str, Tensor], path: Path, name: str) -> None:
         tensors = state.read_tensors(path, name)
-        state.check_dtypes(target, tensors, path / f"{name}.safetensors")
+        state.check_values(target, tensors, path / f"{name}.safetensors")
         state.copy_into(target, tensors, f"the checkpoint {str(path)!r}")
 
     def _own_tensors(self) -> dict[str, Tensor]:
