@@ -121,6 +121,8 @@ STATE: Mapping[str, tuple[str, str, Change, str]] = {
     "drawn": ("sft", "state.json", put("data/order/drawn", 3), "data.order.drawn: should be a valid list, got int 3."),
     "drawn of more": ("sft", "state.json", put("data/order/drawn", [1, 2]), "counts the rows drawn of 2 sources"),
     "nan": ("sft", "state.json", put("data/dropped", {"$float": "nan"}), "data.dropped: should be a valid integer"),
+    "null data": ("sft", "state.json", lambda state: {**state, "data": None}, "data: missing."),
+    "null stream": ("rloo", "state.json", lambda state: {**state, "stream": None}, "stream: missing."),
     "mark": ("sft", "state.json", put("data/dropped", {"$float": []}), "state.json is not valid JSON"),
     "rows": ("rloo", "state.json", put("stream/rows", []), "stream.rows: should be a valid dictionary, got list []."),
     "ready": ("rloo", "state.json", put("stream/ready/0/groups", 3), "it has 4 groups, and state.json counts 3."),

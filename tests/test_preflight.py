@@ -287,6 +287,8 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor less": (without("model.norm.weight"), "lacks 1 weights of a Qwen3ForCausalLM"),
     "more layers": (configured(num_hidden_layers=3, layer_types=None), "weights of a Qwen3ForCausalLM"),
+    "no name of a class": (configured(architectures=[None]), "architectures is [None]; allowed is a list of names"),
+    "no list of classes": (configured(architectures=5), "architectures is 5; allowed is a list of names"),
     "integers": (
         lambda folder: integers(folder / "model.safetensors", "model.norm.weight"),
         "says that 'model.norm.weight' holds integers (I32)",

@@ -31,6 +31,15 @@ def body(text, returns="[Thing]", hook="rlhf_register_reward"):
     )
 
 
+NAMELESS = """
+class Meta(type(Reward)):
+    @property
+    def name(cls):
+        raise RuntimeError("no name today")
+class Thing(Reward, metaclass=Meta):
+    async def score(self, group): return []
+"""
+"""A class of which no attribute ``name`` can be read."""
 THING = "class Thing(Reward):\n    name = 'x'\n    async def score(self, group): return []\n"
 
 # ------------------------------------------------------------------------------------- listing
@@ -294,6 +303,7 @@ def test_an_import_that_does_not_end_is_named_and_ended(site, monkeypatch, capsy
         (body(THING, "[Thing()]"), PluginInvalid,
          r"expected a subclass of rlhf.interfaces.Reward, got .*\(an instance: return the class itself\)"),
         (body(THING, "['x']"), PluginInvalid, "expected a subclass of rlhf.interfaces.Reward, got 'x'"),
+        (body(NAMELESS), PluginInvalid, "raised RuntimeError: no name today"),
         (body("class Thing:\n    name = 'x'"), PluginInvalid, "Thing derives from object; kind reward needs a sub"),
         (body("class Thing(Loss):\n    name = 'x'"), PluginInvalid,
          r"Thing is of kind loss; kind reward needs a subclass of rlhf.interfaces.Reward"),
@@ -311,6 +321,16 @@ def test_invalid_registrations_are_refused(site, source, error, message):
     with pytest.raises(error, match=message) as raised:
         site.plugins().resolve("reward", "x")
     assert str(raised.value).startswith("reward 'x' (rlhf-plugin-x 0.1.0)")
+
+
+def test_a_class_whose_name_cannot_be_read_is_refused_in_files_and_in_process(site, write):
+    path = write("nameless.py", body(NAMELESS))
+    with pytest.raises(PluginInvalid, match=r"reward 'file:.*nameless.py' raised RuntimeError: no name today"):
+        site.plugins().resolve("reward", f"file:{path}")
+    namespace: dict = {}
+    exec(body(NAMELESS), namespace)
+    with pytest.raises(PluginInvalid, match="no name today"):
+        Plugins().register("reward", namespace["Thing"])
 
 
 def test_an_entry_point_with_an_attribute_is_refused(site):

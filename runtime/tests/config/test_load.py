@@ -120,6 +120,14 @@ def test_ranges(key, raw, expected):
     assert f"{key} (flag --{key}): {expected}" in message
 
 
+@pytest.mark.parametrize("section", ["[algorithm]", "[trainer]", "[rollout]", "[[reward]]"])
+def test_options_that_are_no_table(write, section):
+    first = "" if section == "[algorithm]" else '[algorithm]\nuse = "sft"\n'
+    message = refused(write(f'{first}{section}\nuse = "x"\noptions = 5\n'))
+    assert "options" in message
+    assert "should be a table, got integer 5" in message
+
+
 def test_short_forms(write):
     run = load(
         write('algorithm = "rloo"\nreward = ["plugin:math", {use = "length", cap = 3}]\nobserver = ["wandb"]\n'

@@ -58,6 +58,13 @@ def test_two_tokens_of_one_id(tmp_path):
         check_ids(str(tmp_path))
 
 
+@pytest.mark.parametrize("value", ["x", [], True])
+def test_a_limit_that_is_no_number(tmp_path, value):
+    file = tiny_tokenizer(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": value}))
+    assert f"has model_max_length = {value!r}" in refused(tmp_path)
+
+
 def test_no_end_token(tmp_path):
     tiny_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -71,7 +71,9 @@ class Plugins:
         name.
         """
         check_kind(kind)
-        check_class(kind, cls, f"{kind} registered by {distribution!r}")
+        what = f"{kind} registered by {distribution!r}"
+        with boundary(PluginInvalid, what):
+            check_class(kind, cls, what)
         key = (kind, cls.name, distribution)
         old = self._registered.get(key, cls)
         if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -169,8 +171,10 @@ class Plugins:
         key = (entry.kind, entry.module)
         if key not in self._classes:
             module = import_plugin(entry.module, str(entry))
-            self._classes[key] = registered_classes(module, entry.kind, str(entry))
-        return pick(self._classes[key], entry.kind, entry.name, str(entry))
+            with boundary(PluginInvalid, str(entry)):  # a metaclass may raise anything
+                self._classes[key] = registered_classes(module, entry.kind, str(entry))
+        with boundary(PluginInvalid, str(entry)):
+            return pick(self._classes[key], entry.kind, entry.name, str(entry))
 
     def _difference(self, item: Mapping[str, str]) -> str:
         what = f"{item['kind']} {item['name']!r} ({item['distribution']} {item['version']})"
@@ -199,7 +203,8 @@ class Plugins:
         cls = None if native else self._adapt(reference, source, broken)
         if cls is None:
             module = source.load()
-            cls = pick_component(source, kind, attribute, module)
+            with boundary(PluginInvalid, what):
+                cls = pick_component(source, kind, attribute, module)
             if cls is None and native:
                 cls = self._adapt(reference, source, broken)
             if cls is None:

@@ -142,7 +142,19 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
         raise ModelError(f"{asker}: the config.json of {model!r} cannot be read: {cause}") from cause
     if not settings:
         raise ModelError(f"{asker}: there is no config.json in {model!r}; give a folder or a hub name")
+    require_names(settings.get("architectures"), model)
     return dict(settings)
+
+
+def require_names(architectures: object, model: str) -> None:
+    """Raises ModelError where ``architectures`` of a ``config.json`` is neither absent nor a list of names."""
+    if architectures is not None and not (
+        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+    ):
+        raise ModelError(
+            f"the config.json of {model!r}: architectures is {architectures!r}; allowed is a list of names of classes, "
+            'such as ["Qwen3ForCausalLM"]'
+        )
 
 
 def _not_published(name: str, error: HubError) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf_hub.published import INDEX, looks_local, model_folder
+from rlhf_hub.published import INDEX, looks_local, model_folder, require_names
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def read_config(spec: ModelSpec) -> Any:
     """The model's config. Raises ModelError as :func:`read`."""
     from transformers import AutoConfig
 
-    return read(spec, "model", AutoConfig.from_pretrained)
+    config = read(spec, "model", AutoConfig.from_pretrained)
+    require_names(config.architectures, spec.path)
+    return config
 
 
 def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:

@@ -101,7 +101,8 @@ def _chosen_in(data: Mapping[str, Any]) -> Chosen:
         found = tables.get(kind, (default,) if kind in SINGLE else ())
         for n, table in enumerate(found if kind in LISTS else (tables.get(kind, default),)):
             if isinstance(table, Mapping) and isinstance(table.get("use"), str):
-                table = Choice(use=str(table["use"]), options=table.get("options", {}))
+                options = table.get("options", {})  # what is no table is a problem of its own
+                table = Choice(use=str(table["use"]), options=options if isinstance(options, dict) else {})
             if isinstance(table, Choice):
                 chosen.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
     return chosen

@@ -49,6 +49,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
                 f"the {name} token of the tokenizer of {path} has id {token}; the model's embedding has {rows} rows, "
                 f"so ids are 0 to {rows - 1}. {ENLARGE}"
             )
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise ModelError(
+            f"the tokenizer of {path} has model_max_length = {longest!r} in its tokenizer_config.json; allowed is a "
+            "number of tokens. Correct it, or remove it."
+        )
     return tokenizer
 
 

@@ -135,7 +135,7 @@ class RunState:
         if saved_state.step != checkpoint.step:
             refuse(where, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
         wanted = "data" if self.stream is None else "stream"
-        if wanted not in state:
+        if state.get(wanted) is None:
             refuse(where, f"{wanted}: missing.")
         for name in self.saved_roles:
             saved_role = folder / "roles" / name
@@ -155,7 +155,7 @@ class RunState:
         for name, component in self.components.items():
             if name in state["components"]:  # observers may be added and removed: they change nothing of the run
                 _restore(name, component, state["components"][name], where)
-        if self.best is not None and "best" in state:  # an evaluation may be added and removed, too
+        if self.best is not None and saved_state.best is not None:  # an evaluation may be added and removed, too
             self.best.load_state_dict(state["best"])
         self.control.restore(saved_state.changed)
         self.updates = saved_state.updates
