@@ -73,3 +73,14 @@ def test_a_template_that_reads_the_clock_reads_the_time_of_the_runs_first_start(
     starts = json.loads((resumed.path / "manifest.json").read_text())["starts"]
     assert len(starts) == 2
     assert len({start["template_day"] for start in starts}) == 1
+
+
+def test_a_resume_that_stop_after_ends_at_once_says_so(shop: Workshop) -> None:
+    shop.train("sft", "run", run={"stop_after": 2})
+    for flags in (["--dry-run"], []):
+        again = shop.train("sft", "run", "--resume", *flags, run={"stop_after": 2})
+        assert "run.stop_after = 2, and 2 of 3 steps are done" in again.said
+        assert "--run.stop_after 3" in again.said
+    last = shop.train("sft", "run", "--resume", "--run.stop_after", "3", run={"stop_after": 2})
+    assert "run.stop_after" not in last.err
+    assert len(last.lines()) == 3

@@ -60,14 +60,14 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
     from rlhf_runtime.setup.resume import check_output
 
     prepared = prepare(config, plugins)
-    check_output(prepared)
+    notes = check_output(prepared)
     checked = row_check(prepared)
     checked.start()
     checked.wait()
     sys.stdout.write(to_toml(prepared.config))
     sys.stdout.write("\n# What this run would do\n")
     sys.stdout.write(f"# steps: {prepared.total_steps}, {prepared.data.rows_per_epoch} rows per epoch\n")
-    for note in prepared.notes:
+    for note in (*prepared.notes, *notes):
         sys.stdout.write(f"# {note}\n")
     for name, spec in prepared.specs.items():
         kind = "trained" if spec.role.trained else "frozen"

@@ -30,15 +30,19 @@ from rlhf_runtime.setup.recorded_run import check_record
 from rlhf_runtime.setup.start_record import content
 
 
-def check_output(prepared: Prepared) -> None:
+def check_output(prepared: Prepared) -> list[str]:
     """Refuse what :func:`rlhf_runtime.setup.build.build` would refuse about ``run.output`` and the observers, with the
-    same messages. Changes nothing in the folder. Raises ConfigError or CheckpointError."""
+    same messages. Returns its notes about the resume. Changes nothing in the folder.
+
+    Raises ConfigError or CheckpointError.
+    """
     run = prepared.config.run
     check_folder(run.output, run.resume, run.overwrite)
     check_latest(prepared)
-    check_resume(prepared)
+    checkpoint = check_resume(prepared)
     check_record(prepared)
     check_observers(prepared)
+    return [] if checkpoint is None else _no_steps(prepared, checkpoint.step)
 
 
 def check_latest(prepared: Prepared) -> None:
@@ -109,6 +113,17 @@ def check_steps(done: int, total: int) -> None:
         )
 
 
+def _no_steps(prepared: Prepared, done: int) -> list[str]:
+    """A note where ``run.stop_after`` ends the run before its next step."""
+    last, total = prepared.config.run.stop_after, prepared.total_steps
+    if last is None or not last <= done < total:
+        return []
+    return [
+        f"run.stop_after = {last}, and {done} of {total} steps are done: this start makes no further step. To go on, "
+        f"remove it, or set it to a later step: --run.stop_after {total}"
+    ]
+
+
 def restore(
     prepared: Prepared,
     state: RunState,
@@ -139,6 +154,8 @@ def restore(
     if missing := directory.metrics.missing(step if state.unevaluated is None else step - 1):
         note(f"{directory.metrics.path} has no line of {missing}: it was cut or replaced")
     note(f"resumed after step {step} from {checkpoint.path}")
+    for line in _no_steps(prepared, step):
+        note(line)
     return step
 
 
