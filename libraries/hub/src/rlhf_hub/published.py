@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository on a hub: config and tokenizer."""
+SETTINGS_BYTES, TEMPLATE_BYTES = 2**28, 2**20
+"""Largest files of :data:`SETTINGS`, which are read whole, and of chat templates among them."""
 INDEX = "model.safetensors.index.json"
 BLOCK, BLOCKS = 2**12, 64
 """Bytes of a block, and blocks of a file of weights, that :func:`content_of` reads."""
@@ -69,6 +72,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     asked = hub_name(path)
     if asked is None:
         folder = Path(path).expanduser()
+        require_files(folder)
         if weights and folder.is_dir():
             _require_safetensors(path, [p.name for p in folder.iterdir()])
         return str(folder)
@@ -87,6 +91,29 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)
+
+
+def require_files(folder: Path) -> None:
+    """Raises ModelError where a file that loading a model reads is no regular file (a link to a device would be read
+    without an end), or is too large to be what its name says. Follows links; a folder that does not exist has none."""
+    for pattern in (*SETTINGS, "*.safetensors", "additional_chat_templates/*.jinja"):
+        for path in folder.glob(pattern):
+            try:
+                facts = path.stat()
+            except FileNotFoundError:  # a link to nothing is as no file
+                continue
+            except OSError as cause:
+                raise ModelError(f"{path} cannot be read: {cause.strerror}. Copy the model again.") from cause
+            if stat.S_ISDIR(facts.st_mode):
+                continue
+            if not stat.S_ISREG(facts.st_mode):
+                raise ModelError(f"{path} is neither a file nor a link to one. Copy the model again.")
+            largest = TEMPLATE_BYTES if path.suffix == ".jinja" else SETTINGS_BYTES
+            if pattern != "*.safetensors" and facts.st_size > largest:
+                raise ModelError(
+                    f"{path} has {facts.st_size:,} bytes; a file of a model's settings has at most {largest:,}. Remove "
+                    "it, or copy the model again."
+                )
 
 
 def content_of(folder: Path, whole: bool = False) -> str:

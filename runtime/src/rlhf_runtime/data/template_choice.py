@@ -9,6 +9,9 @@ from rlhf.errors import ConfigError
 
 from rlhf_runtime.config.data_section import DataSection
 
+LARGEST = 2**20
+"""Bytes of a chat template."""
+
 
 def named_template(section: DataSection) -> str:
     """The text of ``data.chat_template``.
@@ -21,12 +24,16 @@ def named_template(section: DataSection) -> str:
             f"data.chat_template = {str(path)!r} does nothing with data.template = 'plain'; leave one out"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:  # which may be without an end
+            content = file.read(LARGEST + 1)
+        text = content[:LARGEST].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.chat_template: cannot read {str(path)!r}: {error}. It is the path of a file with a Jinja template, "
             "such as chat_template.jinja beside a model."
         ) from None
+    if len(content) > LARGEST:
+        raise ConfigError(f"data.chat_template: {path} has more than {LARGEST:,} bytes; a template has some thousands")
     if not text.strip():
         raise ConfigError(f"data.chat_template: {path} is empty")
     return text

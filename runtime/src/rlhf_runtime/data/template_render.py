@@ -13,6 +13,7 @@ from rlhf.errors import ConfigError, DataError, did_you_mean
 
 from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.row_fields import Message
+from rlhf_runtime.data.template_trial import try_template
 from rlhf_runtime.data.token_spans import Span
 
 T = TypeVar("T")
@@ -30,7 +31,8 @@ _CLOCK = "strftime_now"
 
 
 class TemplateRender:
-    """Raises ConfigError: a keyword argument is not the template's, or the template writes no messages.
+    """Raises ConfigError: a keyword argument is not the template's, or the template writes no messages, or it exceeds
+    limits (:func:`rlhf_runtime.data.template_trial.try_template`).
 
     Args:
         day: the time that the template reads as now.
@@ -38,13 +40,14 @@ class TemplateRender:
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime) -> None:
         self._tokenizer, self._kwargs, self.day = tokenizer, dict(kwargs), day
+        self._parts_only = False
+        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
+        try_template(str(tokenizer.chat_template), self._try)
         self._variables = _variables(tokenizer.chat_template)
         self._check_kwargs()
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self.has_generation = _GENERATION.search(self._source) is not None
         """Whether the template marks answers."""
-        self._parts_only = False
-        """Whether the template reads content as a list of parts only, as those of some image-text models do."""
         self._require_content()
 
     @property
@@ -104,6 +107,11 @@ class TemplateRender:
             return [dict(m) for m in messages]
         parts = ([{"type": "text", "text": c}] if isinstance(c := m.get("content"), str) else c for m in messages)
         return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
+
+    def _try(self, messages: Sequence[Message]) -> str:
+        """What this process does with the template: jinja2 computes constants also where it only looks for names."""
+        _variables(self._tokenizer.chat_template)
+        return self.text(messages, answer=True)
 
     def _check_kwargs(self) -> None:
         if taken := sorted(_NOT_OF_TEMPLATES & set(self._kwargs)):
