@@ -208,10 +208,13 @@ class CheckpointSection(ComponentConfig):
     """Number of newest checkpoints that are kept, in addition to the best one. Also applies to exports."""
     save_best: bool = True
     """Save a checkpoint when evaluation finds a new best, and keep it until there is a better one."""
+    export_best: bool = True
+    """Export the model of the best evaluation so far to ``model-best/``, in Hugging Face format, where the best
+    checkpoint is saved. ``model/`` is that of the last step."""
     export_every: Count | None = None
     """Steps between Hugging Face exports to ``exports/step-N``. The final export is ``model/``."""
     export_trained: bool = False
     """At the end, also export the other trained roles, such as the critic to ``model-critic/``, to start another run
     from them."""
     save_rollouts: bool = True
-    """Write the samples of every step to ``rollouts/``."""
+    """Write the samples of every step to ``rollouts/``, and the answers of every evaluation to ``evaluations/``."""

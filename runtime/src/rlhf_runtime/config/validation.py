@@ -207,8 +207,9 @@ def _evaluation(run: RunFile, sampled: bool) -> list[str]:
             problems.append(
                 "[eval] is set, but there is no data.eval to evaluate on. Set --eval-data FILE, or remove it."
             )
-        if not run.checkpoint.save_best:
-            problems.append("checkpoint.save_best = false: there is no data.eval, so no step is the best. Remove it.")
+        for name in ("save_best", "export_best"):
+            if not getattr(run.checkpoint, name):
+                problems.append(f"checkpoint.{name} = false: there is no data.eval, so no step is the best. Remove it.")
         return problems
     if run.eval.patience is not None and run.eval.every is None:
         problems.append(

@@ -25,7 +25,8 @@ from rlhf_runtime.samples.rollouts import Rollouts
 class Evaluation:
     """The evaluation of a run on held-out rows, and the best value so far."""
 
-    compute: Callable[[], Metrics]
+    compute: Callable[[int], Metrics]
+    """The metrics after this many finished steps."""
     best: BestTracker
 
 

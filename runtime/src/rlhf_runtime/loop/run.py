@@ -91,7 +91,7 @@ class Run:
         self.reports.observe("run_started", info)
         self.control.apply()
         if self.config.eval.at_start and self.first_step == 0 and self.evaluation is not None:
-            metrics = self._evaluate(self.evaluation)
+            metrics = self._evaluate(self.evaluation, 0)
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
         self.done = self.first_step
@@ -100,6 +100,7 @@ class Run:
             self.directory.metrics.cut(self.done - 1)  # an earlier resume may have come further than this
             self._end_step(self.done, self.state.unevaluated, saved=True)
         self._stopping = self._stops(self.done)
+        self.saves.export_best(self.done)
         self.saves.export(self.done, last=self._is_last(self.done))
         with self.stop:
             while self.done < self.total_steps and not self._stopping:
@@ -207,7 +208,7 @@ class Run:
             if not saved:
                 self.saves.hold(done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
             try:
-                metrics |= self._evaluate(self.evaluation)
+                metrics |= self._evaluate(self.evaluation, done)
                 is_best = self.evaluation.best.update(done, metrics)[0] and section.save_best
             except Exception:
                 self.reports.record(done, metrics)  # the step itself is complete
@@ -224,6 +225,7 @@ class Run:
             self.saves.complete(done, is_best)
         elif asked or _due(done, section.every) or last or is_best:
             self.saves.save(done, is_best)
+        self.saves.export_best(done)
         self.saves.export(done, last)
 
     def rescue(self) -> None:
@@ -286,10 +288,10 @@ class Run:
         """Whether no step follows after ``done`` steps."""
         return done == self.total_steps or self._stopping
 
-    def _evaluate(self, evaluation: Evaluation) -> Metrics:
-        """The metrics of the current weights on held-out rows."""
+    def _evaluate(self, evaluation: Evaluation, done: int) -> Metrics:
+        """The metrics of the current weights, after ``done`` steps, on held-out rows."""
         with self.timed("evaluate"):
-            metrics = evaluation.compute()
+            metrics = evaluation.compute(done)
         self.algorithm.evaluated(metrics)
         return metrics
 

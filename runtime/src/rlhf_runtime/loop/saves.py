@@ -103,6 +103,17 @@ class Saves:
         with self._store.writing(path), self._reports.timeline.phase("export"):
             self._directory.export(done, self.write_model, section.keep)
 
+    def export_best(self, done: int) -> None:
+        """Export the model after ``done`` steps, if its evaluation is the best so far. After a resume it may exist."""
+        section, best = self._config.checkpoint, self._state.best
+        if not (section.save_best and section.export_best) or best is None or best.step != done:
+            return
+        if self._directory.exported_best() == done:
+            return
+        self._take_devices_back()
+        with self._store.writing(self._directory.best_model), self._reports.timeline.phase("export"):
+            self._directory.publish_best(done, self._mark(), self.write_model)
+
     def write_model(self, path: Path) -> None:
         """Write the policy, or its moving average if one is kept, in Hugging Face format. ``config.json`` contains the
         algorithm's ``model_config`` and, if rows were solutions in steps, the separator of steps. A chat template that

@@ -1,7 +1,7 @@
 """The run directory: one run, one folder, one process at a time.
 
 config.toml  manifest.json  metrics.jsonl  timeline.json  rollouts/step-000012.arrow  checkpoints/step-000012/
-exports/step-000012/  skipped/  model/  workers/
+evaluations/step-000012.jsonl  exports/step-000012/  skipped/  model/  model-best/  workers/
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rlhf.secrets import redact
 
 from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
+from rlhf_runtime.checkpoint.store import BEST, SavedBest
 from rlhf_runtime.observe.folder_lock import FolderLock
 from rlhf_runtime.observe.machine import environment
 from rlhf_runtime.observe.metrics import MetricsLog
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 GIVEN = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
 _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
-_STEP = re.compile(r"step-(\d{6,})(\.arrow|-\d+\.safetensors)?")
+_STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
+_OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
+"""Folders whose files are named by steps."""
 SKIPPED_KEPT = 20
 """Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
 fill the disk."""
@@ -83,7 +86,7 @@ class RunDirectory:
             require_free(path, resume, overwrite)
             if not resume:
                 clear(path, () if overwrite else ("precomputed",))
-            for folder in (path, *(path / name for name in ("rollouts", "exports", "skipped", "precomputed"))):
+            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed"))):
                 remove_leftovers(folder)
         except BaseException:
             lock.release()
@@ -141,10 +144,12 @@ class RunDirectory:
         so the records of all steps are deleted."""
         last = -1 if step is None else step
         self.metrics.cut(last)
-        for folder in ("rollouts", "exports", "skipped"):
+        for folder in _OF_STEPS:
             for number, path in _numbered(self.path / folder):
                 if number > last:
                     _remove(path)
+        if (self.exported_best() or 0) > last:
+            discard_folder(self.best_model)
 
     # --------------------------------------------------------------------------------------- places
 
@@ -157,6 +162,11 @@ class RunDirectory:
     def rollouts_of(folder: Path, step: int) -> Path:
         """File for the samples that ``step`` of the run in ``folder`` was trained on."""
         return folder / "rollouts" / f"step-{step:06d}.arrow"
+
+    def evaluations(self, step: int) -> Path:
+        """File for the answers of the evaluation after ``step``; its folder exists."""
+        (self.path / "evaluations").mkdir(exist_ok=True)
+        return self.path / "evaluations" / f"step-{step:06d}.jsonl"
 
     def exports(self, step: int) -> Path:
         """Folder for the model after ``step``. :meth:`export` fills it atomically."""
@@ -171,6 +181,25 @@ class RunDirectory:
     def model(self) -> Path:
         """Folder for the final model. :meth:`publish_model` fills it atomically."""
         return self.path / "model"
+
+    @property
+    def best_model(self) -> Path:
+        """Folder for the model of the best evaluation so far."""
+        return self.model_of("best")
+
+    def exported_best(self) -> int | None:
+        """The step of :attr:`best_model`, None where there is none."""
+        file = self.best_model / BEST
+        return validated(SavedBest, read_json(file), file).step if file.is_file() else None
+
+    def publish_best(self, step: int, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``about``."""
+
+        def write_both(folder: Path) -> None:
+            write(folder)
+            write_json(folder / BEST, {"step": step, **about})
+
+        publish_folder(self.best_model, write_both)
 
     def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
         """Call ``write`` to fill the export of ``step`` atomically, if it does not exist yet. Only the ``keep`` newest

@@ -15,7 +15,7 @@ from rlhf_runtime.observe.folder_lock import FolderLock, unusable
 from rlhf_runtime.observe.metrics import read_metrics
 
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
-_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "exports", "skipped", "precomputed", "timeline.json", "workers")
+_WRITTEN = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
 """The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
 
 

@@ -12,8 +12,10 @@ from rlhf.errors import PluginError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import first_cause
+from rlhf.types import Group
 
 from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.saved_groups import write_lines
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.early_row_check import RowCheck
 from rlhf_runtime.loop.checkpoint_state import RunState
@@ -128,7 +130,15 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     if rows := data.eval_rows()[: config.eval.max_rows]:
         if sampler is not None:
             failures.append(evaluation_failures(config, progress.note))
-        evaluation = make_evaluation(prepared, rows, roles, sampler, stream, failures[-1:])
+        evaluation = make_evaluation(
+            prepared,
+            rows,
+            roles,
+            sampler,
+            stream,
+            failures[-1:],
+            functools.partial(_save_answers, prepared, directory, store),
+        )
 
     rewards = {r.name: r.instance for r in prepared.rewards}
     best = evaluation.best if evaluation is not None else None
@@ -183,6 +193,15 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
         "resources": resources,
     }
     return OnlineRun(**parts, stream=stream) if stream is not None else Run(**parts)
+
+
+def _save_answers(
+    prepared: Prepared, directory: RunDirectory, store: CheckpointStore, done: int, groups: list[Group]
+) -> None:
+    """Write the answers of the evaluation after ``done`` steps, as `rlhf eval --save` does."""
+    if prepared.config.checkpoint.save_rollouts:
+        with store.writing(path := directory.evaluations(done)):
+            write_lines(path, groups, prepared.data.template.prompt_of)
 
 
 def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[TrainerOptions]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from rlhf.types import Row
+from rlhf.types import Group, Row
 
 from rlhf_runtime.loop.ema_evaluation import evaluates_average, with_average
 from rlhf_runtime.loop.evaluate import Evaluation, check_metric, evaluate_loss, evaluate_rollouts
@@ -25,29 +25,41 @@ def make_evaluation(
     sampler: Sampler | None,
     stream: Stream | None,
     failures: Sequence[Failures],
+    save: Callable[[int, list[Group]], None],
 ) -> Evaluation:
     """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
 
     Args:
         failures: the counter of failed samples, where there is a sampler.
+        save: keeps the policy's answers after so many finished steps.
     """
-    config, parts = prepared.config, list[Callable[[], Metrics]]()
+    config, parts = prepared.config, list[Callable[[int], Metrics]]()
     if sampler is not None:
         rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
-        parts.append(lambda: evaluate_rollouts(rollouts, rows, settings, config.eval)[0])
+
+        def answer(done: int) -> Metrics:
+            metrics, groups = evaluate_rollouts(rollouts, rows, settings, config.eval)
+            save(done, groups)
+            return metrics
+
+        parts.append(answer)
     if not prepared.online:
         examples = prepared.data.examples(rows)
         losses = functools.partial(evaluate_loss, prepared.algorithm, roles, examples)
         if not config.run.resume:
             sources = {row.source for row in rows} if sampler is not None else ()
             check_metric(config.eval, sources, is_scored(prepared), losses)
-        parts.append(losses)
+        parts.append(lambda done: losses())
 
-    def compute() -> Metrics:
-        return {name: value for part in parts for name, value in part().items()}
+    def compute(done: int) -> Metrics:
+        return {name: value for part in parts for name, value in part(done).items()}
 
     best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
     if not evaluates_average(policy, trainer, config.eval.weights):
         return Evaluation(compute, best)
-    return Evaluation(functools.partial(with_average, compute, policy, sampler, stream, prepared.total_steps), best)
+
+    def compute_average(done: int) -> Metrics:
+        return with_average(functools.partial(compute, done), policy, sampler, stream, prepared.total_steps)
+
+    return Evaluation(compute_average, best)
