@@ -1,6 +1,7 @@
 """The suite of commands, for the commands of this distribution."""
 
 from rlhf_plugin_jobs.eval import Eval
+from rlhf_plugin_jobs.export import Export
 from rlhf_plugin_jobs.generate import Generate
 from rlhf_plugin_jobs.score import Score
 from rlhf_testing.command import CommandContract
@@ -8,6 +9,10 @@ from rlhf_testing.command import CommandContract
 
 class TestEval(CommandContract):
     command = Eval
+
+
+class TestExport(CommandContract):
+    command = Export
 
 
 class TestGenerate(CommandContract):

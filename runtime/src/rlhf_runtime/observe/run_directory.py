@@ -43,10 +43,12 @@ class SavedPrecision(Saved):
 
 
 class SavedStart(SavedPart):
-    """The fields of a start in ``manifest.json`` that a resume reads."""
+    """The fields of a start in ``manifest.json`` that a resume or an export reads."""
 
     hub: dict[str, str] = {}
     on_processor: SavedPrecision | None = None
+    images: bool = False
+    total_steps: int = 0
 
 
 class SavedRun(SavedPart):

@@ -65,6 +65,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
             total_steps=run.total_steps,
             options=list(config.origins.options),
             data=data.fingerprints(),
+            images=data.has_images,
             **_measured(prepared),
         )
         run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))

@@ -1,0 +1,58 @@
+"""Write the model of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
+from rlhf_runtime.config.command_line import dotted
+
+
+class Export(Command):
+    """Write a checkpoint's model in Hugging Face format: `rlhf export RUN --best --output FOLDER`.
+
+    The run file is RUN's own; its trainer loads the checkpoint. If the run keeps a moving average of the weights, that
+    is exported, as in model/. Dotted flags change where it runs, for example --launcher.use local.
+    """
+
+    name = "export"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
+        which = parser.add_mutually_exclusive_group(required=True)
+        which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
+        which.add_argument("--average", action="store_true", help="the mean of the weights of all kept checkpoints")
+        parser.add_argument(
+            "-o", "--output", type=path_argument, required=True, metavar="FOLDER", help="new folder for the model"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.errors import ConfigError
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.jobs.export import export
+
+        folder: Path = args.run
+        if not (folder / "config.toml").is_file():
+            raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
+        config = load(str(folder / "config.toml"), dotted(args.overrides))
+        which = "best" if args.best else "average" if args.average else args.step
+        steps = export(config, Plugins.discover(), folder, which, args.output, _note)
+        several = f"the mean of steps {', '.join(map(str, steps))}"
+        sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else several}\n")
+        return 0
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Export]

@@ -1,0 +1,144 @@
+"""The model in a checkpoint, as a folder in Hugging Face format: `rlhf export`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rlhf.errors import CheckpointError, ConfigError, boundary
+from rlhf.interfaces import Algorithm
+from rlhf.plugins import Plugins
+from rlhf_hub.hub import Commits
+
+from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, read_json
+from rlhf_runtime.checkpoint.atomic_files import publish_folder
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.template import Template
+from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
+from rlhf_runtime.loop.model_files import ModelFiles
+from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.setup.join import join
+from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
+from rlhf_runtime.setup.prepare import on_processor, total_steps
+
+Which = int | Literal["best", "average"]
+"""A step, the best checkpoint, or the mean of all."""
+
+
+def choose(run: Path, which: Which) -> list[Checkpoint]:
+    """The checkpoints of the run in ``run`` that an export reads, every file compared with its checksum.
+
+    Raises CheckpointError or ConfigError where there are none, or they are damaged.
+    """
+    store = CheckpointStore(run)
+    complete = store.complete()
+    steps = [checkpoint.step for checkpoint in complete]
+    kept = f"{store.root} holds the steps {steps}" if steps else f"there is no complete checkpoint in {store.root}"
+    if which == "average":
+        if len(steps) < 2:
+            raise ConfigError(f"--average is the mean of two checkpoints or more, and {kept}.")
+        return [store.open(step) for step in steps]
+    if which == "best":
+        best = store.best()
+        if best is None:
+            raise ConfigError(
+                f"no checkpoint of {run} is marked as the best: it had no evaluation, or checkpoint.save_best = false. "
+                f"Name a step with --step; {kept}."
+            )
+        return [store.open(best.step)]
+    if which not in steps:
+        raise ConfigError(f"--step {which}: {kept}.")
+    return [store.open(which)]
+
+
+def export(
+    config: RunFile, plugins: Plugins, run: Path, which: Which, output: Path, note: Callable[[str], None]
+) -> list[int]:
+    """Write the policy of checkpoints of the run in ``run`` to the folder ``output``, as the run writes ``model/``.
+
+    Args:
+        config: the run's own run file. The trainer loads the checkpoint, so it must be the same one.
+        note: shows remarks of the trainer.
+
+    Returns the steps of the checkpoints.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists. Name a new folder, or delete this one.")
+    checkpoints = choose(run, which)
+    with _policy(config, plugins, run) as (role, made, template):
+        for remark in role.facts.notes:
+            note(remark)
+
+        def write(folder: Path, checkpoint: Checkpoint) -> None:
+            role.every("load", checkpoint.path / "roles" / "policy")
+            _restore(made.algorithm, checkpoint.path / "state.json")
+            ModelFiles(made.config, made.algorithm, template).write_policy(role, folder)
+
+        def write_all(folder: Path) -> None:
+            *others, newest = checkpoints
+            with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as place:
+                exports = [Path(place) / f"step-{checkpoint.step}" for checkpoint in others]
+                for path, checkpoint in zip(exports, others, strict=True):
+                    path.mkdir()
+                    write(path, checkpoint)
+                write(folder, newest)
+                _add_to_mean(folder, exports)
+
+        publish_folder(output, write_all)
+    return [checkpoint.step for checkpoint in checkpoints]
+
+
+@contextmanager
+def _policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
+    """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
+    join(config, plugins)
+    start = RunDirectory.last_start(run)
+    made = run_plugins(config, plugins, scored=False, commits=Commits(start.get("hub")))
+    steps = start.get("total_steps") or total_steps(made.config, 0)
+    tokenizer = load_tokenizer(made.model("policy"), made.config.policy.trust_remote_code)
+    made.algorithm.use_tokens(tokens_of(tokenizer))
+    template = Template(tokenizer, made.config.data)
+    schedule = Schedule.of(made.algorithm, steps)
+    place = replace(made.places_on(device_here())["policy"], share=None)
+    spec = made.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
+    spec = on_processor({"policy": spec}, made.trainer_class, start.get("on_processor"))["policy"]
+    trainer = made.trainer("policy")
+    trainer.resolved.cls.check_files(spec)
+    launcher = made.parts["launcher"].build()
+    with ExitStack() as resources:
+        resources.callback(launcher.shutdown)
+        launcher.place({"policy": place}, [trainer.resolved], None)
+        yield Role(spec, launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec), None), made, template
+
+
+def _restore(algorithm: Algorithm, state: Path) -> None:
+    """Restore what the algorithm writes into a model's config."""
+    components = {"algorithm": algorithm, **{f"algorithm.{slot}": part for slot, part in algorithm.parts.items()}}
+    saved: Any = read_json(state)
+    for name, component in components.items():
+        with boundary(CheckpointError, f"load_state_dict() of {name}, given components.{name} of {state},"):
+            component.load_state_dict(saved["components"][name])
+
+
+def _add_to_mean(folder: Path, exports: Sequence[Path]) -> None:
+    """Replace the weights of the export in ``folder`` by the mean of its weights and those of other exports, which are
+    divided into the same files. At most one file is in memory."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    for path in sorted(folder.glob("*.safetensors")) if exports else ():
+        tensors = load_file(path)
+        sums = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        for other in exports:
+            with safe_open(other / path.name, "pt") as file:
+                for name in sums:
+                    sums[name] += file.get_tensor(name)
+        means = {name: (total / (1 + len(exports))).to(tensors[name].dtype) for name, total in sums.items()}
+        save_file({**tensors, **means}, path, metadata={"format": "pt"})
+        path.chmod(0o644)
