@@ -116,6 +116,16 @@ def test_it_learns(trained: dict[str, Finished], kind: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+def test_transformers_loads_the_export_of_two_classes_without_a_new_weight(trained: dict[str, Finished]) -> None:
+    from transformers import AutoModelForTokenClassification
+
+    path = trained["classes"].path / "model"
+    module, info = AutoModelForTokenClassification.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert module.config.architectures == [type(module).__name__]
+    assert not module.score.bias.any()
+
+
 def test_the_export_of_two_classes_names_them(trained: dict[str, Finished]) -> None:
     from transformers import AutoModelForSequenceClassification
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 
@@ -15,6 +16,8 @@ from rlhf_modeling.pretrained import copy_processor, exporting, quiet
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlhf_modeling.loaded import LoadedModel
 
 GENERATION_CONFIG = "generation_config.json"
 _MODES = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
@@ -55,6 +58,27 @@ def try_export(
         f"the {GENERATION_CONFIG} of {spec.path!r} has values that transformers does not write; exports "
         f"{' and '.join(changes)}",
     )
+
+
+def token_classifier(loaded: LoadedModel) -> str | None:
+    """The class of transformers that gives the outputs of a new head of classes at every token, under which it is
+    exported: the class that it was loaded as reads one token only. None where the head is another one, and where
+    transformers has no such class with a bias in its head (:func:`head_bias`)."""
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as CLASSES
+
+    config = loaded.module.config
+    if not (loaded.kind.startswith("classes") and loaded.fresh_head) or type(config) not in CLASSES:
+        return None
+    cls: Any = CLASSES[type(config)]
+    with torch.device("meta"), quiet():
+        model = cls(config)
+    bias = getattr(getattr(model, "score", None), "bias", None)
+    return None if bias is None else type(model).__name__
+
+
+def head_bias(loaded: LoadedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The bias of zeros that the head has as a :func:`token_classifier`."""
+    return {"score.bias": torch.zeros(loaded.head.out_features, dtype=dtype)}
 
 
 def read_generation_config(spec: ModelSpec, folder: str) -> GenerationConfig | None:

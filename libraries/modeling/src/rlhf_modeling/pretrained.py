@@ -107,9 +107,13 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def set_exported_dtype(folder: Path, dtype: torch.dtype) -> None:
     """Name the number format of an export's weights in its ``config.json``."""
+    set_exported(folder, dtype=str(dtype).removeprefix("torch."))
+
+
+def set_exported(folder: Path, **fields: Any) -> None:
+    """Set fields of an export's ``config.json``."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config = {**json.loads(file.read_text(encoding="utf-8")), **fields}
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

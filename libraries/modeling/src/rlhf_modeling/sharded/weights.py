@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rlhf_modeling.export_files import write_configs
+from rlhf_modeling.export_files import head_bias, token_classifier, write_configs
 from rlhf_modeling.optimizer import give_back
-from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported_dtype
+from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.sharded import export
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
@@ -67,8 +68,14 @@ class ShardedWeights(PackedTrainer):
             path.mkdir(parents=True, exist_ok=True)
             write_configs(path, self.module, self.tokenizer or load_tokenizer(self.spec))
             copy_processor(self.spec, path)
-            limit = self.config.export_shard_bytes
-            export.write_weights(path, self._exported(view), self.tensors.published(self._exports_masters), limit)
+            weights, sizes = self._exported(view), self.tensors.published(self._exports_masters)
+            if classifier := token_classifier(self.loaded):
+                bf16 = self.spec.storage == "bf16" and not self._exports_masters
+                added = head_bias(self.loaded, torch.bfloat16 if bf16 else torch.float32)
+                weights = chain(weights, added.items())
+                sizes = sizes | {name: bias.nbytes for name, bias in added.items()}
+                set_exported(path, architectures=[classifier])
+            export.write_weights(path, weights, sizes, self.config.export_shard_bytes)
             if self.spec.storage == "bf16":  # of divided masters transformers would name fp32
                 set_exported_dtype(path, torch.float32 if self._exports_masters else torch.bfloat16)
         else:

@@ -16,6 +16,7 @@ from rlhf_modeling import state
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.ema import Copy, Ema
+from rlhf_modeling.export_files import head_bias, token_classifier
 from rlhf_modeling.masters import Masters
 from rlhf_modeling.model import load_model
 from rlhf_modeling.optimizer import (
@@ -29,7 +30,7 @@ from rlhf_modeling.optimizer import (
     to_host,
 )
 from rlhf_modeling.precision import Precision, choose_device
-from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported_dtype
+from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.published import Published
 from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.trainer import PackedTrainer
@@ -169,7 +170,12 @@ class TorchTrainer(PackedTrainer):
             whole = dict(add(self.module, own)) if self.has_adapters else None
             if masters := self.config.export_masters and self.masters:
                 whole = masters.of(self.module.state_dict())
+            if classifier := token_classifier(self.loaded):
+                whole = dict(whole or own)
+                whole |= head_bias(self.loaded, next(iter(whole.values())).dtype)
             self.module.save_pretrained(str(path), state_dict=whole)
+            if classifier:
+                set_exported(Path(path), architectures=[classifier])
             if masters:
                 set_exported_dtype(Path(path), torch.float32)
         tokenizer.save_pretrained(str(path))
