@@ -163,3 +163,32 @@ def test_without_partial_nothing_is_run_after_a_failed_test(code_reward) -> None
 def test_an_answer_without_a_program(code_reward) -> None:
     result = score(code_reward(tags=("c",)), [{"input": "", "output": ""}], "print()")
     assert (result.value, result.info) == (0.0, {"program": False, "passed": 0, "tests": 1})
+
+
+RIGHT = {
+    "a thread pool": (
+        "from multiprocessing.dummy import Pool\nwith Pool(8) as pool: print(sum(pool.map(int, ['2', '3'])))"
+    ),
+    "an executor": (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "with ThreadPoolExecutor(4) as pool: print(sum(pool.map(int, ['2', '3'])))"
+    ),
+    "locks": (
+        "from multiprocessing import Lock, RLock, Semaphore\nlock = Lock()\nwith lock, RLock(), Semaphore(2):\n"
+        "    print(5 if not lock.acquire(timeout=0.01) else 0)"
+    ),
+    "an event loop": "import asyncio\nasync def f(): return 5\nprint(asyncio.run(f()))",
+    "its file": "import os\nprint(5 if os.path.basename(__file__).endswith('.py') else 0)",
+    "its source": "import inspect\ndef f():\n    return 5\nassert 'return 5' in inspect.getsource(f)\nprint(f())",
+    "a byte-order mark": "\ufeffprint(5)",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_not_refused(run, name: str) -> None:
+    ended = run(RIGHT[name])
+    assert (ended.out, ended.err) == ("5\n", "")
+
+
+def test_a_byte_order_mark_before_the_fence() -> None:
+    assert last_block("\ufeff```python\na\n```", TAGS) == "a\n"

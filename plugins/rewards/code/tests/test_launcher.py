@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -21,6 +22,8 @@ from rlhf_plugin_code.launcher import Launcher
 from rlhf_plugin_code.probe import NAMES, probe
 from rlhf_plugin_code.reward import CodeReward
 from rlhf_plugin_code.seccomp import seccomp_filter
+
+NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
 async def until(condition) -> None:
@@ -75,6 +78,36 @@ def test_a_sandbox_that_does_not_start_is_a_failed_sample(fresh, launcher) -> No
     fresh._settings["command"] = ("/usr/bin/no-such-python",)
     with pytest.raises(RewardError, match=f"the sandbox '{launcher.sandbox}' did not start a program: .*"):
         asyncio.run(fresh.run("print(1)"))
+
+
+@pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=NO_BWRAP), "sandlock", "limits"])
+def test_no_program_outlives_a_launcher_process_that_is_killed(sandbox: str) -> None:
+    """Not even one that tries to unset the signal that the kernel sends, in a session of its own."""
+    program = (
+        "import ctypes, os, signal, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "for try_ in (os.setsid, lambda: ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)):\n"
+        "    try: try_()\n    except OSError: pass\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
+        "print('ready', file=sys.stderr, flush=True)\ntime.sleep(600)"
+    )
+    one = Launcher(sandbox, interpreter(None), replace(LIMITS, wall_seconds=60.0))
+
+    async def scenario() -> list[psutil.Process]:
+        task = asyncio.create_task(one.run(program))
+        await until(lambda: one._process is not None and any(p.num_threads() > 1 for p in programs(one)))
+        await asyncio.sleep(0.2)  # until after the calls that follow the thread
+        left = programs(one)
+        os.kill(one._process._process.pid, signal.SIGKILL)
+        with pytest.raises(RewardError):
+            await task
+        await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in left))
+        return left
+
+    try:
+        assert asyncio.run(scenario())
+    finally:
+        one.close()
 
 
 def test_a_launcher_process_that_dies_fails_its_samples_and_is_started_again(fresh) -> None:
@@ -191,7 +224,8 @@ from rlhf_plugin_code.probe import probe
 limits = Limits(5, 30.0, 2**28, 2**20, 2**20)
 launcher = Launcher({sandbox!r}, interpreter(None), limits)
 print(asyncio.run(probe(launcher, limits.memory)))
-print(asyncio.run(launcher.run({threads!r})).out)
+ended = asyncio.run(launcher.run({threads!r}))
+print(ended.end, ended.out)
 launcher.close()
 """
 THREADS = """
@@ -205,6 +239,7 @@ try:
 except RuntimeError:
     pass
 os.write(1, b"%d" % n)
+time.sleep(n >= 100)
 os._exit(0)
 """
 
@@ -221,6 +256,6 @@ def test_without_root(launcher) -> None:
     )
     if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("needs folders of packages that every user can read")
-    found, threads = done.stdout.split()
+    found, end, *threads = done.stdout.split()
     assert found == "()", done.stderr
-    assert int(threads) < 64 if launcher.sandbox == "bwrap" else int(threads) == 100
+    assert (end == "exit" and int(threads[0]) < 64) if launcher.sandbox == "bwrap" else end == "threads"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MARK = "```"
-BLANKS = " \t\r"
+BLANKS = " \t\r\ufeff"
 
 
 def last_block(text: str, tags: Sequence[str]) -> str | None:

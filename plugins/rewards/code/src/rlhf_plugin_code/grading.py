@@ -88,6 +88,8 @@ def same(value: Any, expected: Any, tolerance: float) -> bool:
 def _failure(run: Finished, cpu_seconds: int) -> Verdict | None:
     if run.end == "output":
         return Verdict("output", "it wrote more than the limit")
+    if run.end in ("threads", "files"):
+        return Verdict("error", f"it was killed because it had too many {run.end}")
     by_signal = run.code < 0 or run.code > 128
     if run.end == "wall" or (by_signal and run.seconds >= cpu_seconds):
         limit = "wall time" if run.end == "wall" else "processor time"

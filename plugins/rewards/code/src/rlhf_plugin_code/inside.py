@@ -22,6 +22,7 @@ def _main():  # type: ignore[no-untyped-def]
             parts += part
         return parts
 
+    parent = posix.getppid()
     line = b""
     while not line.endswith(b"\n"):
         line += read(1)
@@ -48,6 +49,9 @@ def _main():  # type: ignore[no-untyped-def]
 
         prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")
         words = Filter(len(setup["filter"]) // 8, setup["filter"])
+        # PR_SET_PDEATHSIG with SIGKILL: no program outlives the launcher process. The filter keeps it set.
+        if _ctypes.call_function(prctl, (1, 9, 0, 0, 0)) or posix.getppid() != parent:
+            sys.exit("the launcher process has ended")
         # PR_SET_NO_NEW_PRIVS, then PR_SET_SECCOMP with SECCOMP_MODE_FILTER
         if any(_ctypes.call_function(prctl, c) for c in ((38, 1, 0, 0, 0), (22, 2, _ctypes.byref(words), 0, 0))):
             sys.exit("the filter of system calls cannot be set")
@@ -59,6 +63,39 @@ def _main():  # type: ignore[no-untyped-def]
     name = "__main__" if calls is None else "solution"
     module = type(sys)(name)
     sys.modules[name] = module
+    program = setup["program"]
+    if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file and not in a text
+        program = program[1:]
+
+    class Source:
+        def get_source(self, name):  # type: ignore[no-untyped-def]
+            return program
+
+    module.__file__, module.__loader__ = "program.py", Source()  # for inspect.getsource
+
+    class SemLock:
+        """Thread pools of multiprocessing need a lock of processes, for which there is no memory to share."""
+
+        SEM_VALUE_MAX = 2**31 - 1
+
+        def __init__(self, kind, value, maxvalue, name, unlink):  # type: ignore[no-untyped-def]
+            import threading
+
+            self.kind, self.maxvalue, self.name, self.handle = kind, maxvalue, None, 0
+            self._lock = threading.Semaphore(value) if kind else threading.RLock()
+            self.release = self._lock.release
+
+        def acquire(self, block=True, timeout=None):  # type: ignore[no-untyped-def]
+            return self._lock.acquire(block) if timeout is None else self._lock.acquire(block, timeout)
+
+        def __enter__(self):  # type: ignore[no-untyped-def]
+            return self.acquire()
+
+        def __exit__(self, *error):  # type: ignore[no-untyped-def]
+            self.release()
+
+    locks = sys.modules["_multiprocessing"] = type(sys)("_multiprocessing")
+    locks.SemLock, locks.sem_unlink, locks.flags = SemLock, None, {}
     sys.path = [folder for folder in sys.path if folder]
     sys.argv = ["program.py"]
     nonce = setup["nonce"].encode()
@@ -71,7 +108,7 @@ def _main():  # type: ignore[no-untyped-def]
         write(answers, nonce + b"\n")
     else:
         write(1, nonce + b"\n")
-    exec(compile(setup["program"], "program.py", "exec"), module.__dict__)
+    exec(compile(program, "program.py", "exec"), module.__dict__)
     if calls is None:
         return
 

@@ -36,8 +36,9 @@ Call = tuple[str, Sequence[Any]]
 class Finished:
     """How a program ended that did start."""
 
-    end: Literal["exit", "wall", "output"]
-    """``wall``: it was killed at the limit of wall time. ``output``: it was killed because it wrote too much."""
+    end: Literal["exit", "wall", "output", "threads", "files"]
+    """``wall``: it was killed at the limit of wall time. ``output``, ``threads``, ``files``: it was killed because it
+    wrote too much, or had too many of these."""
     code: int
     """Exit status. Negative, or 128 and more: a signal."""
     seconds: float

@@ -7,8 +7,8 @@ is slow, and because its own capabilities can be dropped here. One JSON object p
 * then ``{"id", "header", "input"}`` for each start, answered by ``{"id", "end", "code", "seconds", "out", "err"}``,
 * ``{"cancel": id}`` ends a program; it is answered like any other.
 
-``end`` is ``exit``, ``wall`` (time), ``output`` (too much), ``cancelled`` or ``failed`` (the sandbox did not start; the
-cause is in ``err``). At the end of standard input all programs are killed.
+``end`` is ``exit``, ``wall`` (time), ``output`` (too much), ``threads``, ``files`` (too many), ``cancelled`` or
+``failed`` (the sandbox did not start; the cause is in ``err``). At the end of standard input all programs are killed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import selectors
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from rlhf_plugin_code.interpreter import Interpreter
-from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.limits import FILE_BYTES, LOOK_SECONDS, MIB, THREADS, Limits
 from rlhf_plugin_code.starters import STARTERS, Started, drop_capabilities
 
 ERRORS = 4096
@@ -70,7 +71,7 @@ class Program:
     def _talk(self, started: Started, data: bytes, deadline: float) -> tuple[str, bytearray, bytearray]:
         """(end, standard output, end of standard error) of a program that may still run."""
         out, err, sent = bytearray(), bytearray(), 0
-        exited = os.pidfd_open(started.pid)
+        exited, looked = os.pidfd_open(started.pid), time.monotonic()
         try:
             with selectors.DefaultSelector() as streams:
                 for stream in (started.stdin, started.stdout, started.stderr):
@@ -80,9 +81,14 @@ class Program:
                 streams.register(started.stderr, selectors.EVENT_READ, err)
                 streams.register(exited, selectors.EVENT_READ)
                 while True:
-                    ready = {key.fileobj for key, _ in streams.select(max(0.0, deadline - time.monotonic()))}
-                    if not ready:
+                    left = deadline - time.monotonic()
+                    ready = {key.fileobj for key, _ in streams.select(max(0.0, min(left, LOOK_SECONDS)))}
+                    if not ready and left <= 0:
                         return "wall", out, err
+                    if time.monotonic() - looked >= LOOK_SECONDS:
+                        if excess := self._excess(started.pid):
+                            return excess, out, err
+                        looked = time.monotonic()
                     if started.stdin in ready:
                         try:
                             sent += os.write(started.stdin.fileno(), data[sent : sent + CHUNK])
@@ -110,6 +116,28 @@ class Program:
                         return "exit", out, err
         finally:
             os.close(exited)
+
+    def _excess(self, pid: int) -> str:
+        """Of what the program has too many; empty if of nothing.
+
+        Args:
+            pid: of the process that was started.
+        """
+        try:
+            for _ in range(self._starter.parents):
+                children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+                if not children:  # the sandbox is still starting
+                    return ""
+                pid = int(children[0])
+            if os.stat(f"/proc/{pid}/task").st_nlink - 2 > THREADS:
+                return "threads"
+            if self._starter.parents:
+                folder = os.statvfs(f"/proc/{pid}/root/tmp")
+                if (folder.f_files - folder.f_ffree) * FILE_BYTES > max(self._limits.disk, MIB):
+                    return "files"
+        except OSError:  # it has ended
+            pass
+        return ""
 
 
 def main() -> None:

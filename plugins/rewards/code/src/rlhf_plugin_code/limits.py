@@ -7,6 +7,10 @@ from dataclasses import dataclass
 MIB = 2**20
 OPEN_FILES = 64
 THREADS = 64
+FILE_BYTES = 4096
+"""The temporary folder holds one file, folder or link for each of these bytes of its size."""
+LOOK_SECONDS = 0.05
+"""Between two counts of threads and files, for which the kernel has no limit: for root, and in a folder in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ DENIED: dict[str, tuple[int, int | None]] = {
     # memory that a limit on address space does not count
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
     "semget": (64, 190), "mq_open": (240, 180), "io_uring_setup": (425, 425),
-    # network
-    "socket": (41, 198),
+    # network; a pair of sockets is allowed, and one of them could reach a socket in a folder that is shown
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "sendmsg": (46, 211), "sendmmsg": (307, 269),
     # other processes of the same user
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
@@ -35,10 +35,11 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "add_key": (248, 217), "request_key": (249, 218),
 }  # fmt: skip
 """{system call: (number on x86_64, number on aarch64)}."""
-MACHINES = {"x86_64": (0, 0xC000003E, 56, 302), "aarch64": (1, 0xC00000B7, 220, 261)}
-"""{machine: (column of DENIED, AUDIT_ARCH, number of clone, number of prlimit64)}."""
+MACHINES = {"x86_64": (0, 0xC000003E, 56, 302, 44, 157), "aarch64": (1, 0xC00000B7, 220, 261, 206, 167)}
+"""{machine: (column of DENIED, AUDIT_ARCH, numbers of clone, prlimit64, sendto and prctl)}."""
 CLONE3 = 435
 CLONE_THREAD = 0x00010000
+PR_SET_PDEATHSIG = 1
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCH, ARGUMENTS = 0, 4, 16
@@ -56,7 +57,7 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     machine = machine or platform.machine()
     if machine not in MACHINES:
         raise ValueError(f"no filter of system calls for {machine}; there is one for {' and '.join(MACHINES)}")
-    column, arch, clone, prlimit = MACHINES[machine]
+    column, arch, clone, prlimit, sendto, prctl = MACHINES[machine]
     denied = [number for numbers in DENIED.values() if (number := numbers[column]) is not None]
     refuse = (RETURN, 0, 0, ERRNO | errno.EPERM)
     program = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
@@ -67,6 +68,14 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     program += [(JUMP_EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     allow = (RETURN, 0, 0, ALLOW)
     program += [(JUMP_EQUAL, 0, 4, clone), (LOAD, 0, 0, ARGUMENTS), (JUMP_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse]
+    # the fifth argument of sendto is an address, in two halves; 0: the other end of the pair
+    address = ARGUMENTS + 4 * 8
+    program += [
+        (JUMP_EQUAL, 0, 6, sendto), (LOAD, 0, 0, address), (JUMP_EQUAL, 0, 2, 0), (LOAD, 0, 0, address + 4),
+        (JUMP_EQUAL, 1, 0, 0), refuse, allow,
+    ]  # fmt: skip
+    # a program must not unset the signal that ends it with the launcher process
+    program += [(JUMP_EQUAL, 0, 4, prctl), (LOAD, 0, 0, ARGUMENTS), (JUMP_EQUAL, 0, 1, PR_SET_PDEATHSIG), refuse, allow]
     # the first argument of prlimit64 is the process; 0: the caller
     program += [(JUMP_EQUAL, 0, 4, prlimit), (LOAD, 0, 0, ARGUMENTS), (JUMP_EQUAL, 0, 1, 0), allow, refuse, allow]
     return b"".join(struct.pack("=HBBI", *words) for words in program)

@@ -39,6 +39,8 @@ class Bwrap:
     """Whether the filter of system calls is set by the sandbox, before the interpreter starts."""
     disk = True
     """Whether there is a temporary folder."""
+    parents = 2
+    """Processes of the sandbox above the program. With some, the temporary folder is in memory, empty files too."""
     drops_capabilities = True
     """Whether the sandbox itself takes the capabilities of root from the program. It needs them to map the user."""
 
@@ -73,6 +75,7 @@ class Sandlock:
     own_user = False
     filters_outside = False
     disk = False
+    parents = 0
     drops_capabilities = False
 
     def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
@@ -101,6 +104,7 @@ class LimitsOnly:
     own_user = False
     filters_outside = False
     disk = True
+    parents = 0
     drops_capabilities = False
 
     def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
