@@ -65,7 +65,9 @@ $(DOCS)/.installed: docs/requirements.txt
 	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
+# From nothing: an incremental build forgets the warnings of pages that did not change.
 docs: $(DOCS)/.installed
+	@rm -rf site
 	@$(DOCS)/bin/sphinx-build --quiet --nitpicky --fail-on-warning --keep-going -c docs -b html . site
 	@echo "the site begins at site/index.html"
 

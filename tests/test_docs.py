@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -220,6 +221,33 @@ def test_the_messages_of_the_run_file_page_are_real(tmp_path, capsys, monkeypatc
 
 
 # ------------------------------------------------------------------------------------- what is named
+
+
+@every_page
+def test_json_blocks_are_json(page):
+    """One value, or one a line; the site's build stops at a block that is neither."""
+    for block in blocks(page, "json"):
+        try:
+            json.loads(block.text)
+        except ValueError:
+            assert [json.loads(line) for line in block.text.splitlines()], block
+
+
+def test_every_page_of_the_site_is_in_its_navigation():
+    spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    entries = {line for name in site.INDEXES for line in site.navigation(name, read(ROOT / f"{name}.md")).splitlines()}
+    inside = {path.relative_to(ROOT) for pattern in site.include_patterns for path in ROOT.glob(pattern)}
+    paths = {f"/{path.with_suffix('')}" for path in inside if path.with_suffix("").as_posix() != site.root_doc}
+    assert sorted(paths - entries) == []
+
+
+def test_the_site_is_built_from_nothing():
+    steps = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "sphinx-build" in steps.partition("rm -rf site")[2]
 
 
 @every_page
