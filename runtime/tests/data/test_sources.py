@@ -100,6 +100,8 @@ def test_jsonl_skips_blank_lines_and_a_byte_order_mark_and_knows_lines(tmp_path)
             "a.json: an integer of more than 4300 digits is not read. Write it",
         ),
         ("a.jsonl", b'{"a": 1}\n{"a": NaN}\n', "a.jsonl, line 2: NaN is no JSON number"),
+        ("a.jsonl", b'{"a": 1e308}\n{"a": [-1e400]}\n', "a.jsonl, line 2: -1e400 is larger than the largest number"),
+        ("a.json", b'[{"a": 1},\n {"a": 1e999}]', "a.json, row from line 2 on: 1e999 is larger than"),
         ("a.jsonl", b'{"a": {"b": [1, -Infinity]}}\n', "a.jsonl, line 1: -Infinity is no JSON number"),
         ("a.jsonl", b'\n{"b": 1, "a": 1, "a": 2}\n', "a.jsonl, line 2: the key 'a' comes twice in one object"),
         ("a.jsonl", b'{"a": [{"b": 1, "b": 1}]}\n', "a.jsonl, line 1: the key 'b' comes twice in one object"),

@@ -1,9 +1,11 @@
-"""Strict JSON for data files. Refuses repeated keys, NaN and infinities, which JSON readers treat differently."""
+"""Strict JSON for data files. Refuses repeated keys, NaN, infinities and numbers that would be read as infinity, which
+JSON readers treat differently."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 from typing import Any, NoReturn
 
 
@@ -24,7 +26,14 @@ def _constant(text: str) -> NoReturn:
     raise NotStrictError(f"{text} is no JSON number, and nothing can be computed from it. Write null, or leave it out")
 
 
-STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+def _number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise NotStrictError(f"{text} is larger than the largest number of 64 bits, and would be read as infinity")
+    return number
+
+
+STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
 """One decoder for all calls. It has no state, and making one takes as long as reading a short row."""
 
 _SPACE = " \t\r\n"
