@@ -362,6 +362,14 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
         read(chat, "demonstrations", [{"conversations": [{"from": "narrator", "value": "x"}, GPT]}])
 
 
+def test_turns_keep_their_weights(read, chat):
+    rows = [{"conversations": [HUMAN, {**GPT, "weight": 0}, HUMAN, {"from": "gpt", "value": "no", "weight": 1}]}]
+    _, (example,) = read(chat, "demonstrations", rows, loss_on="assistant")
+    assert shown(chat, example.sequences[0]) == (
+        "<|user|>hi<eos><|assistant|>yo<eos><|user|>hi<eos><|assistant|>[no<eos>]"
+    )
+
+
 def test_texts_are_continued_as_they_are(read, chat, chars):
     """Also where the model has a chat template: continued pre-training sees no prompt."""
     for tokenizer in (chars, chat):

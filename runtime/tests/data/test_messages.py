@@ -197,3 +197,46 @@ def test_programs_get_arguments_as_the_api_writes_them():
     [_, written] = as_api_writes(messages)
     assert json.loads(written["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     assert as_template_reads([USER, written])[0] == messages
+
+
+# ------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
+)
+def test_an_answer_of_weight_0_is_not_trained_on(template_with, flag):
+    talk = [USER, {**BOT, **flag}, USER, {**BOT, "content": "3", "weight": 1}]
+    row = {"messages": talk}
+    for loss_on in ("assistant", "completion"):
+        template = template_with(CHATML, messages="messages", loss_on=loss_on)
+        [sequence] = template.encode_demonstration(Row(row, "rows", 0)).sequences
+        own = [i for i, trained in zip(sequence.ids, sequence.loss_mask, strict=True) if trained]
+        assert template.tokenizer.decode(own) == "3<eos>"
+    with pytest.raises(DataError, match=r"message 1 \(assistant\) has the weight 0, but data.loss_on = 'all' trains"):
+        template_with(CHATML, messages="messages", loss_on="all").encode_demonstration(Row(row, "rows", 0))
+
+
+@pytest.mark.parametrize(
+    ("weights", "loss_on", "says"),
+    [
+        (
+            [1, 0],
+            "completion",
+            r"message 3 \(assistant\) has the weight 0, but data.loss_on = 'completion' trains on it",
+        ),
+        ([0, 0], "assistant", "every answer has the weight 0"),
+        ([1, 0.5], "assistant", "message 3: weight is float 0.5; allowed: 1, and 0"),
+        (["0", 1], "assistant", "message 1: weight is str '0'; allowed: 1, and 0"),
+    ],
+)
+def test_weights_that_cannot_be_kept_are_refused(template_with, weights, loss_on, says):
+    talk = [USER, {**BOT, "weight": weights[0]}, USER, {**BOT, "weight": weights[1]}]
+    template = template_with(CHATML, messages="messages", loss_on=loss_on)
+    with pytest.raises(DataError, match=says):
+        template.encode_demonstration(Row({"messages": talk}, "rows", 0))
+
+
+def test_templates_do_not_see_weights(template_with):
+    text = CHATML.replace("m.content", "(m | length | string) + m.content")
+    assert "assistant\n22<eos>" in prompt_text(template_with(text), [USER, {**BOT, "weight": 0, "train": False}, USER])

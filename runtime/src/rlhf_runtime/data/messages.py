@@ -18,6 +18,11 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 """{name of a role: role}: names of the OpenAI chat API, then those of ShareGPT."""
 
+UNTRAINED = "weight"
+"""Field of an assistant message, with value 0, that is not trained on. Templates do not get it."""
+_WEIGHTS = ("weight", "train", "training", "loss")
+"""Fields by which files say whether a message is trained on."""
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -26,7 +31,7 @@ def read_messages(messages: Messages, where: str = "") -> list[dict[str, Any]]:
 
     Each has ``role`` (system, user, assistant or tool) and ``content`` (text, or parts where it has images); further
     fields only if they hold text; and ``tool_calls`` only if there are any, with parsed arguments. So a template sees
-    neither null nor JSON as text.
+    neither null nor JSON as text. An assistant message whose weight is 0 has :data:`UNTRAINED` too.
 
     Args:
         where: stands before the number of the message in errors.
@@ -40,7 +45,13 @@ def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[An
     """Messages as :func:`read_messages` returns them, without their images; and the images, as the messages hold them.
     Raises DataError."""
     images: list[Any] = []
-    return [{**m, "content": take_images(m["content"], images)} for m in read_messages(messages)], images
+    return [as_shown(m, images) for m in read_messages(messages)], images
+
+
+def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+    """A message of :func:`read_messages` as templates get it. ``images`` gets its images."""
+    shown = {field: value for field, value in message.items() if field != UNTRAINED}
+    return {**shown, "content": take_images(message["content"], images)}
 
 
 def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
@@ -68,14 +79,27 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
     for field, value in message.items():
-        if field not in ("role", "content", "tool_calls") and isinstance(value, str) and value:
+        if field not in ("role", "content", "tool_calls", *_WEIGHTS) and isinstance(value, str) and value:
             read[field] = value
+    if role == "assistant" and not _is_trained(where, message):
+        read[UNTRAINED] = 0
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: tool_calls must be a list, got {shown(calls)}")
     if calls:
         read["tool_calls"] = [_call(where, call) for call in calls]
     return read
+
+
+def _is_trained(where: str, message: Mapping[str, Any]) -> bool:
+    weights = {f: v for f in _WEIGHTS if (v := message.get(f)) is not None and (f == UNTRAINED or isinstance(v, bool))}
+    for field, value in weights.items():
+        if value not in (0, 1):
+            raise DataError(
+                f"{where}: {field} is {shown(value)}; allowed: 1, and 0 for a message that is not trained on. Other "
+                "weights are not known"
+            )
+    return all(weights.values())
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from rlhf.errors import DataError
 from rlhf.types import Image
 
 from rlhf_runtime.data.image_files import data_url, image_file
-from rlhf_runtime.data.image_parts import PLACE, places, take_images, with_images
+from rlhf_runtime.data.image_parts import PLACE, places, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.messages import as_shown
 from rlhf_runtime.data.row_fields import Cells
 
 NO_IMAGES = "the policy is a model of text"
@@ -108,13 +109,14 @@ class RowImages:
         """A message as chat templates read it. ``found`` gets the image of each of its places: None for a part that
         holds none, :data:`MARKED` for a placeholder in a text."""
         own = list[Any]()
-        content = take_images(message["content"], own)
+        read = as_shown(message, own)
+        content = read["content"]
         rest = iter(own)
         for part in content if isinstance(content, list) else [{"text": content}]:
             text = "" if part == PLACE else part["text"] or ""
             marks = text.count(self._mark) if self._mark is not None else 0
             found += [next(rest)] if part == PLACE else [MARKED] * marks
-        return {**message, "content": content}
+        return read
 
     def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
         if values:

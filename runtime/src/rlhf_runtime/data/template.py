@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -17,6 +17,7 @@ from rlhf.types.examples import Sequence as TokenSequence
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.messages import UNTRAINED
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
@@ -206,6 +207,8 @@ class Template(Prompts):
         assert self.chat is not None
         messages, images = self._read(given, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        untrained = {i for i, m in enumerate(given) if UNTRAINED in m}
+        _check_weights(untrained, answers, self.section.loss_on)
         if self.section.loss_on == "all":
             self.chat.check(messages, source=cells.row.source)
             text = self.chat.text(messages, answer=False)
@@ -217,7 +220,7 @@ class Template(Prompts):
                 f"a conversation must end with the assistant's answer, got the roles "
                 f"{', '.join(m['role'] for m in messages)}"
             )
-        trained = answers if self.section.loss_on == "assistant" else answers[-1:]
+        trained = [i for i in answers if i not in untrained] if self.section.loss_on == "assistant" else answers[-1:]
         for i in trained:
             if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
@@ -275,3 +278,15 @@ class Template(Prompts):
         end = bisect_left(offsets, len(before), key=lambda span: span[0])
         begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
         return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
+
+
+def _check_weights(untrained: Set[int], answers: Sequence[int], loss_on: str) -> None:
+    """Raises DataError: an answer is trained on although its weight is 0."""
+    trained = {"all": answers, "completion": answers[-1:]}.get(loss_on, ())
+    if wrong := [i for i in trained if i in untrained]:
+        raise DataError(
+            f"message {wrong[0]} (assistant) has the weight 0, but data.loss_on = {loss_on!r} trains on it. Set "
+            'data.loss_on = "assistant", which leaves such messages out, or take the weight out'
+        )
+    if answers and untrained.issuperset(answers):
+        raise DataError("every answer has the weight 0; there is nothing to learn from")
