@@ -49,6 +49,12 @@ def load(tmp_path):
         ("steps", [STEPS], {**STEPS, "labels": [1, 7]}, "step 2: a label is true or false"),
         ("prompts", [{"prompt": "p"}], {"prompt": ""}, "the prompt is empty"),
         ("prompts", [{"prompt": "p"}], {"prompt": 7}, "must be text, got int '7'"),
+        ("prompts", [{"prompt": "p", "image": None}], {"prompt": "p", "image": "a.png"},
+         "there are images, but the policy is a model of text"),
+        ("demonstrations", [{"prompt": "p", "response": "r", "system": None}],
+         {"prompt": "p", "response": "r", "system": ["s"]}, "column 'system': must be text, got list"),
+        ("demonstrations", [{"instruction": "p", "output": "r", "history": []}],
+         {"instruction": "p", "output": "r", "history": [["a", "b"]]}, "a history, whose turns need a chat template"),
         ("prompts", [{"prompt": "p"}], {"prompt": [USER]}, "Messages need a chat template, and none is used"),
     ],
 )  # fmt: skip
@@ -78,8 +84,18 @@ def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
         ([USER, {"role": "assistant", "content": " "}], "message 1 (assistant): the answer is empty"),
         ([USER], "a conversation must end with the assistant's answer"),
         ([USER, {"role": "assistant", "content": None}], "content must be text, got 'None'"),
+        ([{"role": "User", "content": "hi"}, BOT], "message 0: the role is str 'User'; allowed: system, user"),
+        ([{"role": "critic", "content": "hi"}, BOT], "message 0: the role is str 'critic'"),
+        ([{"content": "hi"}, BOT], "message 0: the role is NoneType None"),
+        ([USER, {**BOT, "tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]}, BOT],
+         "message 1: the arguments of a tool call must be an object"),
+        ([USER, {**BOT, "tool_calls": [{"function": {"arguments": {}}}]}, BOT], "message 1: a tool call must be {id,"),
+        ([USER, {**BOT, "weight": 0}], "message 1 (assistant) has the weight 0, but data.loss_on = 'completion'"),
+        ([USER, {**BOT, "weight": 0.5}], "message 1: weight is float 0.5; allowed: 1, and 0"),
+        ([{"from": "human", "value": "hi"}, BOT], "a turn must be {from, value}"),
+        ([USER, {"from": "gpt", "value": "yo"}], "message 1: content must be text, got 'None'"),
     ],
-)
+)  # fmt: skip
 def test_conversations(load, chat, bad, message):
     rows = [{"messages": [USER, BOT]}, {"messages": bad}]
     with pytest.raises(DataError) as error:
@@ -87,6 +103,29 @@ def test_conversations(load, chat, bad, message):
     assert "line 2: " in str(error.value)
     assert message in str(error.value)
     data = load(chat, "demonstrations", rows, bad_rows="drop")
+    assert [r.index for r in data.take(2)] == [0, 0]
+    assert data.bad_rows == 1
+
+
+PAIRS = {"chosen": [USER, BOT], "rejected": [USER, {**BOT, "content": "no"}]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({**PAIRS, "prompt": "ho"}, "whole conversations, which do not repeat the prompt"),
+        ({**PAIRS, "prompt": "hi", "rejected": [BOT]}, "one answer is a whole conversation"),
+        ({"chosen": [BOT], "rejected": [{**BOT, "content": "no"}]}, "the row has no prompt"),
+        ({**PAIRS, "chosen": [{"role": "User", "content": "hi"}, BOT]}, "message 0: the role is str 'User'"),
+    ],
+)
+def test_pairs_of_conversations(load, chat, bad, message):
+    rows = [PAIRS, bad]
+    with pytest.raises(DataError) as error:
+        load(chat, "pairs", rows).take(2)
+    assert "line 2: " in str(error.value)
+    assert message in str(error.value)
+    data = load(chat, "pairs", rows, bad_rows="drop")
     assert [r.index for r in data.take(2)] == [0, 0]
     assert data.bad_rows == 1
 

@@ -304,6 +304,13 @@ def test_a_pair_of_another_form_that_has_no_reading_is_refused(read, chat, first
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize("turns_first", [True, False])
+def test_conversations_of_turns_and_of_messages_may_be_mixed(read, chat, turns_first):
+    rows = [{"messages": [HUMAN, GPT]}, {"messages": [USER, BOT]}]
+    _, examples = read(chat, "demonstrations", rows if turns_first else rows[::-1])
+    assert {shown(chat, e.sequences[0]) for e in examples} == {"<|user|>hi<eos><|assistant|>[yo<eos>]"}
+
+
 @pytest.mark.parametrize("prompt", ["hi", [USER]])
 def test_an_answer_that_begins_with_the_prompt_is_refused(read, chat, prompt):
     good = {"prompt": "hi", "response": [BOT]}
@@ -360,6 +367,30 @@ def test_turns_alpaca_and_system_messages(read, chat, chars):
         DataError, match="a turn is from 'narrator'; known are system, user, assistant, tool, developer, human, gpt"
     ):
         read(chat, "demonstrations", [{"conversations": [{"from": "narrator", "value": "x"}, GPT]}])
+
+
+@pytest.mark.parametrize("first", [None, [], [["a", "b"]]])
+@pytest.mark.parametrize("row", [{"instruction": "do", "input": "x"}, {"instruction": "do\n\nx"}, {"query": "do\n\nx"}])
+def test_a_history_comes_before_the_prompt(read, chat, row, first):
+    rows = [{**row, "response": "y", "history": past} for past in (first, [["hi", "yo"], ["and", "no"]])]
+    _, examples = read(chat, "demonstrations", rows)
+    assert shown(chat, examples[1].sequences[0]) == (
+        "<|user|>hi<eos><|assistant|>yo<eos><|user|>and<eos><|assistant|>no<eos>"
+        "<|user|>do\n\nx<eos><|assistant|>[y<eos>]"
+    )
+    if not first:
+        assert shown(chat, examples[0].sequences[0]) == "<|user|>do\n\nx<eos><|assistant|>[y<eos>]"
+
+
+def test_a_history_that_cannot_be_read_is_refused(read, chat, chars):
+    rows = [{"instruction": "do", "output": "y", "history": past} for past in ([], [["hi", "yo"]], ["hi"])]
+    read(chars, "demonstrations", rows[:1])
+    with pytest.raises(
+        DataError, match=r"line 2: columns .*'history'.*: the row has a history, whose turns need a chat"
+    ):
+        read(chars, "demonstrations", rows[:2])
+    with pytest.raises(DataError, match=r"line 2: columns .* must be a list of \[question, answer\] pairs, got list"):
+        read(chat, "demonstrations", [rows[0], rows[2]])
 
 
 def test_turns_keep_their_weights(read, chat):

@@ -276,6 +276,13 @@ def test_a_column_named_image_is_read_where_the_policy_reads_images(data):
         assert [i.data for i in rows.template.encode_prompt(*rows.take(1)).images] == [RED]
     assert not data([row], images="the policy is a model of text").has_images
     assert not data([row], max_images=0).has_images
+    for why in ({"images": "the policy is a model of text"}, {"max_images": 0}):
+        for value in ("red.png", [{"path": "red.png"}], "data:image/png;base64,AA"):
+            rows = data([{**row, "image": None}, {**row, "image": value}], **why)
+            assert len(rows.take(1)) == 1
+            with pytest.raises(DataError, match="line 2: there are images, but"):
+                rows.take(1)
+        assert len(data([{**row, "image": "python:3.12"}], **why).take(1)) == 1
     both = data([{**row, "images": "blue.jpg"}])
     assert [i.data for i in both.template.encode_prompt(*both.take(1)).images] == [BLUE]
 

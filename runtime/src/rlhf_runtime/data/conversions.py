@@ -25,7 +25,9 @@ RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
 
 
 def turns(values: Values, chat: bool) -> Values:
-    """``{from, value}`` turns."""
+    """``{from, value}`` turns; a row that holds messages keeps them."""
+    if is_messages(values.get("messages")):
+        return values
     return {**values, "messages": [_message(t) for t in _listed(values, "messages")]}
 
 
@@ -82,12 +84,19 @@ def dialogues(values: Values, chat: bool) -> Values:
 
 
 def context(values: Values, chat: bool) -> Values:
-    """An instruction, followed by a blank line and its context, if there is one."""
-    rest = {k: v for k, v in values.items() if k != "context"}
-    about = values.get("context")
-    if about is None or about == "":
-        return rest
-    return {**rest, "prompt": f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"}
+    """An instruction, followed by a blank line and its context, if there is one; after the turns of its history."""
+    rest = {k: v for k, v in values.items() if k not in ("context", "history")}
+    if values.get("context") not in (None, ""):
+        rest["prompt"] = f"{_text(values, 'prompt')}\n\n{_text(values, 'context')}"
+    if past := values.get("history"):
+        if not isinstance(past, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in past):
+            raise DataError(f"history must be a list of [question, answer] pairs, got {shown(past)}")
+        if not chat:
+            raise DataError("the row has a history, whose turns need a chat template")
+        roles = ("user", "assistant")
+        before = [{"role": r, "content": text} for pair in past for r, text in zip(roles, pair, strict=True)]
+        rest["prompt"] = [*before, {"role": "user", "content": _text(rest, "prompt")}]
+    return rest
 
 
 # ------------------------------------------------------------------------------------------- steps
@@ -152,7 +161,7 @@ def describe(conversion: str) -> str:
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",
         "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
-        "context": "the instruction, a blank line, its context",
+        "context": "the history, then the instruction, a blank line, its context",
         "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         "rated_steps": "a list of steps with their ratings or labels",
         "prm800k": "PRM800K: the chosen completion of each step; neutral ratings count as right",

@@ -20,6 +20,7 @@ from rlhf.errors import DataError, shown
 ALLOWED = "a path, a data: URL, bytes, {bytes, path} or an image of PIL"
 FORMATS = ("PNG", "JPEG", "WEBP")
 """Of Pillow. Images in other formats are written again as PNG, because programs get them as ``data:`` URLs."""
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _ORIENTATION = 274
 """EXIF tag: how a viewer turns the image. 1: not at all."""
 _WIDE = ("I", "F")
@@ -87,6 +88,14 @@ def data_url(data: bytes) -> str:
     """An image file as a ``data:`` URL."""
     kind = "png" if data.startswith(b"\x89PNG") else "jpeg" if data.startswith(b"\xff\xd8") else "webp"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def may_be_image(value: Any) -> bool:
+    """Whether a value looks like an image. A text in a column ``image`` may also name something else, such as a
+    container."""
+    if isinstance(value, str):
+        return value.startswith(("data:", "http://", "https://")) or Path(value).suffix.lower() in _SUFFIXES
+    return isinstance(value, bytes | Mapping) or hasattr(value, "tobytes")
 
 
 def image_path(value: Any) -> str | None:

@@ -16,6 +16,9 @@ DEFAULTS: Mapping[str, str] = {
 }  # fmt: skip
 """{field of the run file's [data]: its default column}. It is used if the run file names none and the source has it."""
 
+ONE_IMAGE = "image"
+"""The column of images in many published datasets, where there is no ``images``."""
+
 FIELDS = (*DEFAULTS, "messages", "margin")
 """Fields of ``[data]`` that name columns."""
 

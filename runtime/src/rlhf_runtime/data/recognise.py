@@ -23,6 +23,8 @@ RESPONSES = ("completion", "output", "answer", "solution")
 LABELS = ("score", "is_correct")
 CONTEXTS = ("input", "context")
 """Column beside ``instruction`` with its context."""
+HISTORY = "history"
+"""Column beside ``instruction`` or ``query`` with the turns before it."""
 SYSTEMS = ("system", "system_prompt")
 
 
@@ -192,9 +194,13 @@ class _Case:
         if self.prompt == "made":
             return
         for column in self._choices("prompt", PROMPTS):
-            yield {"prompt": column}
+            past = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
+            yield {"prompt": column, **past}
             if column == "instruction":
-                yield from ({"prompt": column, "context": c} for c in CONTEXTS if c in self.columns)
+                yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
+
+    def _has_history(self) -> bool:
+        return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
 
     def _choices(self, field: str, usual: Sequence[str]) -> list[str]:
         """Columns that a field may mean: the named one, else the default one, else those with common names."""
@@ -224,7 +230,7 @@ class _Case:
             columns = {f: c for part in chosen for f, c in part.items()}
             if len(set(columns.values())) != len(columns):
                 continue
-            conversion = how or ("context" if "context" in columns else "")
+            conversion = how or ("context" if {"context", "history"} & set(columns) else "")
             known = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
             yield Layout(columns, conversion, self.chat, given=known and not conversion)
 

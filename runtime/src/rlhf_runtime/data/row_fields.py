@@ -9,6 +9,7 @@ from typing import Any
 from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
 
+from rlhf_runtime.data.conversions import is_turns, turns
 from rlhf_runtime.data.layouts import Layout
 from rlhf_runtime.data.messages import read_messages
 
@@ -58,8 +59,10 @@ class Cells:
         return value
 
     def messages(self, field: str) -> list[Message]:
-        """A conversation, as :func:`read_messages` reads it."""
+        """A conversation, of messages or of turns, as :func:`read_messages` reads it."""
         value, name = self.value(field), self.name(field)
+        if is_turns(value):
+            value = turns({"messages": value}, True)["messages"]
         if not isinstance(value, list) or not value:
             raise DataError(f"{name}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
         for i, message in enumerate(value):

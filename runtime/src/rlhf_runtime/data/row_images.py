@@ -8,9 +8,10 @@ from typing import Any
 from rlhf.errors import DataError
 from rlhf.types import Image
 
-from rlhf_runtime.data.image_files import data_url, image_file
+from rlhf_runtime.data.image_files import data_url, image_file, may_be_image
 from rlhf_runtime.data.image_parts import PLACE, places, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
+from rlhf_runtime.data.layouts import ONE_IMAGE
 from rlhf_runtime.data.messages import as_shown
 from rlhf_runtime.data.row_fields import Cells
 
@@ -46,7 +47,7 @@ class RowImages:
 
     def of_row(self, cells: Cells) -> list[bytes]:
         """The files in the row's column of images, whose placeholders are in the text."""
-        return self._within(self._files(cells.images(), cells))
+        return self._within(self._files(self._column(cells), cells))
 
     def of_messages(
         self, messages: Sequence[Mapping[str, Any]], cells: Cells
@@ -58,7 +59,7 @@ class RowImages:
         """
         found: list[Any] = []
         read = [self._read(message, found) for message in messages]
-        column, free = cells.images(), [n for n, image in enumerate(found) if image is None or image is MARKED]
+        column, free = self._column(cells), [n for n, image in enumerate(found) if image is None or image is MARKED]
         user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
         if column and not free and user is not None:
             before = places(read[:user])
@@ -117,6 +118,13 @@ class RowImages:
             marks = text.count(self._mark) if self._mark is not None else 0
             found += [next(rest)] if part == PLACE else [MARKED] * marks
         return read
+
+    def _column(self, cells: Cells) -> list[Any]:
+        """The values in the row's column of images. In a run without images the column ``image`` may hold other texts,
+        which are none."""
+        values = cells.images()
+        other = isinstance(self._tokens, str) and cells.layout.columns.get("images") == ONE_IMAGE
+        return [v for v in values if may_be_image(v)] if other else values
 
     def _files(self, values: Sequence[Any], cells: Cells) -> list[bytes]:
         if values:

@@ -13,7 +13,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.image_columns import image_folder, with_image_files
 from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import Layout, named_columns
+from rlhf_runtime.data.layouts import ONE_IMAGE, Layout, named_columns
 from rlhf_runtime.data.recognise import recognise
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
@@ -21,8 +21,6 @@ from rlhf_runtime.data.template import Template
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that TRL passes to the chat template, row by row."""
-ONE_IMAGE = "image"
-"""The column of images in many published datasets, where there is no ``images``."""
 
 
 def set_layouts(
@@ -97,7 +95,7 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
     if "text" in layout.columns and answered:
         raise DataError("has texts to continue, without prompts to answer.")
     named = {"images", ONE_IMAGE} & {*layout.columns, *layout.columns.values()}
-    if template.images.limit > 0 and ONE_IMAGE in source.columns and not named:
+    if ONE_IMAGE in source.columns and not named:  # a run without images refuses rows that have one
         layout = replace(layout, columns={**layout.columns, "images": ONE_IMAGE})
     return layout
 
