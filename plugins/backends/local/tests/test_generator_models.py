@@ -6,6 +6,8 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.kv_cache import SlotCache
+from rlhf_testing.tiny_architectures import tiny_architecture
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZE = {
@@ -51,7 +53,20 @@ def generator(model, **options):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind):
-    model = make(kind, **MODELS[kind]).eval()
+    compare(make(kind, **MODELS[kind]).eval())
+
+
+@pytest.mark.parametrize("kind", ["afmoe", "diffllama", "hrm_text", "mllama"])
+def test_layers_that_call_attention_several_times_or_by_other_names_are_sampled_rightly(kind, tmp_path):
+    compare(published(kind, tmp_path))
+
+
+def published(kind, path):
+    tiny_architecture(path, kind)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def compare(model):
     prompts = [tuple(3 + (7 * i + p) % 50 for i in range(3 + 8 * p)) for p in range(3)]
     wanted = [GenerationRequest(ids, s, Sampling(25, 1.2, ignore_eos=True)) for ids in prompts for s in range(3)]
     found = dict(generator(model, max_batch=5).generate(wanted))
@@ -65,6 +80,27 @@ def test_samples_and_logprobs_are_those_of_a_full_forward_pass(kind):
         used |= set(found[i].ids)
     assert len(used) > 15
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_with_a_mask_of_its_own_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="DogeAttention gives its attention a mask of its own"):
+        generator(published("doge", tmp_path))
+
+
+def test_decoding_steps_that_give_other_logprobs_are_refused(monkeypatch):
+    def last_layer_only(cache, layer, index_SH, key_SHD, value_SHD):
+        write(cache, len(cache.keys) - 1, index_SH, key_SHD, value_SHD)
+
+    write = SlotCache.write
+    monkeypatch.setattr(SlotCache, "write", last_layer_only)
+    with pytest.raises(ModelError, match="gives other log-probs with the attention of this generator"):
+        generator(make("llama"))
+
+
+def test_an_error_of_a_models_code_in_a_decoding_step_is_a_refusal(monkeypatch):
+    monkeypatch.setattr(SlotCache, "write", lambda *args: {}["layer"])
+    with pytest.raises(ModelError, match=r"token by token here \(KeyError: 'layer'\).*cannot sample from it"):
+        generator(make("llama"))
 
 
 def test_long_prompts_with_windows_are_computed_in_blocks(monkeypatch):
@@ -99,7 +135,7 @@ def test_rotary_embeddings_that_depend_on_neighbours_limit_the_length():
 def test_attention_to_later_tokens_is_refused():
     model = make("gemma3_text", head_dim=8, use_bidirectional_attention=True)
     with pytest.raises(ModelError, match="attends to later tokens"):
-        list(generator(model).generate([GenerationRequest((3, 4), 0, Sampling(2))]))
+        generator(model)
 
 
 def test_a_module_that_is_not_a_language_model_is_refused():

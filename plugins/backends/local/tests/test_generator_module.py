@@ -60,7 +60,7 @@ def test_a_consumer_may_train_between_samples(build, mixed):
 
 @pytest.mark.parametrize("after", [1, 6])
 def test_the_module_is_restored_after_an_error(build, mixed, after):
-    before, calls = state(mixed), []
+    before, calls, generator = state(mixed), [], build()
 
     def fail(*_):
         calls.append(1)
@@ -70,7 +70,7 @@ def test_the_module_is_restored_after_an_error(build, mixed, after):
     hook = mixed.model.norm.register_forward_hook(fail)
     try:
         with pytest.raises(RuntimeError, match="out of order"):
-            list(build().generate(requests()))
+            list(generator.generate(requests()))
     finally:
         hook.remove()
     assert state(mixed) == before

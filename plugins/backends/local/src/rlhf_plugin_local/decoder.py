@@ -23,7 +23,11 @@ from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
 from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAttention, register_attention
 
 if TYPE_CHECKING:
+    from rlhf_modeling.loaded import LoadedModel
     from transformers import PreTrainedModel
+
+PROMPT, STEPS = 12, 2
+"""Tokens of the prompt and of the decoding steps that are compared with one forward pass of all of them."""
 
 
 class Decoder:
@@ -46,7 +50,6 @@ class Decoder:
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
-        self.layers = self.config.num_hidden_layers
         self.vocabulary = self.config.vocab_size
         self.positions = _positions(self.config)
         """Longest sequence, and the config field with this limit."""
@@ -70,18 +73,14 @@ class Decoder:
 
         The context must not be open during a ``yield`` to a consumer, who would see the module in this state.
         """
-        training = [m for m in self.module.modules() if m.training]
         attention = [c._attn_implementation_internal for c in self._configs]
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
         try:
-            for m in training:
-                m.training = False
             for c in self._configs:
                 c._attn_implementation_internal = NAME
-            with torch.no_grad(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
+            with _evaluating(self.module), autocast:
                 yield
         finally:
-            for m in training:
-                m.training = True
             for c, name in zip(self._configs, attention, strict=True):
                 c._attn_implementation_internal = name
 
@@ -108,7 +107,7 @@ class Decoder:
                 logits_PV = self._forward(route, row.arguments, last_P)
         else:
             logits_PV = self._forward(route, _row(ids_N, position_N), last_P)
-        layers = [[x.split(lens) for x in route.kv[i]] for i in range(self.layers)]
+        layers = [[x.split(lens) for x in kv] for kv in route.kv]
         return logits_PV, [[(k[p], v[p]) for k, v in layers] for p in range(len(prompts))], deltas
 
     def step(self, cache: SlotCache, token_S: Tensor, position_S: Tensor, delta_S: Tensor, length: int) -> Tensor:
@@ -126,6 +125,20 @@ class Decoder:
         with attend_with(route):
             out = self.module(**arguments, use_cache=False, return_dict=True, **extra)
         return out.logits[0] if keep_P is None or self._keep else out.logits[0, keep_P]
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no gradient."""
+    training = [m for m in module.modules() if m.training]
+    try:
+        for m in training:
+            m.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for m in training:
+            m.training = True
 
 
 def _row(ids_N: Tensor, position_N: Tensor) -> dict[str, Tensor]:
@@ -170,18 +183,45 @@ def refusal(name: str, why: str) -> ModelError:
     )
 
 
-def require_agreement(module: PreTrainedModel) -> None:
-    """Raises ModelError if a prompt's logits differ from those of the module's own forward pass. For models that
-    trainers do not pack, so that their modules keep their own attention."""
-    ids = array("i", [i % module.config.get_text_config().vocab_size for i in range(11, 25)])
-    with short_lengths(module):
+def require_agreement(module: nn.Module, loaded: LoadedModel | None) -> None:
+    """Raises ModelError if the logits of a prompt and of two tokens after it are not those of the whole sequence in one
+    forward pass: as the trainer computes it, or as the module does by itself."""
+    name = type(module).__name__
+    with _evaluating(module), short_lengths(module), in_fp32(module):
         decoder = Decoder(module)
-        with decoder.borrowed(), in_fp32(module):
-            got_V = decoder.prefill([ids])[0][0]
-        with torch.no_grad(), in_fp32(module):
-            want_V = module(input_ids=torch.tensor([list(ids)], device=decoder.device), use_cache=False).logits[0, -1]
-    if not torch.allclose(got_V, want_V, rtol=1e-3, atol=1e-3):
-        raise refusal(type(module).__name__, "gives other log-probs with the attention of this generator")
+        ids = array("i", [i % decoder.vocabulary for i in range(11, 11 + PROMPT + STEPS)])
+        try:
+            with decoder.borrowed():
+                got_TV = _stepwise(decoder, ids)
+            want_TV = _whole(module, loaded, torch.tensor(ids, device=decoder.device))[-len(got_TV) :]
+        except ModelError:
+            raise
+        except Exception as cause:  # any exception: the model's code is not ours
+            raise refusal(name, f"cannot be computed token by token here ({type(cause).__name__}: {cause})") from cause
+    if not torch.allclose(got_TV, want_TV, rtol=1e-3, atol=1e-3, equal_nan=True):  # NaN is reported while sampling
+        raise refusal(name, "gives other log-probs with the attention of this generator")
+
+
+def _stepwise(decoder: Decoder, ids: IntArray) -> Tensor:
+    """Logits [1 + STEPS, V] after a prompt and after each of the tokens that follow."""
+    logits_PV, [prompt], [delta] = decoder.prefill([ids[:PROMPT]])
+    cache = SlotCache()
+    cache.reserve(prompt, 1, len(ids), 0)
+    cache.write_prompt([0], prompt)
+    rows, delta_S = [logits_PV], torch.tensor([delta], device=decoder.device)
+    for at in range(PROMPT, len(ids)):
+        token_S, position_S = (torch.tensor([value], device=decoder.device) for value in (ids[at], at))
+        rows.append(decoder.step(cache, token_S, position_S, delta_S, at + 1))
+    return torch.cat(rows)
+
+
+def _whole(module: nn.Module, loaded: LoadedModel | None, ids_T: Tensor) -> Tensor:
+    """Logits [T, V] in one forward pass."""
+    if loaded is None:
+        logits_TV: Tensor = module(input_ids=ids_T[None], use_cache=False).logits[0]
+        return logits_TV
+    position_T = torch.arange(len(ids_T), device=ids_T.device)
+    return loaded.logits_of(fp32=True)(loaded.hidden(ids_T, position_T, [len(ids_T)]))
 
 
 def _windows(config: Any) -> dict[int, int]:

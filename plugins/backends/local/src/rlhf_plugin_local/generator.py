@@ -110,8 +110,7 @@ class TransformersGenerator(Generator):
             )
         if self._decoder is None or self._decoder.module is not module:
             self._decoder = Decoder(module)
-            if getattr(getattr(source, "loaded", None), "layout", "") == "alone":
-                require_agreement(source.module)
+            require_agreement(module, getattr(source, "loaded", None))
         self._decoder.read_images(getattr(getattr(source, "loaded", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
         self.version = version

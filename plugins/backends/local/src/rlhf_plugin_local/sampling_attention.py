@@ -28,17 +28,21 @@ def register_attention() -> None:
     """Let models call, under :data:`NAME`, the attention of the enclosing context."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, lambda *args, **options: current_route()(*args, **options))
+    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
+        return current_route()(module, q, k, v, attention_mask, **options)  # some models give the mask by its name
+
+    AttentionInterface.register(NAME, attend)
 
 
 class PromptAttention(PackedAttention):
-    """Each prompt of the packed row attends to itself only. Keys and values are kept by layer: ``kv[layer]``, each
-    [N, H, D]."""
+    """Each prompt of the packed row attends to itself only. Keys and values are kept for each call of attention, in
+    order, [N, H, D] each: some models call it twice in a layer, or have a layer several times in a pass, with one
+    index."""
 
-    def __init__(self, lens: list[int], windows: Mapping[int, int]) -> None:
+    def __init__(self, lens: list[int], windows: Mapping[Any, int]) -> None:
         super().__init__(lens)
         self.windows = windows
-        self.kv: dict[int, LayerKV] = {}
+        self.kv: list[LayerKV] = []
 
     def __call__(  # type: ignore[override]  # is_causal is among the options: transformers gives it by name
         self,
@@ -54,24 +58,25 @@ class PromptAttention(PackedAttention):
         s_aux: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        _check(module, options)
-        window = sliding_window or self.windows.get(module.layer_idx)
-        self.kv[module.layer_idx] = (k[0].transpose(0, 1).to(v.dtype), v[0].transpose(0, 1))
+        _check(module, mask, options)
+        window = sliding_window or self.windows.get(getattr(module, "layer_idx", None))
+        self.kv.append((k[0].transpose(0, 1).to(v.dtype), v[0].transpose(0, 1)))
         if softcap is None and s_aux is None and (window is None or window >= max(self.lens)):
             return super().__call__(module, q, k, v, mask, scaling, is_causal=True)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         each = zip(*(x.to(v.dtype).split(self.lens, 2) for x in (q, k, v)), strict=True)
         parts = [_causal_blocks(qs, ks, vs, scale, window, softcap, s_aux) for qs, ks, vs in each]
-        return torch.cat(parts, 2).transpose(1, 2), None
+        return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
 
 
 class StepAttention(PackedAttention):
     """One new token of each of S rows, slot s at ``position_S[s]``. Its key and value are written to the cache, and it
     attends to all positions of its slot up to its own."""
 
-    def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[int, int]) -> None:
+    def __init__(self, cache: SlotCache, position_S: Tensor, length: int, windows: Mapping[Any, int]) -> None:
         """``length``: the largest position of a live row + 1; positions beyond it are never read."""
         self.cache, self.position_S, self.windows = cache, position_S, windows
+        self._calls = 0
         self.length = min(-(-length // POSITIONS) * POSITIONS, cache.capacity) if _compiles_shapes(cache) else length
         # Built once per step for all layers of a kind.
         self._index: dict[int, Tensor] = {}
@@ -91,14 +96,16 @@ class StepAttention(PackedAttention):
         s_aux: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        layer, heads, S = module.layer_idx, k.shape[1], len(self.position_S)
-        window = sliding_window or self.windows.get(layer)
-        self.cache.write(layer, self._flat(heads), k[0].transpose(0, 1), v[0].transpose(0, 1))
-        key, value = (c[layer][:S, :, : self.length] for c in (self.cache.keys, self.cache.values))
+        _check(module, mask, options)
+        call, heads, S = self._calls, k.shape[1], len(self.position_S)
+        self._calls += 1  # calls come in the order of the prompt's
+        window = sliding_window or self.windows.get(getattr(module, "layer_idx", None))
+        self.cache.write(call, self._flat(heads), k[0].transpose(0, 1), v[0].transpose(0, 1))
+        key, value = (c[call][:S, :, : self.length] for c in (self.cache.keys, self.cache.values))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         query = q[0].transpose(0, 1)[:, :, None].to(key.dtype)
         out_SH1D = _attend(query, key, value, self._hidden(window, heads, key.dtype), scale, softcap, s_aux)
-        return out_SH1D[None, :, :, 0], None
+        return out_SH1D[None, :, :, 0].contiguous(), None
 
     def _flat(self, heads: int) -> Tensor:
         """Index of (row, head, position) in [slots, H, capacity], int64 [S H]."""
@@ -126,7 +133,11 @@ def _compiles_shapes(cache: SlotCache) -> bool:
     return cache.keys[0].device.type == "cpu" and cache.keys[0].dtype != torch.float32
 
 
-def _check(module: Any, options: Mapping[str, Any]) -> None:
+def _check(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    if mask is not None:
+        raise ModelError(
+            f"{type(module).__name__} gives its attention a mask of its own, which sampling does not read."
+        )
     if not getattr(module, "is_causal", True):
         raise ModelError(f"{type(module).__name__} attends to later tokens; sampling needs a causal language model.")
     for name in ("position_bias", "indices", "block_indices"):
