@@ -99,9 +99,16 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
 
 
 def trainer_of(folder: Path, recompute: bool = False) -> TorchTrainer:
-    """``recompute``: layers are computed again in the backward pass."""
+    """The trainer, after the checks of a run's start.
+
+    Args:
+        recompute: layers are computed again in the backward pass.
+    """
     spec = ModelSpec(RoleSpec("policy", "lm", True), str(folder), "fp32", gradient_checkpointing=recompute)
-    return TorchTrainer(TorchTrainerConfig(lr=1e-3, device="cpu"), spec)
+    config = TorchTrainerConfig(lr=1e-3, device="cpu")
+    TorchTrainer.check_files(spec)
+    TorchTrainer.check(config, spec, "cpu")
+    return TorchTrainer(config, spec)
 
 
 def gradient_difference(trainer: TorchTrainer, model: Any, sequences: list[list[int]]) -> float:

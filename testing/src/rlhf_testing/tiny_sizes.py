@@ -141,6 +141,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phimoe with input jitter": ("phimoe", {"input_jitter_noise": 0.1}),
     "phimoe with router jitter": ("phimoe", {"router_jitter_noise": 0.1}),
+    "rembert with published proportions": ("rembert", {"input_embedding_size": 16, "output_embedding_size": 48}),
 }
 """Options of a config that matter for packing: {name: (type, fields)}."""
 

@@ -9,11 +9,14 @@ from rlhf_modeling.loaded import LoadedModel
 
 
 def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
-    """Set ``loaded.logit_scale``. Returns False where no factor turns the head's logits into the model's.
+    """Set ``loaded.logit_scale``. Returns False where no factor turns the head's logits into the model's, or the head
+    reads something else than the hidden states.
 
     Args:
         hidden_TH: the body's hidden states of ``ids_T``.
     """
+    if loaded.head.in_features != hidden_TH.shape[-1]:
+        return False
     want_TV = loaded.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
     loaded.logit_scale = 1.0
     if not _same(loaded.logits(hidden_TH), want_TV):

@@ -111,9 +111,14 @@ def check_files(spec: ModelSpec) -> None:
 
     def load(place: str, **_: Any) -> Any:
         with torch.device("meta"):
-            model = type(auto.from_config(config))
-        return model.from_pretrained(
-            None, config=config, state_dict=state, device_map="meta", dtype=torch.float32, output_loading_info=True
+            built = auto.from_config(config)
+        return type(built).from_pretrained(  # with the class's own config, which may be a part of the folder's
+            None,
+            config=built.config,
+            state_dict=state,
+            device_map="meta",
+            dtype=torch.float32,
+            output_loading_info=True,
         )
 
     with quiet():
