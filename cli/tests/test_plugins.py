@@ -172,7 +172,8 @@ def test_show_an_unknown_name(installed, tmp_path, capsys):
     installed("probe", REWARD)
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
-    assert err == "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed.\n"
+    text = "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed."
+    assert err == f"{text} Plugins of this project are in rlhf-kit; one of this name would be in rlhf-plugin-prob.\n"
     info = tmp_path / "rlhf_kit-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(

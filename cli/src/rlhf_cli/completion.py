@@ -40,9 +40,7 @@ class Completion(Command):
         try:
             import shtab
         except ModuleNotFoundError:
-            raise ConfigError(
-                "completion needs shtab, which is not installed. Try: pip install 'rlhf-cli[completion]'"
-            ) from None
+            raise ConfigError("completion needs shtab, which is not installed. Try: pip install shtab") from None
         parser = whole_parser(Plugins.discover())
         for action in _actions(parser):
             if action.choices is None and _takes_path(action):

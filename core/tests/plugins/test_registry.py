@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import re
@@ -142,7 +143,8 @@ def test_a_misspelt_name_gets_a_suggestion_and_no_advice_to_install(site, publis
 
 def test_only_a_distribution_that_exists_is_suggested_for_installation(site):
     for reference in ("math", "x", "rlhf-plugin-math/math", "http://h/s"):
-        assert "pip" not in not_found(site, reference), "what exists is unknown where `rlhf` is not installed"
+        assert "pip" not in not_found(site, reference), "what exists is unknown where `rlhf-kit` is not installed"
+    assert not_found(site, "math").endswith("in rlhf-kit; one of this name would be in rlhf-plugin-math.")
     site.add("rlhf-kit", {}, requires=PUBLISHED)
     assert not_found(site, "math") == "no reward named 'math'. Installed: none. Try: pip install rlhf-plugin-math"
     assert not_found(site, "number_game", "env").endswith("Try: pip install rlhf-plugin-number-game")
@@ -152,15 +154,38 @@ def test_only_a_distribution_that_exists_is_suggested_for_installation(site):
     assert "pip" not in not_found(site, "math", "loss"), "it is installed, and offers a reward"
 
 
+def test_a_checkout_is_installed_from_its_folders(site, tmp_path):
+    """What it has need not be on a package index."""
+    checkout = tmp_path / "the checkout"
+    for folder, name in (("core", "rlhf-core"), ("plugins/rewards/number_game", "rlhf-plugin-number-game")):
+        (checkout / folder).mkdir(parents=True)
+        (checkout / folder / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+    site.add("rlhf-core", {}, requires=())
+    url = {"url": (checkout / "core").as_uri(), "dir_info": {"editable": True}}
+    (tmp_path / "rlhf_core-0.1.0.dist-info" / "direct_url.json").write_text(json.dumps(url))
+    site.add("rlhf-kit", {}, requires=PUBLISHED)
+    folder = checkout / "plugins" / "rewards" / "number_game"
+    assert not_found(site, "number_game").endswith(f"Try: pip install -e '{folder}'")
+    assert not_found(site, "math").endswith("Try: pip install rlhf-plugin-math"), "the checkout does not have it"
+    with pytest.raises(PluginVersionMismatch, match=rf"Try: pip install -e '{folder}'$"):
+        site.plugins().check_requirements(["rlhf-plugin-number-game>=3"])
+
+
 def test_the_error_for_a_name_of_another_kind_names_that_kind(site):
     site.reward("math")
     with pytest.raises(PluginNotFound, match=r"'math' is of kind reward \(rlhf-plugin-math 0\.1\.0\), not algorithm\."):
         site.plugins().resolve("algorithm", "math")
+    site.add("rlhf-plugin-parts", {"rlhf.loss": {"number_game": "throwaway_parts"}})
+    assert not_found(site, "number_game", "algorithm").endswith("would be in rlhf-plugin-number-game.")
+    site.add("rlhf-kit", {}, requires=PUBLISHED)
+    text = not_found(site, "number_game", "algorithm")
+    assert "'number_game' is of kind loss (rlhf-plugin-parts" in text
+    assert text.endswith("Try: pip install rlhf-plugin-number-game")
 
 
 def test_the_error_for_a_scheme_without_its_plugin_names_the_plugin(site):
     expected = "reward 'http://h/s' is served by the plugin 'http', which is not installed. Installed: none."
-    assert not_found(site, "http://h/s") == expected
+    assert not_found(site, "http://h/s").startswith(expected)
 
 
 def test_two_distributions_with_one_plugin_name_conflict(site):

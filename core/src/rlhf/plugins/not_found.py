@@ -41,5 +41,5 @@ def not_found(reference: Reference, entries: Sequence[Entry], how_to_install: Ca
         return f"{kind} {reference.text!r} {served}{installed}{line}"
     text = f"no {kind} named {name!r}.{did_you_mean(name, names)}{installed}"
     if others := [e for e in entries if e.name == name]:
-        return f"{text} {name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
+        text += f" {name!r} is of kind {others[0].kind} ({others[0].owner}), not {kind}."
     return text + line

@@ -22,7 +22,7 @@ from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
-from rlhf.plugins.requirements import check_requirements, published
+from rlhf.plugins.requirements import META, check_requirements, pip_words, published
 from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved, source_sha256
 
 Entries = list[Entry]
@@ -132,10 +132,14 @@ class Plugins:
         check_requirements(texts, self._path)
 
     def how_to_install(self, distribution: str) -> str:
-        """`` Try: pip install DISTRIBUTION``; empty if it is installed, or not known to exist."""
-        name = canonicalize_name(distribution)
-        here = any(canonicalize_name(e.distribution) == name for e in self._entries)
-        return f" Try: pip install {distribution}" if name in published(self._path) and not here else ""
+        """`` Try: pip install DISTRIBUTION``, or its folder in a checkout; empty if it is installed, or not known to
+        exist. Without ``rlhf-kit`` nothing is known to exist, and the text names the distribution without advice."""
+        name, known = canonicalize_name(distribution), published(self._path)
+        if any(canonicalize_name(e.distribution) == name for e in self._entries):
+            return ""
+        if not known:
+            return f" Plugins of this project are in {META}; one of this name would be in {distribution}."
+        return f" Try: pip install {pip_words(distribution, path=self._path)}" if name in known else ""
 
     # ------------------------------------------------------------------------------------- installed
 

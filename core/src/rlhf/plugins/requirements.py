@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -46,6 +50,33 @@ def published(path: Sequence[str] | None = None) -> frozenset[str]:
     return frozenset()
 
 
+def source_folder(distribution: str, path: Sequence[str] | None = None) -> Path | None:
+    """The folder of a distribution in the checkout from which ``rlhf-core`` is installed in place; None if there is no
+    such checkout or folder. What a checkout has need not be on a package index.
+
+    Args:
+        path: folders in which to look for ``rlhf-core``, in place of ``sys.path``.
+    """
+    core = next(importlib.metadata.distributions(name="rlhf-core", path=[*(sys.path if path is None else path)]), None)
+    place = json.loads((core and core.read_text("direct_url.json")) or "{}")
+    if not place.get("dir_info", {}).get("editable"):
+        return None
+    root, name = Path(unquote(urlsplit(place["url"]).path)).parent, canonicalize_name(distribution)
+    for pattern in ("", "*/", "libraries/*/", "plugins/*/*/"):
+        for file in root.glob(f"{pattern}pyproject.toml"):
+            if f'\nname = "{name}"\n' in file.read_text(encoding="utf-8"):
+                return file.parent
+    return None
+
+
+def pip_words(distribution: str, specifier: str = "", path: Sequence[str] | None = None) -> str:
+    """What follows ``pip install`` to get a distribution of this project."""
+    folder = source_folder(distribution, path)
+    if folder is not None:
+        return f"-e {shlex.quote(str(folder))}"
+    return f"'{distribution}{specifier}'" if specifier else distribution
+
+
 def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str:
     """``needs X, found Y`` or an empty string. Requirements whose marker does not apply here are met, as are those of
     extras other than ``extra``."""
@@ -84,7 +115,7 @@ def check_requirements(requirements: Iterable[str], path: Sequence[str] | None =
         if problem:
             problems.append(problem)
             if version is not None or canonicalize_name(requirement.name) in published(path):
-                wanted.append(f"'{requirement.name}{requirement.specifier}'")
+                wanted.append(pip_words(requirement.name, str(requirement.specifier), path))
     if problems:
         line = f" Try: pip install {' '.join(wanted)}" if wanted else ""
         raise PluginVersionMismatch(f"the run {'; '.join(problems)}.{line}")

@@ -36,7 +36,7 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
     try:
         import peft
     except ImportError:
-        raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'") from None
+        raise ConfigError("trainer.lora needs peft: pip install peft") from None
     wanted = matching(
         [name for name, _ in adaptable(module, head, options.vision)], options.targets, type(module).__name__
     )

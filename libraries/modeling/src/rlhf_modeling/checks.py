@@ -74,7 +74,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     check_kernel(config.attention, on, bf16)
     check_kernels(config.kernels, on.type)
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("trainer.lora needs peft: pip install 'rlhf-kit[lora]'")
+        raise ConfigError("trainer.lora needs peft: pip install peft")
     if spec.role.trained and config.lora is not None and config.lora.quantization is not None:
         require_quantization(f"trainer.lora.quantization = {config.lora.quantization!r}", config.lora.quantization, on)
     if config.quantization is not None:

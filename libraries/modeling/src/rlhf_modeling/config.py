@@ -96,7 +96,7 @@ class TrainingConfig(ComponentConfig):
     ``auto``: ``flash`` if it is available. Other kernels are used on a CPU."""
     kernels: Kernels = "auto"
     """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
-    ``liger``, Liger's kernels, on a GPU (``pip install 'rlhf-kit[liger]'``); ``none``, transformers' statements.
+    ``liger``, Liger's kernels, on a GPU (``pip install liger-kernel``); ``none``, transformers' statements.
     ``auto``: ``own`` on a CPU where the layers are known, else ``none``."""
     logits_chunk: int = Field(2**24, gt=0)
     """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which

@@ -26,7 +26,7 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INSTALL = "pip install 'rlhf-kit[liger]'"
+INSTALL = "pip install liger-kernel"
 ROTARY = "apply_rotary_pos_emb"
 """Name of the function that transformers' attention layers call for the rotary embedding."""
 

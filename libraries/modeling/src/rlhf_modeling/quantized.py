@@ -104,7 +104,7 @@ def require_quantization(option: str, kind: Format, device: torch.device) -> Non
         option: what asks for it, for the message.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{option} needs bitsandbytes: pip install 'rlhf-kit[qlora]', or leave it out")
+        raise ConfigError(f"{option} needs bitsandbytes: pip install bitsandbytes, or leave it out")
     try:
         _quantized(torch.ones(2, 64, device=device), kind)
     except Exception as cause:  # any exception: a library without kernels for this device raises what it likes

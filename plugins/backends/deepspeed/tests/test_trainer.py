@@ -363,7 +363,7 @@ def test_an_export_by_transformers_prints_nothing(folder, tmp_path):
 
 def test_a_missing_or_broken_deepspeed_is_an_error(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install 'rlhf-kit\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package deepspeed.*pip install deepspeed"):
         trainer(spec(folder))
 
 

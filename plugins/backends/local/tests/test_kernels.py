@@ -59,7 +59,7 @@ def test_liger_is_refused_before_a_model_is_read(make_trainer, monkeypatch):
     with pytest.raises(ModelError):
         make_trainer("no folder", kernels="none")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(CapabilityError, match=r"liger-kernel is not installed: pip install 'rlhf-kit\[liger\]'"):
+    with pytest.raises(CapabilityError, match=r"liger-kernel is not installed: pip install liger-kernel"):
         check_kernels("liger", "cuda")
     assert liger.why_not("cpu").startswith("Liger's kernels run on GPUs")
 

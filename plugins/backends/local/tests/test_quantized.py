@@ -26,7 +26,7 @@ def check(model_path, **lora):
 def test_it_is_refused_without_bitsandbytes(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "bitsandbytes" or None)
-    with pytest.raises(ConfigError, match=r"quantization = 'nf4' needs bitsandbytes: pip install 'rlhf-kit\[qlora\]'"):
+    with pytest.raises(ConfigError, match=r"quantization = 'nf4' needs bitsandbytes: pip install bitsandbytes"):
         check(model_path, quantization="nf4")
     check(model_path)
 

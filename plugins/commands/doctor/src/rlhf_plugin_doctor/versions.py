@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from rlhf.interfaces import Finding
-from rlhf.plugins.requirements import META
+from rlhf.plugins.requirements import META, source_folder
 
 from rlhf_plugin_doctor.findings import listed
 
@@ -25,6 +25,7 @@ class Installed:
     """The distributions on ``sys.path`` (or ``path``). Of several with one name the first counts, as for import."""
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
+        self.path = path
         self._found: dict[str, Any] = {}
         for found in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
             if name := found.metadata["Name"]:
@@ -73,7 +74,10 @@ def versions(installed: Installed) -> Finding:
     core = installed.version("rlhf-core")
     others = [f"{n} is {installed.version(n)}" for n in ours if installed.version(n) != core]
     if others:
-        fix = f"pip install --upgrade {' '.join(f'{n}=={core}' for n in ours if installed.version(n) != core)}"
+        stale = [n for n in ours if installed.version(n) != core]
+        folders = [source_folder(n, installed.path) for n in stale]
+        words = [f"{n}=={core}" if f is None else f"-e {f}" for n, f in zip(stale, folders, strict=True)]
+        fix = f"pip install --upgrade {' '.join(words)}"
         return Finding("versions", "fail", f"rlhf-core is {core}, but {listed(others)}", f"one version for all: {fix}")
     frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
     return Finding("versions", "ok", f"{len(ours)} distributions of rlhf, all {core}; {', '.join(frameworks)}")

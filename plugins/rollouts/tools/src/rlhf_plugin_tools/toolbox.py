@@ -106,7 +106,7 @@ class Toolbox:
         except ImportError as error:
             raise ConfigError(
                 f"[rollout.mcp.{name}] needs the packages mcp 2.x and jsonschema ({error}). Install them: "
-                "pip install 'rlhf-plugin-tools[mcp]'."
+                "pip install 'mcp>=2,<3' jsonschema."
             ) from None
         server = Server(name, config)
         self._servers.append(server)
