@@ -48,7 +48,8 @@ class Train(Command):
         from rlhf_runtime.setup.build import train
 
         finished = train(config, plugins)
-        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
+        way = f" (continue with: {command})" if (command := finished.continue_with) else ""
+        sys.stdout.write(f"{finished.outcome}: {finished.directory.path}{way}\n")
         return finished.exit_code
 
 

@@ -29,7 +29,7 @@ def test_plain_lines_can_be_parsed_and_are_rate_limited():
     assert [s["step"] for s in steps] == ["1/5", "4/5", "5/5"]  # the first, one a second, the last
     assert steps[0] == {"step": "1/5", "reward": "0.125", "loss": "0.5", "left": "0:00:08"}
     assert steps[-1]["left"] == "0:00:00"
-    assert lines[-1] == "5 of 5 steps, in 0:00:04 (0.82 s a step); reward 0.125 -> 0.625; loss 0.5 -> 0.5"
+    assert lines[-1] == "5 of 5 steps, in 0:00:04 (1 s a step); reward 0.125 -> 0.625; loss 0.5 -> 0.5"
 
 
 def test_a_resumed_run_counts_from_its_checkpoint():
@@ -79,8 +79,52 @@ def test_what_is_shown_has_several_names():
 
 def test_the_distance_to_the_policy_before_the_update_is_not_shown_as_that_to_the_reference():
     out = io.StringIO()
-    Progress(1, stream=out).step(1, {"policy/kl_old": 0.0})
-    assert out.getvalue() == "step=1/1 kl_old=0 left=0:00:00\n"
+    Progress(1, stream=out).step(1, {"policy/kl_old": 0.125})
+    assert out.getvalue() == "step=1/1 kl_old=0.125 left=0:00:00\n"
+
+
+def test_a_divergence_or_loss_that_is_always_0_is_not_shown():
+    out = io.StringIO()
+    progress = Progress(3, stream=out, interval=0)
+    same = {"policy/kl_old": 0.0, "reward/mean": 0.0}
+    progress.step(1, {**same, "policy/loss": -1.9e-9, "kl/reference": 0.0, "length/truncated": 0.0})
+    progress.step(2, {**same, "policy/loss": float("nan"), "kl/reference": 0.25, "length/truncated": 0.5})
+    progress.step(3, {**same, "policy/loss": 0.0, "kl/reference": 0.0, "length/truncated": 0.0})
+    shown = [" ".join(line.split()[1:-1]) for line in out.getvalue().splitlines()]
+    assert shown == ["reward=0", "reward=0 kl=0.25 truncated=0.5 loss=nan", "reward=0 kl=0 truncated=0 loss=0"]
+
+
+def test_what_pairs_and_a_critic_learn_is_shown():
+    out = io.StringIO()
+    values = {"policy/accuracy": 0.75, "policy/reward_margin": 0.5, "policy/grad_norm": 2.0}
+    Progress(1, stream=out).step(1, {**values, "critic/loss": 0.25, "value/explained_variance": -1.0})
+    shown = "accuracy=0.75 margin=0.5 value_loss=0.25 explained_variance=-1 grad_norm=2"
+    assert out.getvalue() == f"step=1/1 {shown} left=0:00:00\n"
+
+
+def test_one_evaluation_is_no_change():
+    out = io.StringIO()
+    progress = Progress(2, stream=out)
+    progress.step(1, {"reward/mean": 0.25})
+    progress.step(2, {"reward/mean": 0.5, "eval/pass@1": 0.5})
+    progress.close()
+    assert out.getvalue().splitlines()[-1].endswith("reward 0.25 -> 0.5; pass@1 0.5")
+
+
+def test_the_time_of_a_step_is_without_evaluations_checkpoints_and_exports():
+    out, clock = io.StringIO(), Clock()
+    progress = Progress(2, stream=out, clock=clock)
+    progress.step(1, {"time/step": 7.0})
+    progress.spend("learn", 7.0)
+    progress.spend("evaluate", 60.0)
+    progress.step(2, {"time/step": 67.0, "time/evaluate": 60.0})
+    progress.spend("save", 5.0)
+    progress.spend("save", 6.0)
+    progress.spend("export", 0.5)
+    clock.now = 90.0
+    progress.close()
+    end = "2 of 2 steps, in 0:01:30 (7 s a step, evaluations 0:01:00, checkpoints 0:00:11)"
+    assert out.getvalue().splitlines()[-1] == end
 
 
 def test_rewards_of_an_algorithm_with_members_are_shown_by_member():

@@ -48,24 +48,26 @@ class Reports:
     def begin_step(self, step: int) -> None:
         """Start measuring the times of the next line."""
         self.timeline.step(step)
-        self._times = {}
         self._started = time.perf_counter()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""
+        """Wall time of a phase, reported as ``time/<phase>`` (seconds) in the next line."""
         start = time.perf_counter()
         try:
             with self.timeline.phase(phase):
                 yield
         finally:
-            self._times[phase] = self._times.get(phase, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._times[phase] = self._times.get(phase, 0.0) + seconds
+            self._progress.spend(phase, seconds)
 
     def record(self, done: int, metrics: Metrics) -> None:
         """Add the times of the step to ``metrics`` and write its line. ``done``: finished steps, this one included."""
         if self._times:
             metrics |= {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
             metrics[f"{TIME}step"] = time.perf_counter() - self._started
+            self._times = {}
         with self._store.writing(self._directory.metrics.path):
             self._directory.metrics.append(done, metrics)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,6 +120,15 @@ class Run:
     def outcome(self) -> str:
         """The status, with the samples that failed."""
         return ", ".join([self.status, *(str(f) for f in self.failures if f.failed)])
+
+    @property
+    def continue_with(self) -> str:
+        """The command that makes the further steps of a run that was stopped; empty where it has ended by itself."""
+        if self.status != "stopped" or self._no_patience:
+            return ""
+        last = self.config.run.stop_after
+        further = f" --run.stop_after {self.total_steps}" if last is not None and self.done >= last else ""
+        return f"rlhf train {shlex.quote(str(self.directory.path / 'config.toml'))} --resume{further}"
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
         """Wall time of a phase of this step, reported as ``time/<phase>`` (seconds)."""

@@ -67,7 +67,7 @@ class Saves:
         state, self._intact = self._state, None
         self._take_devices_back()
         mark = self._mark() if best else None
-        with self._reports.timeline.phase("save"):
+        with self._reports.timed("save"):
             path = self._store.save(step, lambda folder: state.write(folder, step), self._meta, mark)
         self._reports.timeline.instant("checkpoint", step=step)
         self._reports.observe("checkpoint_saved", step, path)
@@ -88,7 +88,7 @@ class Saves:
         path, every = self._directory.exports(done), section.export_every
         if last or not done or every is None or done % every:
             return
-        with self._store.writing(path), self._reports.timeline.phase("export"):
+        with self._store.writing(path), self._reports.timed("export"):
             self._directory.export(done, self.write_model, section.keep)
 
     def export_best(self, done: int) -> None:
@@ -99,7 +99,7 @@ class Saves:
         if self._directory.exported_best() == done:
             return
         self._take_devices_back()
-        with self._store.writing(self._directory.best_model), self._reports.timeline.phase("export"):
+        with self._store.writing(self._directory.best_model), self._reports.timed("export"):
             self._directory.publish_best(done, self._mark(), self.write_model)
 
     def write_model(self, path: Path) -> None:
@@ -108,11 +108,11 @@ class Saves:
 
     def publish(self) -> None:
         """Write the final model and, with ``checkpoint.export_trained``, those of the other trained roles."""
-        with self._store.writing(self._directory.model):
+        with self._store.writing(self._directory.model), self._reports.timed("export"):
             self._directory.publish_model(self.write_model)
         others = [name for name in self._state.trained_roles if name != "policy"]
         for name in others if self._config.checkpoint.export_trained else ():
-            with self._store.writing(self._directory.model_of(name)):
+            with self._store.writing(self._directory.model_of(name)), self._reports.timed("export"):
                 self._directory.publish_model(partial(self._files.write_role, self._state.roles[name]), name)
 
     def rescue(self) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from statistics import median
 from typing import TextIO
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rlhf.types import Group
 
+from rlhf_runtime.observe.metrics import TIME
 from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
@@ -23,13 +25,24 @@ HEADLINE: Mapping[str, tuple[str, ...]] = {
     "kl": ("kl/reference", "policy/kl_reference"),
     "kl_old": ("policy/kl_old",),
     "length": ("length/mean",),
+    "truncated": ("length/truncated",),
     "loss": ("policy/loss", "loss"),
+    "accuracy": ("policy/accuracy",),
+    "margin": ("policy/margin", "policy/reward_margin"),
+    "value loss": ("critic/loss",),
+    "explained variance": ("value/explained_variance",),
+    "grad norm": ("policy/grad_norm",),
     "pass@1": ("eval/pass@1",),
     "eval loss": ("eval/loss",),
 }
 """{label: metrics in order of preference; the first that the run has is shown}. A label without such a metric is not
-shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update (0 where an
-update is one optimizer step)."""
+shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update."""
+_TELLS_NOTHING_AT_ZERO = frozenset({"kl", "kl_old", "truncated", "loss"})
+"""Labels that are shown from their first value on that is not about 0. In some runs they never have one: ``kl_old``
+where an update is one optimizer step, the loss where it is a sum of advantages with mean 0."""
+_ABOUT_ZERO = 1e-6
+_ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
+"""{phase that is no part of a step: word in the summary}."""
 
 
 class Progress:
@@ -66,6 +79,11 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=50)
         self._first_values: dict[str, float] = {}
         self._last_values: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+        """Number of values of each label."""
+        self._step_seconds: list[float] = []
+        self._spent: Counter[str] = Counter()
+        """Seconds of each phase of :data:`_ASIDE`."""
         self._closed = False
         self._bar: Bar | None = None
         if not quiet and self._console.is_terminal:
@@ -93,9 +111,11 @@ class Progress:
         now = self._clock()
         if step > self.done:
             self._durations.append((now - self._last_step) / (step - self.done))
+            self._step_seconds.append(step_seconds(metrics, now - self._last_step))
         self._last_step, self.done = now, max(step, self.done)
         values = self._values(metrics)
         self._last_values |= values
+        self._counts.update(values.keys())
         self._first_values = {**values, **self._first_values}
         if self._bar is not None:
             numbers = "  ".join([*(f"{label} {_number(v)}" for label, v in self._last_values.items()), self._left()])
@@ -106,6 +126,11 @@ class Progress:
             self._pending = " ".join([*parts, self._left().replace("left ", "left=")])
             if self._shown_at is None or step >= self.total or now - self._shown_at >= self._interval:
                 self._flush(now)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        """A phase took this time. Evaluations, checkpoints and exports are named in the summary."""
+        if phase in _ASIDE:
+            self._spent[phase] += seconds
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
         """Show the best and the worst sample that ``step`` is trained on."""
@@ -144,7 +169,10 @@ class Progress:
         for label, names in self._headline.items():
             name = next((n for n in names if n in metrics), None)
             if name is not None:
-                found[label] = float(metrics[name])
+                value = float(metrics[name])
+                constant = label in _TELLS_NOTHING_AT_ZERO and label not in self._last_values
+                if not (constant and abs(value) < _ABOUT_ZERO):
+                    found[label] = value
                 continue
             for metric in metrics if label == "reward" else ():  # an algorithm of several members reports one for each
                 member, _, rest = metric.partition("/")
@@ -165,11 +193,21 @@ class Progress:
         if self.first:
             text += f", {steps} of them now"
         text += f", in {timedelta(seconds=round(elapsed))}"
-        if steps:
-            text += f" ({elapsed / steps:.3g} s a step)"
+        parts = [f"{median(self._step_seconds):.3g} s a step"] if steps else []
+        for phase, seconds in self._spent.items():
+            if seconds >= 1:
+                parts.append(f"{_ASIDE[phase]} {timedelta(seconds=round(seconds))}")
+        if parts:
+            text += f" ({', '.join(parts)})"
         for label, last in self._last_values.items():
-            text += f"; {label} {_number(self._first_values[label])} -> {_number(last)}"
+            first = f"{_number(self._first_values[label])} -> " if self._counts[label] > 1 else ""
+            text += f"; {label} {first}{_number(last)}"
         return text
+
+
+def step_seconds(metrics: Mapping[str, float], default: float) -> float:
+    """The time of a step without its evaluation, from its line; ``default``: where the line has no times."""
+    return metrics.get(f"{TIME}step", default) - metrics.get(f"{TIME}evaluate", 0.0)
 
 
 def _number(value: float) -> str:

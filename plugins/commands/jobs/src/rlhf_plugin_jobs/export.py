@@ -36,13 +36,13 @@ class Export(Command):
         from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
-        from rlhf_runtime.jobs.export import export
+        from rlhf_runtime.jobs.export import Which, export
 
         folder: Path = args.run
         if not (folder / "config.toml").is_file():
             raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
         config = load(str(folder / "config.toml"), dotted(args.overrides))
-        which = "best" if args.best else "average" if args.average else args.step
+        which: Which = "best" if args.best else "average" if args.average else args.step
         steps = export(config, Plugins.discover(), folder, which, args.output, _note)
         several = f"the mean of steps {', '.join(map(str, steps))}"
         sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else several}\n")

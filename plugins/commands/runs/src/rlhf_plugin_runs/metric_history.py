@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
@@ -78,6 +79,7 @@ class History:
         return Extremes(points[0][1], points[-1][1], low, high)
 
     def seconds_a_step(self) -> float | None:
-        """The median of ``time/step``; None if no step has it."""
-        times = sorted(value for _, value in self.curve("time/step").finite)
-        return times[len(times) // 2] if times else None
+        """The median time of a step without its evaluation, as in a run's last line; None if no step has it."""
+        evaluating = dict(self.curve("time/evaluate").finite)
+        times = [seconds - evaluating.get(step, 0.0) for step, seconds in self.curve("time/step").finite if step]
+        return median(times) if times else None
