@@ -135,3 +135,19 @@ def test_pairs_that_differ_in_the_call_only(template_with, text):
     assert all(s.loss_mask[-1] and s.ids[-1] == 1 for s in pair.sequences)
     with pytest.raises(DataError, match="the same, token by token"):
         template_with(text).encode_pair(Row({**columns, "rejected": columns["chosen"]}, "rows", 0))
+
+
+def test_calls_as_the_api_writes_them(template_with):
+    """Content null, arguments as text."""
+    function = {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    written = {"role": "assistant", "content": None, "tool_calls": [{**ADD, "function": function}]}
+    for text in (HERMES, QWEN3, GENERATION, LLAMA3):
+        template = template_with(text)
+        assert answers(template, ASK, written) == answers(template, ASK, said("", ADD))
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_in_a_field_that_the_template_does_not_read(template_with, field):
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'hm'"):
+        answers(template_with(HERMES), ASK, said("3", **{field: "hm"}))
+    template_with(HERMES).encode_prompt(Row({"prompt": [ASK, said("3", **{field: "hm"}), ASK]}, "rows", 0))

@@ -193,6 +193,7 @@ class Template(Prompts):
             prompt, images = self._plain_prompt(cells), self.images.of_row(cells)
         else:
             messages, images = self._read(self._prompt_messages(cells), cells)
+            self.chat.check(messages, source=cells.row.source)
             prompt = self.chat.text(messages, answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
         begin = self.tokens.begin(ids) if self.chat is None else []

@@ -20,6 +20,9 @@ MARKER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 """Splits a render into the template's own text and the numbers of the markers."""
 _TAG = re.compile(r"(</?[A-Za-z_]\w*>)")
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields with the reasoning of an answer, which templates write before its content."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -41,8 +44,9 @@ def with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     marked, texts, tails = [], list[Text](), dict[int, str]()
     for m, message in enumerate(messages):
         read = dict(message)
-        if isinstance(reasoning := message.get("reasoning_content"), str):
-            read["reasoning_content"] = _marked(m, reasoning, texts, tails, end=len(reasoning))
+        for field in _REASONING:
+            if isinstance(reasoning := message.get(field), str):
+                read[field] = _marked(m, reasoning, texts, tails, end=len(reasoning))
         content = message.get("content")
         if isinstance(content, list):  # parts, some of them images
             read["content"] = [

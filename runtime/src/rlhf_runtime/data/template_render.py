@@ -77,11 +77,11 @@ class TemplateRender:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def apply(read: list[dict[str, Any]]) -> tuple[str, list[Span]]:
-            texts: Any
-            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
+            rendered: Any = render_jinja_template(
                 [read], chat_template=self._source, return_assistant_tokens_mask=True,
                 **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self._kwargs},
             )  # fmt: skip
+            texts, spans = rendered
             return texts[0], [(int(start), int(end)) for start, end in spans[0]]
 
         return self._applied(messages, apply)

@@ -81,7 +81,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
 def _measured(prepared: Prepared) -> dict[str, Any]:
     """Measured and looked-up values that a resume reads instead of determining them again."""
     found = prepared.specs["policy"].on_processor
-    measured = {"on_processor": dataclasses.asdict(found)} if found is not None else {}
+    measured: dict[str, Any] = {"on_processor": dataclasses.asdict(found)} if found else {}
     chat = prepared.data.template.chat
     if chat is not None and chat.day is not None:
         measured["template_day"] = chat.day.isoformat()
