@@ -66,6 +66,15 @@ PAIRS = [
 ]
 
 
+def test_an_end_token_that_the_chat_template_does_not_write(show, tmp_path):
+    """The preview says so, and shows the tokenizer's in its place."""
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}")
+    said = show("sft", [{"prompt": "a", "response": "b"}], "--data.chat_template", str(tmp_path / "chat.jinja"))
+    assert "note: the chat template writes no end token after an answer" in said
+    assert "b<eos>⟧" in said
+    assert show("sft", [{"prompt": "a", "response": "b"}], "--json", model="chat")["end_note"] == ""
+
+
 def test_a_pair_as_json(show):
     flags = ("--json", "--data.margin", "by", "--data.max_tokens", "20", "--data.too_long", "drop")
     found = show("dpo", PAIRS, *flags, code=1)

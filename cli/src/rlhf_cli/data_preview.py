@@ -99,6 +99,8 @@ def _show(found: dict[str, Any]) -> None:
         unused = f"; not used: {', '.join(source['unused'])}" if source["unused"] else ""
         line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
         console.print(Text(line))
+    if found["end_note"]:
+        console.print(Text(f"note: {found['end_note']}"))
     console.print(_legend(found["form"], found["answers"], colour))
     for row in found["shown"]:
         console.print()

@@ -134,6 +134,21 @@ def test_each_source_and_form_is_checked(template_with):
         prompted(template, [ASK, CALLS, RESULT, ASK])
 
 
+@pytest.mark.parametrize("loss_on", ["completion", "assistant"])
+def test_a_long_conversation_takes_few_renders_more(template_with, monkeypatch, loss_on):
+    """Its calls are alike, so that the first one stands for all."""
+    template, renders = template_with(HERMES, loss_on=loss_on), []
+    apply = template.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        template.tokenizer, "apply_chat_template", lambda *words, **kwargs: renders.append(1) or apply(*words, **kwargs)
+    )
+    talk = [ASK, *[CALLS, RESULT] * 30, ANSWER]
+    encoded(template, talk)
+    assert len(renders) < 60
+    encoded(template, [*talk[:-1], *talk[-3:]])
+    assert len(renders) < 70
+
+
 def test_results_that_a_template_writes_as_json(template_with):
     result = {**RESULT, "content": '{"sum": "3"}\n'}
     one = {**CALLS, "tool_calls": [CALL]}

@@ -59,16 +59,20 @@ class ChatTemplate:
         self._checked = set[tuple[Any, ...]]()
 
     def check(self, messages: Sequence[Message], trained: Sequence[int] = (), source: str = "") -> None:
-        """Raises DataError: the template leaves out a part of the messages. Conversations of one form and source are
-        checked once.
+        """Raises DataError: the template leaves out a part of the messages. Messages of one form are checked once for
+        each source, among like messages.
 
         Args:
             trained: the assistant messages that are trained on. Their parts must be in the text of the answers.
         """
-        form = (source, tuple(trained), tuple(map(form_of, messages)))
-        if form not in self._checked:
-            check_parts(lambda changed: self._written(changed, trained), messages, trained)
-            self._checked.add(form)
+        last_user = max((m for m, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        forms = dict[tuple[Any, ...], int]()
+        for m, message in enumerate(messages):
+            before = messages[m - 1]["role"] if m else ""
+            forms.setdefault((source, m in trained, before, m < last_user, form_of(message)), m)
+        if new := forms.keys() - self._checked:
+            check_parts(lambda other: self._written(other, trained), messages, trained, {forms[form] for form in new})
+            self._checked |= new
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).
@@ -93,7 +97,13 @@ class ChatTemplate:
                 tail = tails[m] if order[mine[-1]] == last[m] else ""
                 ends[m] = places[mine[-1]][1] + tail_length(pieces[2 * mine[-1] + 2], tail, m)
             else:  # tool calls only
-                starts[m] = ends[m] = self._given(text, messages, m)
+                before = max((i for i, number in enumerate(order) if texts[number].message == m - 1), default=-1)
+                head = pieces[2 * before + 2].find(self._generation_head()) if before >= 0 else -1
+                if head >= 0 and self._generation_head():
+                    starts[m] = places[before][1] + head + len(self._generation_head())
+                else:
+                    starts[m] = self._given(text, messages, m)
+                ends[m] = starts[m]
             if messages[m].get("tool_calls"):
                 following = next((first for first, _ in places if first > ends[m]), len(text))
                 ends[m] = self._end_of_calls(text, messages, m, ends[m], following)
@@ -119,7 +129,7 @@ class ChatTemplate:
         token: str = self.answer_end or self._tokenizer.eos_token
         return token
 
-    @property
+    @cached_property
     def answer_end(self) -> str:
         """The end token that the template writes after an answer that is text; empty if it writes none."""
         if self._short is None:
@@ -233,10 +243,14 @@ class ChatTemplate:
             position: end of the answer's text.
             following: start of the text of another message.
         """
+        end = self.answer_end
+        piece = text[position:following]
+        at = min((i for t in self._tokenizer.all_special_tokens if (i := piece.find(t)) >= 0), default=-1)
+        if end and at >= 0 and piece.startswith(end, at):  # no render of the messages up to this one is needed
+            return position + at + len(end)
         until = text if message == len(messages) - 1 else self.text(messages[: message + 1], answer=False)
         until = until.rstrip()
         alone = text.startswith(until) and len(until) > position
-        end = self.answer_end
         at = text.find(end, position, len(until) if alone else following) if end else -1
         if at >= 0:
             return at + len(end)

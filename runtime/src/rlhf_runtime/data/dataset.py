@@ -65,8 +65,10 @@ class TrainData:
         self.notes = set_layouts(self.sources, form, answers, section, self.template)
         """Messages on how the columns of sources were recognised, if the run file does not name them, and on end tokens
         that the chat template does not write."""
-        if self.template.chat is not None and (form in _ENDED or answers) and (note := self.template.chat.end_note):
-            self.notes.append(note)
+        chat = self.template.chat
+        self.end_note = chat.end_note if chat is not None and (form in _ENDED or answers) else ""
+        """What is done about an end token that the chat template does not write."""
+        self.notes += filter(None, [self.end_note])
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]
             check_labels(self._train, columns, section.bad_rows == "drop")

@@ -24,9 +24,10 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
     """The layout of every source, and its first ``rows`` rows.
 
     Returns JSON values: ``form``; ``answers``: whether training prompts have an answer that may be trained on;
-    ``template`` (``chat`` | ``plain``); ``sources``, each with ``name``, ``path``, ``use`` (``train`` | ``eval``),
-    ``rows``, ``layout`` (a sentence), ``columns`` ({field: column}), ``unused`` (columns); ``shown``, each row with
-    ``where`` (file and line), ``use``, ``status`` (``ok`` | ``left out`` | ``refused``), ``why``, ``label`` and
+    ``template`` (``chat`` | ``plain``); ``end_note``: a message on the template's end token, or empty; ``sources``,
+    each with ``name``, ``path``, ``use`` (``train`` | ``eval``), ``rows``, ``layout`` (a sentence), ``columns``
+    ({field: column}), ``unused`` (columns); ``shown``, each row with ``where`` (file and line), ``use``, ``status``
+    (``ok`` | ``left out`` | ``refused``), ``why``, ``label`` and
     ``margin`` if it has them, and ``sequences`` (:func:`_sequence`).
     """
     decode = decoder_of(data.template.tokenizer)
@@ -40,6 +41,7 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
         "form": data.form,
         "answers": data.answers,
         "template": "plain" if data.template.chat is None else "chat",
+        "end_note": data.end_note,
         "sources": [_source(data, use, source) for use, sources in data.sources.items() for source in sources],
         "shown": shown,
     }

@@ -24,11 +24,17 @@ def form_of(message: Message) -> tuple[Any, ...]:
     return message["role"], fields, isinstance(message.get("content"), list), len(message.get("tool_calls") or ())
 
 
-def check_parts(written: Written, messages: Sequence[Message], trained: Collection[int]) -> None:
+def check_parts(
+    written: Written, messages: Sequence[Message], trained: Collection[int], called: Collection[int]
+) -> None:
     """Raises DataError: the template leaves out a part of a message. It may leave out the reasoning of answers that are
     not trained on.
 
     Texts are replaced by markers, which must be written. Another name or argument of a call must change the render.
+
+    Args:
+        trained: messages that are trained on.
+        called: messages whose tool calls are checked.
     """
     marked, texts, _ = with_markers(messages)
     after = _attempt(written, marked)
@@ -38,7 +44,7 @@ def check_parts(written: Written, messages: Sequence[Message], trained: Collecti
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
     before = written(messages)
     for m, message in enumerate(messages):
-        for part, other in _with_other_calls(message):
+        for part, other in _with_other_calls(message) if m in called else ():
             after = _attempt(written, [*messages[:m], other, *messages[m + 1 :]])
             if after and after[m] == before[m]:
                 raise _left_out(m, messages, trained, part)
