@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rlhf.seeds import derive_seed
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhf_modeling.loaded import LoadedModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TOLERANCE = 1e-3
 """A token's hidden state is wrong where it differs by more than this share of its norm. Another order of summation
@@ -51,7 +48,7 @@ def probe_rows(loaded: LoadedModel) -> list[Tensor]:
 
 
 @contextmanager
-def short_lengths(module: PreTrainedModel) -> Iterator[None]:
+def short_lengths(module: nn.Module) -> Iterator[None]:
     """Every window and chunk of attention, in configs and modules, has :data:`SHORT` tokens inside."""
     from transformers import PreTrainedModel
 

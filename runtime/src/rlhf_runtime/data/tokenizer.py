@@ -44,7 +44,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         )
     rows = embedding_rows(tokenizer)
     for name, token in (("begin", tokenizer.bos_token_id), ("end", tokenizer.eos_token_id)):
-        if None not in (rows, token) and token >= rows:
+        if rows is not None and token is not None and token >= rows:
             raise ModelError(
                 f"the {name} token of the tokenizer of {path} has id {token}; the model's embedding has {rows} rows, "
                 f"so ids are 0 to {rows - 1}. {ENLARGE}"
