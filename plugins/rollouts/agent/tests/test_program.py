@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -110,6 +111,47 @@ def test_what_a_program_leaves_behind_is_killed(lab, program, wire):
     trajectory = lab.one(program(body), {"wire": wire.path})
     assert trajectory.status != "failed", trajectory.error
     assert gone(wire()[0][0])
+
+
+def test_what_a_program_leaves_in_another_session_is_killed(lab, program, wire):
+    body = (
+        "import os, time\nif not os.fork():\n    os.setsid()\n    note(task, os.getpid())\n    time.sleep(600)\n"
+        f"while not os.path.exists(task['wire']): time.sleep(0.01)\ntime.sleep(0.2)\n{ASKS}"
+    )
+    trajectory = lab.one(program(body), {"wire": wire.path})
+    assert trajectory.status != "failed", trajectory.error
+    assert gone(wire()[0][0])
+
+
+DRIVER = """
+import asyncio, sys
+from rlhf_plugin_agent.config import AgentConfig
+from rlhf_plugin_agent.program import Program
+
+async def main():
+    program = Program(AgentConfig(command=(sys.executable, "-c", sys.argv[1])), {}, "http://x/v1", "key", 0)
+    await program.start()
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path):
+    """A program that ignores signals, and a child of it in another session."""
+    pids = tmp_path / "pids"
+    program = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork() or os.setsid()\n"
+        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, program])
+    deadline = time.monotonic() + 60
+    while not (pids.exists() and pids.read_text().count("\n") == 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    driver.kill()
+    driver.wait()
+    assert all(gone(int(pid)) for pid in pids.read_text().split())
 
 
 def test_any_amount_of_output_is_read(lab, program):

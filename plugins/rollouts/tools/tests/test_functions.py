@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,6 +192,49 @@ def test_a_call_over_its_timeout_is_killed_with_what_it_started_and_told(tmp_pat
             await box.close()
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == ["Error: 'sleep' took longer than 1 s and was stopped", "2"]
+
+
+DRIVER = """
+import asyncio, sys
+from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.workers import PlainFunction, Workers
+
+async def main():
+    source = Source.of(sys.argv[1])
+    workers = Workers([source], 1000)
+    await workers.start()
+    await PlainFunction(PythonFunction(source), workers).call("{}", 600.0, 1000)
+
+asyncio.run(main())
+"""
+BUSY = """
+import os, re
+
+def busy() -> int:
+    "Compute for ever without releasing the lock of the interpreter."
+    if os.fork() == 0:
+        os.setsid()
+    with open(PIDS, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    return bool(re.match("(a|a)*b", "a" * 99))
+"""
+
+
+def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path) -> None:
+    pids = tmp_path / "pids"
+    (tmp_path / "busy.py").write_text(f"PIDS = {str(pids)!r}\n{BUSY}")
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"file:{tmp_path / 'busy.py'}:busy"])
+    try:
+        while not (pids.exists() and pids.read_text().count("\n") == 2):
+            assert driver.poll() is None
+            time.sleep(0.01)
+    finally:
+        driver.kill()
+        driver.wait()
+    last = time.monotonic() + 20
+    while not all(map(ended, map(int, pids.read_text().split()))):
+        assert time.monotonic() < last
+        time.sleep(0.01)
 
 
 def test_a_worker_that_dies_is_a_failed_sample_and_is_replaced() -> None:

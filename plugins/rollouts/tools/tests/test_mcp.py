@@ -190,7 +190,11 @@ def test_tools_that_cannot_be_offered_are_refused(mode, options, message, tmp_pa
     [
         (stdio("good", env=("NOT_SET_HERE",)), ConfigError, "env names NOT_SET_HERE, which is not set"),
         (stdio("none"), RolloutError, r"cannot be used: MCPError: Connection closed. Its last output:(.|\n)*KeyError"),
-        (McpServer(command=("/no/program",)), RolloutError, "cannot be used: FileNotFoundError"),
+        (
+            McpServer(command=("/no/program",)),
+            RolloutError,
+            r"last output:\n  '/no/program' cannot be started",
+        ),
         (McpServer(command=("sleep", "600")), RolloutError, "did not list its tools in 5 s"),
         (McpServer(url="http://127.0.0.1:9/mcp"), RolloutError, "cannot be used: "),
     ],

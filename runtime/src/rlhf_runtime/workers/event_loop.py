@@ -31,15 +31,17 @@ class Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     async def end(self) -> None:
-        """Kill the processes that still run, wait up to :data:`GRACE` seconds for their end, cancel the tasks that are
-        left (connections that a plugin holds for the whole run), wait for them as long, and stop the loop."""
-        for transport in list(self._started):
-            if transport.get_returncode() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    transport.kill()
-        last = self.time() + GRACE
-        while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
-            await asyncio.sleep(0.01)
+        """Ask the processes that still run to end, kill those that do not, cancel the tasks that are left (connections
+        that a plugin holds for the whole run), and stop the loop. Each waits up to :data:`GRACE` seconds."""
+        # a supervisor that is asked ends all descendants of its process; one that is killed cannot
+        for method in ("terminate", "kill"):
+            for transport in list(self._started):
+                if transport.get_returncode() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        getattr(transport, method)()
+            last = self.time() + GRACE
+            while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
+                await asyncio.sleep(0.01)
         left = asyncio.all_tasks(self) - {asyncio.current_task(self)}
         for task in left:
             task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -11,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from rlhf.supervisor import supervised
 
 from rlhf_plugin_processes.machine import Started
 from rlhf_plugin_processes.shared_values import Descriptor
@@ -21,7 +22,7 @@ _END_SECONDS = 30.0
 
 
 class Supervised(Started):
-    """The worker ends when this process ends (:mod:`rlhf_plugin_processes.supervisor`)."""
+    """The worker ends when this process ends (:mod:`rlhf.supervisor`)."""
 
     def __init__(
         self, end: socket.socket, env: Mapping[str, str], devices: Sequence[str] | None, log: Descriptor
@@ -40,7 +41,7 @@ class Supervised(Started):
         if devices is not None:
             env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_FOLDER / "supervisor.py"), str(os.getpid()), str(number), *worker],
+            supervised(worker, number),
             stdin=subprocess.DEVNULL,
             stdout=log.number,
             stderr=log.number,

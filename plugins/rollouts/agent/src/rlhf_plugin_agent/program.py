@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
-import signal
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import RolloutError
+from rlhf.supervisor import end, supervised
 from rlhf_endpoint.child_process import Pipe, passed_environment
 
 from rlhf_plugin_agent.config import AgentConfig
@@ -25,8 +25,8 @@ _TAIL, _LONGEST_RESULT = 2000, 2**16
 
 
 class Program:
-    """A process in a session of its own, with everything that it starts there. After :meth:`start`, ``async with``
-    kills them all.
+    """A process under a supervisor (:mod:`rlhf.supervisor`): everything that it starts ends with it, in whatever
+    session. After :meth:`start`, ``async with`` ends them all.
 
     Args:
         task: what the program gets, as JSON values.
@@ -53,14 +53,16 @@ class Program:
             standard_input.write(task)
             standard_input.seek(0)
             try:
+                if shutil.which(command[0], path=self._environment.get("PATH")) is None:
+                    raise FileNotFoundError(f"no such program: {command[0]!r}")
                 self._process = await asyncio.create_subprocess_exec(
-                    *command,
+                    *supervised(command),
                     stdin=standard_input,
                     stdout=self._output.write_end,
                     stderr=self._output.write_end,
                     pass_fds=(self._result.write_end,),
                     env={**self._environment, "RLHF_RESULT_FD": str(self._result.write_end)},
-                    start_new_session=True,  # killing its group also kills what it starts
+                    start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only the run
                 )
             except OSError as error:
                 self._close()
@@ -76,7 +78,8 @@ class Program:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process is not None
-        self._kill()
+        if self._process.returncode is None:
+            end(self._process.pid)
         self._close()
         await self._process.wait()
 
@@ -87,7 +90,6 @@ class Program:
         """
         assert self._process is not None
         code = await self._process.wait()
-        self._kill()  # what it has left behind
         self._output.read()
         self._result.read()
         if code:
@@ -129,11 +131,6 @@ class Program:
         """The end of what it printed, for messages."""
         text = bytes(self._output.kept).decode(errors="replace").replace(self._secret, "<key>").strip()
         return f". The end of its output:\n{text}" if text else " and printed nothing"
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _close(self) -> None:
         self._output.close()

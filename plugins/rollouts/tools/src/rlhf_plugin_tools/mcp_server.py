@@ -10,6 +10,7 @@ import mcp
 from mcp import types
 from mcp.client.stdio import stdio_client
 from rlhf.errors import ConfigError, RolloutError
+from rlhf.supervisor import supervised
 
 from rlhf_plugin_tools.options import McpServer
 from rlhf_plugin_tools.output import Output
@@ -136,7 +137,7 @@ class Server:
     def _transport(self) -> Any:
         if self.config.url is not None:
             return self.config.url
-        program, *arguments = self.config.command
+        program, *arguments = supervised(self.config.command)
         env = {name: os.environ[name] for name in self.config.env}
         self._output = Output()
         return stdio_client(

@@ -62,11 +62,11 @@ def _send(stream: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Pass requests on. The end of the stream means that the driver is gone: kill this process and what it started,
-    also during a call."""
+    """Pass requests on. The end of the stream means that the driver is gone: end this process, also during a call. Its
+    supervisor ends what it started."""
     for line in stream:
         lines.put(line)
-    os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rlhf.errors import RolloutError
+from rlhf.supervisor import end, supervised
 
 from rlhf_plugin_tools.functions import PythonFunction, Source
 from rlhf_plugin_tools.output import Output
@@ -34,9 +34,9 @@ class Worker:
         output = Output("tools")
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process",
+                *supervised([sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process"]),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.stream,
-                start_new_session=True,  # killing its group also kills what a function started
+                start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only the run
                 limit=LONGEST_LINE,
             )  # fmt: skip
         except OSError as error:
@@ -86,8 +86,8 @@ class Worker:
         await self._process.wait()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:
+            end(self._process.pid)
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._output.close()

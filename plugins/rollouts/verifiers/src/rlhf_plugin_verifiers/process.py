@@ -7,11 +7,11 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import RolloutError
+from rlhf.supervisor import end, supervised
 from rlhf_endpoint.child_process import Pipe, passed_environment
 
 from rlhf_plugin_verifiers.config import VerifiersConfig, own_python
@@ -73,9 +73,9 @@ class EnvironmentProcess:
             environment = {**kept, "PATH": os.pathsep.join([os.path.dirname(python), environment.get("PATH", "")])}
         try:
             process = await asyncio.create_subprocess_exec(
-                python, str(PROGRAM), json.dumps({"id": config.id, "args": dict(config.args)}),
+                *supervised([python, str(PROGRAM), json.dumps({"id": config.id, "args": dict(config.args)})]),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.write_end,
-                start_new_session=True,  # killing its group also kills what it starts
+                start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only the run
                 limit=LONGEST_LINE, env=environment,
             )  # fmt: skip
         except BaseException as error:
@@ -140,8 +140,8 @@ class EnvironmentProcess:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode is None:
+        end(process.pid)
 
 
 def _ending(code: int | None) -> str:

@@ -2,6 +2,9 @@
 
     python -I -S supervisor.py DRIVER_PID SOCKET COMMAND...
 
+SOCKET is a descriptor for the worker alone; -1: there is none. In the driver, :func:`supervised` makes the command line
+and :func:`end` asks for the end.
+
 It uses the standard library only, so that it starts quickly and stays small. It exits as the worker did, with its exit
 status or by its signal. Descendants whose parents ended become children of this process (PR_SET_CHILD_SUBREAPER), so
 none can escape. If this process itself is killed, the worker is killed by the kernel (PR_SET_PDEATHSIG).
@@ -9,16 +12,35 @@ none can escape. If this process itself is killed, the worker is killed by the k
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_SECONDS = 0.5
 """Between two looks whether the driver lives."""
+
+
+def supervised(command: Sequence[str], socket: int = -1) -> list[str]:
+    """The command line that runs ``command`` under a supervisor. Start it in a new session. On other systems than Linux
+    there is none."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(socket), *command]
+
+
+def end(pid: int) -> None:
+    """End the worker whose supervisor is ``pid``, and all its descendants. Does not wait for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "linux":
+            os.kill(pid, signal.SIGTERM)
+        else:
+            os.killpg(pid, signal.SIGKILL)
 
 
 def main(driver: int, socket: int, command: list[str]) -> None:
@@ -33,8 +55,13 @@ def main(driver: int, socket: int, command: list[str]) -> None:
         if os.getppid() != supervisor:  # it died before the line above
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.execv(command[0], command)
-    os.close(socket)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            os.write(2, f"{command[0]!r} cannot be started: {error.strerror}\n".encode())
+            os._exit(127)
+    if socket >= 0:
+        os.close(socket)
     status = wait(driver, worker, awaited)
     end_descendants()
     if os.WIFSIGNALED(status):
