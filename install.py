@@ -1,8 +1,8 @@
 """Installs the distributions of this repository in place, with what they require, into the Python that runs it.
 
 `make install` and `make quickstart` call it: ``python install.py`` or ``python install.py small``. It uses uv, which is
-several times faster than pip, where uv is at hand. With pip, one environment builds all distributions of the repository,
-in place of one for each; what they require comes after them, because some of it brings build tools of its own.
+several times faster than pip, where uv is at hand. With pip, one environment builds all distributions, in place of one
+for each; what they require comes after them, because some of it brings build tools of its own.
 """
 
 from __future__ import annotations
