@@ -52,7 +52,7 @@ def put(path: str, value: Any = None) -> Change:
     return change
 
 
-def resumed(trained: Workshop, shop: Workshop, algo: str, damage: Callable[[Path], None]) -> Finished:
+def resumed(trained: Workshop, shop: Workshop, algo: str, damage: Callable[[Path], None], *flags: str) -> Finished:
     """Resume a copy of the run whose newest checkpoint was changed by ``damage``."""
     config = trained.config(algo, algo, checkpoint={"every": 2}, **RUNS[algo])
     copy = shutil.copytree(trained.folder / algo, shop.folder / "run")
@@ -61,7 +61,7 @@ def resumed(trained: Workshop, shop: Workshop, algo: str, damage: Callable[[Path
     damage(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     seal(folder, manifest["step"], manifest["meta"], manifest["best"])
-    return shop.run_config({**config, "run": {**config["run"], "output": str(copy)}}, "--resume")
+    return shop.run_config({**config, "run": {**config["run"], "output": str(copy)}}, "--resume", *flags)
 
 
 def edit(name: str, change: Change) -> Callable[[Path], None]:
@@ -221,14 +221,19 @@ def test_tensors_of_another_kind(trained: Workshop, shop: Workshop, case: str) -
         ('{"step": "2"}', "step: should be a valid integer, got str '2'."),
     ],
 )
-def test_a_damaged_pointer_to_the_best_is_refused(trained: Workshop, shop: Workshop, text: str, says: str) -> None:
-    refused(resumed(trained, shop, "sft", lambda folder: void((folder.parent / "best.json").write_text(text))), says)
+@pytest.mark.parametrize("flag", ["--dry-run", "--run.name=real"])
+def test_a_damaged_pointer_to_the_best_is_refused(
+    trained: Workshop, shop: Workshop, text: str, says: str, flag: str
+) -> None:
+    damage = lambda folder: void((folder.parent / "best.json").write_text(text))  # noqa: E731
+    refused(resumed(trained, shop, "sft", damage, flag), says)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("1", "manifest.json does not hold what a run saves:\n  the file: should be a valid dictionary, got int 1."),
+        ('{"schema": 2, "starts": []}', "is version int 2, this release reads version 1. Continue with the release"),
         ('{"starts": [{"hub": {"a": 1}}]}', "starts.0.hub.a: should be a valid string, got int 1."),
     ],
 )

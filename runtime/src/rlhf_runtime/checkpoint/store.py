@@ -99,7 +99,7 @@ class CheckpointStore:
         for name in files.remove_leftovers(self.root):
             self._note(f"removed {self.root / name}, left by a process that was killed while saving")
         complete = self.complete()
-        pointer = self._pointer()
+        pointer = self.pointer()
         folder = self._folder(pointer["step"]) if pointer else self.root
         marked = [c for c in complete if c.best is not None]
         pointed = pointer["step"] if pointer and any(c.step == pointer["step"] for c in complete) else -1
@@ -140,8 +140,17 @@ class CheckpointStore:
 
     def best(self) -> Checkpoint | None:
         """The checkpoint that was marked best, if any."""
-        pointer = self._pointer()
+        pointer = self.pointer()
         return self._find(int(pointer["step"])) if pointer else None
+
+    def pointer(self) -> dict[str, Any] | None:
+        """The content of ``best.json``; None if there is none. Raises CheckpointError where it is damaged."""
+        path = self.root / BEST
+        if not path.is_file():
+            return None
+        pointer: dict[str, Any] = json_values.read_json(path)
+        validated(SavedBest, pointer, path)
+        return pointer
 
     def open(self, step: int) -> Checkpoint:
         """Checkpoint ``step``, every file compared with its checksum. Raises CheckpointError naming what is wrong."""
@@ -186,19 +195,11 @@ class CheckpointStore:
             )
         return found
 
-    def _pointer(self) -> dict[str, Any] | None:
-        path = self.root / BEST
-        if not path.is_file():
-            return None
-        pointer: dict[str, Any] = json_values.read_json(path)
-        validated(SavedBest, pointer, path)
-        return pointer
-
     def _point(self, step: int, best: Mapping[str, Any]) -> None:
         json_values.write_json(self.root / BEST, {"step": step, **best})
 
     def _rotate(self) -> None:
-        pointer = self._pointer()
+        pointer = self.pointer()
         for old in self.complete()[: -self.keep]:
             if pointer is None or old.step != pointer["step"]:
                 files.discard_folder(old.path)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.errors import CheckpointError, shown
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
 
@@ -26,6 +27,8 @@ from rlhf_runtime.observe.run_folder import clear, require_free, require_place, 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
+SCHEMA = 1
+"""Version of the layout of ``manifest.json``. A reader refuses other versions."""
 GIVEN = "given"
 """The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
 _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
@@ -117,7 +120,7 @@ class RunDirectory:
             "environment": environment(),
             **more,
         }
-        write_json(self.path / "manifest.json", {"schema": 1, "starts": [*self.starts(), start]}, nonfinite="mark")
+        write_json(self.path / "manifest.json", {"schema": SCHEMA, "starts": [*self.starts(), start]}, nonfinite="mark")
 
     def write_end(self, status: str, why: str) -> None:
         """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
@@ -263,6 +266,11 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
         return []
     saved: dict[str, Any] = read_json(manifest)
     validated(SavedRun, saved, manifest)
+    if (layout := saved.get("schema", SCHEMA)) != SCHEMA:
+        raise CheckpointError(
+            f"the layout of {manifest} is version {shown(layout)}, this release reads version {SCHEMA}. Continue with "
+            "the release that wrote it. Nothing was changed."
+        )
     found: list[dict[str, Any]] = saved["starts"]
     return found
 

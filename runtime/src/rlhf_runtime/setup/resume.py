@@ -69,6 +69,7 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         return None
     store = CheckpointStore(run.output)
     newest = store.newest()
+    store.pointer()
     read_metrics(Path(run.output) / "metrics.jsonl")  # which `restore` cuts
     if newest is None:
         _check_unsaved(Path(run.output))
