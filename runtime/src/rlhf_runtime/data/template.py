@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -281,7 +281,7 @@ class Template(Prompts):
         return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
 
 
-def _check_weights(untrained: Set[int], answers: Sequence[int], loss_on: str) -> None:
+def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) -> None:
     """Raises DataError: an answer is trained on although its weight is 0."""
     trained = {"all": answers, "completion": answers[-1:]}.get(loss_on, ())
     if wrong := [i for i in trained if i in untrained]:
