@@ -13,6 +13,7 @@ _BELOW = "checkpoints/.saving-step-000000/roles/reference/optimizer.safetensors"
 """About the length of the longest path that a run makes below its folder. A path must leave room for it."""
 _NAME_BYTES = 255
 """Longest name of a file or folder, in bytes, on all file systems of Linux."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def check_path(text: str) -> str:
@@ -57,3 +58,11 @@ def path_argument(text: str) -> Path:
         return Path(check_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def disk_is_full(cause: BaseException) -> bool:
+    """Whether ``cause`` means that no space is left. safetensors and torch raise their own errors for this."""
+    if isinstance(cause, OSError) and cause.errno in _FULL:
+        return True
+    texts = [os.strerror(number) for number in _FULL]
+    return any(text.lower() in str(cause).lower() for text in texts)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingError, WorkerError
 from rlhf.interfaces import ModelSpec, Place
+from rlhf.paths import disk_is_full
 from rlhf.types import RoleSpec
-from rlhf_runtime.checkpoint.atomic_files import disk_is_full
 from rlhf_workers.process.failure import RemoteTraceback
 from rlhf_workers.process.stored import Stored
 from worker_standins import OddTrainer

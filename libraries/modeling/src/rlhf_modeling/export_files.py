@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
+from rlhf.paths import disk_is_full
 
 from rlhf_modeling.pretrained import copy_processor, exporting, quiet
 
@@ -47,6 +48,11 @@ def try_export(
             write_configs(Path(folder), module, tokenizer)
             copy_processor(spec, Path(folder))
     except Exception as cause:  # of many kinds: the model's code may be anything
+        if disk_is_full(cause):
+            raise ModelError(
+                f"the files of an export could not be written to {tempfile.gettempdir()}, as a trial before the first "
+                f"step: {cause}. The disk is full: free some space there, or set TMPDIR to a folder on another disk."
+            ) from cause
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} could not be exported after its training: its config "
             f"or tokenizer cannot be written: {type(cause).__name__}: {cause}\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -14,8 +13,6 @@ TEMPORARY = ".saving-"
 """Prefix of names that are being written. They may be deleted if no run holds the folder."""
 DISCARDED = ".discarded-"
 """Prefix of names that are being deleted. They may be deleted likewise."""
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def sync_file(path: Path) -> None:
@@ -102,11 +99,3 @@ def remove_leftovers(folder: Path) -> list[str]:
                     path.unlink()
             removed.append(path.name)
     return removed
-
-
-def disk_is_full(cause: BaseException) -> bool:
-    """Whether ``cause`` means that no space is left. safetensors and torch raise their own errors for this."""
-    if isinstance(cause, OSError) and cause.errno in _FULL:
-        return True
-    texts = [os.strerror(number) for number in _FULL]
-    return any(text.lower() in str(cause).lower() for text in texts)

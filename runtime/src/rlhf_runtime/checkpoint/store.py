@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, RlhfError
+from rlhf.paths import disk_is_full
 from rlhf.saved import Counter, SavedPart, validated
 
 from rlhf_runtime.checkpoint import atomic_files as files
@@ -208,7 +209,7 @@ class CheckpointStore:
         """The error for a file ``what`` that could not be written. It says what remains and how to continue."""
         kept = [c.step for c in self.complete()]
         text = f"{what} could not be saved: {type(cause).__name__}: {cause}."
-        if files.disk_is_full(cause):
+        if disk_is_full(cause):
             free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
             text += (
                 f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
@@ -224,7 +225,7 @@ class CheckpointStore:
         try:
             yield
         except Exception as cause:
-            if isinstance(cause, OSError) or files.disk_is_full(cause):
+            if isinstance(cause, OSError) or disk_is_full(cause):
                 raise self.unwritten(str(path), cause) from cause
             raise
 
