@@ -124,3 +124,4 @@ def test_a_dry_run_says_the_same(tmp_path, capsys):
     assert "# place policy: in this process\n" in out
     assert re.search(r"^# memory host: load .+, generate .+, train .+$", out, re.MULTILINE)
     assert re.search(r"^# fits: ", out, re.MULTILINE)
+    assert "# counts with prompts of 4 tokens, the longest of 4 rows\n" in out

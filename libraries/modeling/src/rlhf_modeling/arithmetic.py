@@ -33,9 +33,9 @@ def arithmetic(
     bf16 = stored or computes_bf16(spec.dtype, device)
     budget = work.micro_tokens or parts * default_micro_tokens(bf16)
     shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
-    tokens = min(max(budget, work.unit), work.unit * shares)
-    own_tokens = math.ceil(tokens / parts)
     shared = config.shared_prefixes and config.neftune_alpha is None
+    tokens = min(max(budget, work.unit), step_tokens(work, shares, shared))
+    own_tokens = math.ceil(tokens / parts)
     lora = adapters_of(config, spec, size)
     return Arithmetic(
         tokens=own_tokens,
@@ -100,6 +100,20 @@ def computes_bf16(dtype: str, device: str) -> bool:
     from rlhf_modeling.precision import choose_precision
 
     return choose_precision("auto", torch.device("cpu")).bf16
+
+
+def step_tokens(work: TrainerWork, shares: int, shared: bool) -> int:
+    """The most tokens that a rank computes in a step.
+
+    Args:
+        shares: units of the rank.
+        shared: a prefix that sequences share is computed once.
+    """
+    if not shared or work.siblings < 2:
+        return work.unit * shares
+    sequences = math.ceil(work.unit / work.longest)
+    groups = min(sequences * shares, math.ceil(sequences * work.units / work.siblings))
+    return groups * work.prompt + (work.unit - sequences * work.prompt) * shares
 
 
 def repeats(work: TrainerWork, tokens: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 
@@ -13,10 +15,12 @@ from rlhf_plugin_plan.from_run_file import resolve, work_of
 from rlhf_plugin_plan.layout import Machine
 from rlhf_plugin_plan.machines import cpu_memory, target
 from rlhf_plugin_plan.nearest_change import nearest
-from rlhf_plugin_plan.report import as_json, describe
+from rlhf_plugin_plan.report import as_json, assumptions, describe
+from rlhf_plugin_plan.row_lengths import limits, read_lengths
 from rlhf_plugin_plan.shortages import make_plan
 from rlhf_runtime.config.load import load
 from rlhf_runtime.setup.plugins import run_plugins
+from rlhf_testing.tiny import tiny_model
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
@@ -97,13 +101,80 @@ def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
     group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
     short = {**group, "data.max_prompt_tokens": "256"}
     made, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
-    work, less = (work_of(parts, "policy", set(), 1) for parts in (made, bounded))
+    work, less = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (made, bounded))
     assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
     assert work.units == 8 * made.config.data.batch_size
     assert (less.longest, less.prompt) == (768, 256)
     rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
-    pairs = work_of(run_plugins(load(None, rows), plugins), "policy", set(), 1)
+    parts = run_plugins(load(None, rows), plugins)
+    pairs = work_of(parts, "policy", set(), 1, limits(parts, ""))
     assert (pairs.unit, pairs.longest, pairs.prompt, pairs.siblings) == (2048, 1024, 512, 2)
+
+
+def measured(tmp_path, plugins, algorithm, *rows, **options):
+    """The lengths of these rows, and the run's plugins."""
+    model = tiny_model(tmp_path / "model")
+    for name, own in (("train", rows), ("held_out", rows[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    given = {"algorithm.use": algorithm, "policy.model": str(model), "data.train": str(tmp_path / "train.jsonl")}
+    parts = run_plugins(load(None, list((given | options).items())), plugins)
+    return read_lengths(parts), parts
+
+
+def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
+    """The tiny tokenizer has a token for each character, and an end token."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+10=", "answer": "20"}]
+    held_out = {"data.eval": str(tmp_path / "held_out.jsonl"), "eval.max_new_tokens": "90"}
+    online = {
+        "reward": "math",
+        "data.batch_size": "8",
+        "sampling.max_new_tokens": "30",
+        "sampling.samples_per_prompt": "4",
+    } | held_out
+    found, parts = measured(tmp_path, plugins, "grpo", *rows, **online)
+    assert found.measured
+    assert (found.prompt, found.answer, found.longest, found.unit) == (6, 30, 36, 36)
+    assert (found.held_out, found.held_out_prompt, found.held_out_longest) == (1, 4, 94)
+    assert found.source == "prompts of 6 tokens, the longest of 2 rows"
+    made = resolve(parts.config, plugins, Machine("cpu", 64 * GIB))
+    assert made.lengths == found
+    assert made.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
+    assert made.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
+
+
+def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins):
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "33333"}, {"prompt": "1=", "chosen": "1", "rejected": "2"}]
+    found, _ = measured(tmp_path, plugins, "dpo", *pairs)
+    assert (found.prompt, found.longest, found.unit) == (4, 4 + 6, 4 + 2 + 4 + 6)
+    assert found.source == "rows of 10 tokens, the longest of 2 rows"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),
+        ({"data.max_prompt_tokens": "3"}, "no row is usable"),
+        ({"data.prompt": "question"}, "they cannot be read (.*question"),
+    ],
+)
+def test_where_rows_cannot_be_read_the_limits_count(tmp_path, plugins, change, why):
+    row = {"prompt": "1+1=", "answer": "2"}
+    group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.too_long": "drop"}
+    found, _ = measured(tmp_path, plugins, "grpo", row, **group | change)
+    assert not found.measured
+    assert re.search(why.replace("(", r"\("), found.source), found.source
+    assert "data.max_tokens = 2048" in found.source
+
+
+def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
+    given = {"algorithm.use": "grpo", "sampling.max_new_tokens": "512", "sampling.samples_per_prompt": "2"}
+    config = load(None, flags(published, given))
+    machine = Machine("cpu", 64 * GIB)
+    plan = make_plan(resolve(config, plugins, machine))
+    rows, answers = assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths)))
+    assert re.match(r"counts with rows as long as data.max_tokens = 1024 allows, because absent.jsonl is not", rows)
+    assert re.search(r"if they are half as long, the peak is [\d.]+ [GM]iB lower$", rows)
+    assert re.match(r"counts with answers of 512 tokens, the most that the run file allows: if they are half", answers)
 
 
 def test_entropy_and_reference_cost_what_they_need(published, plugins):
@@ -230,14 +301,15 @@ def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, 
 
 
 def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
-    """Two pairs of 64 tokens a step; eight steps' pairs when they are read before."""
+    """Two pairs of 64 tokens a step, whose prompt of 32 is computed once; eight steps' pairs when they are read
+    before."""
     rows = {"algorithm.use": "dpo", "data.batch_size": "2", "data.max_tokens": "64", "reference.dtype": "fp32"}
     plain = [(k, v) for k, v in flags(published, rows) if k != "reward"]
     sizes = [
         resolve(load(None, [*plain, ("reference.precompute", early)]), plugins, Machine("cpu", GIB)).role("reference")
         for early in ("false", "true")
     ]
-    assert [role.memory.micro_tokens for role in sizes] == [2 * 128, 8 * 2 * 128]
+    assert [role.memory.micro_tokens for role in sizes] == [2 * 96, 8 * 2 * 96]
 
 
 def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):

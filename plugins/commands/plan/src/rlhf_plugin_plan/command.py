@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 class PlanCommand(Command):
     """Show which role is on which device, how much memory each phase needs there, and whether the run fits.
 
-    The run file and flags are those of `rlhf train`. Of a model only its config.json is read, and its processor if the
-    run has images; nothing is loaded or started. If the run does not fit, the exit code is 1, and the output shows why,
-    with the arithmetic, and the nearest change that makes the run fit.
+    The run file and flags are those of `rlhf train`. The rows are tokenised for their lengths, if their files are on
+    this machine. Of a model only its config.json is read, and its processor if the run has images; nothing is loaded or
+    started. If the run does not fit, the exit code is 1, and the output shows why, with the arithmetic, and the nearest
+    change that makes the run fit.
     """
 
     name = "plan"
@@ -57,26 +58,28 @@ class PlanCommand(Command):
         from rlhf_plugin_plan.from_run_file import resolve
         from rlhf_plugin_plan.machines import target
         from rlhf_plugin_plan.nearest_change import nearest
-        from rlhf_plugin_plan.report import as_json, summary
+        from rlhf_plugin_plan.report import as_json, assumptions, summary
         from rlhf_plugin_plan.shortages import make_plan
 
         given, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
-        plan = make_plan(resolve(load(args.run_file, given), plugins, machine))
+        config = load(args.run_file, given)
+        plan = make_plan(resolve(config, plugins, machine))
+        counted = list(assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths))))
         if args.summary:
-            sys.stdout.write("".join(f"# {line}\n" for line in summary(plan)))
+            sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *counted]))
             return 1 if plan.fits is False else 0
         found = None
         if plan.fits is False:
             found = nearest(plan, plugins, lambda flags: load(args.run_file, given + list(flags.items())))
         if args.json:
-            sys.stdout.write(json.dumps(as_json(plan, found), indent=2) + "\n")
+            sys.stdout.write(json.dumps(as_json(plan, found, counted), indent=2) + "\n")
         else:
-            _show(plan, found)
+            _show(plan, found, counted)
         return 1 if plan.fits is False else 0
 
 
-def _show(plan: Plan, found: Nearest | None) -> None:
+def _show(plan: Plan, found: Nearest | None, counted: Iterable[str]) -> None:
     from rich.console import Console
 
     from rlhf_plugin_plan.report import verdict
@@ -89,7 +92,7 @@ def _show(plan: Plan, found: Nearest | None) -> None:
         console.print(_memory(plan, group))
     style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
     console.print(verdict(plan), style=style)
-    for line in _reasons(plan, found):
+    for line in [*counted, *_reasons(plan, found)]:
         console.print(line, markup=False, soft_wrap=True)
 
 

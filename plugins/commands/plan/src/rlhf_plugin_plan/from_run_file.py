@@ -1,4 +1,4 @@
-"""Makes the layout of a run file: its plugins, roles and places. Data, tokenizer and weights are not read."""
+"""Makes the layout of a run file: its plugins, roles and places. Weights are not read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rlhf_runtime.setup.preflight import check_parts, idle_options
 
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf_plugin_plan.model_size import read_size
+from rlhf_plugin_plan.row_lengths import Lengths, read_lengths
 
 _STEPS = (0, 1, 1_000_000)
 """Steps whose updates and annotations are read: a role may be trained late in the run, or only at its start."""
@@ -28,8 +29,11 @@ MANY = 2**31
 """Number of samples, if no option limits it."""
 
 
-def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
+def resolve(config: RunFile, plugins: Plugins, machine: Machine, lengths: Lengths | None = None) -> Layout:
     """The layout of the run on ``machine``.
+
+    Args:
+        lengths: of the sequences; None: the rows are read.
 
     Raises the ConfigError, PluginError or ModelError that the run itself would raise.
     """
@@ -38,15 +42,16 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine) -> Layout:
     places = made.places_on(machine.device)
     specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
     check_parts(made, places, specs, here=False)
+    lengths = lengths or read_lengths(made)
     processes = "processes" in made.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)
-    roles = {name: _role(made, name, places[name], machine) for name in made.roles}
+    roles = {name: _role(made, name, places[name], machine, lengths) for name in made.roles}
     views = _views(made, places, roles)
     for source in {view.of for view in views.values()}:
         own = [name for name, view in views.items() if view.of == source]
-        roles[source] = _role(made, source, places[source], machine, own)
+        roles[source] = _role(made, source, places[source], machine, lengths, own)
     held = tuple(role for name, role in roles.items() if name not in views)
-    return Layout(held, _engines(made, places, machine), machine, views)
+    return Layout(held, _engines(made, places, machine, lengths), machine, views, lengths)
 
 
 def _views(made: RunPlugins, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
@@ -62,16 +67,9 @@ def _views(made: RunPlugins, places: dict[str, Place], roles: dict[str, RoleLayo
     }
 
 
-def longest_sequence(config: RunFile, online: bool) -> int:
-    """Tokens of the longest sequence: ``data.max_tokens``, or prompt and answer if both are limited and there is one
-    turn."""
-    data = config.data
-    if online and config.env is None and data.max_prompt_tokens is not None:
-        return min(data.max_tokens, data.max_prompt_tokens + config.sampling.max_new_tokens)
-    return data.max_tokens
-
-
-def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Sequence[str] = ()) -> RoleLayout:
+def _role(
+    made: RunPlugins, name: str, place: Place, machine: Machine, lengths: Lengths, views: Sequence[str] = ()
+) -> RoleLayout:
     """``views``: roles that this role's model computes too."""
     role = made.roles[name]
     spec = made.spec(name, ranks=place.ranks)
@@ -79,7 +77,7 @@ def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Se
     trainer, names = made.trainer(name), {name, *views}
     annotated = {_name(a.output) for a in _annotations(made) if a.role in names}
     early = made.section(name).precompute
-    work = work_of(made, name, annotated, BATCHES if early else 1)
+    work = work_of(made, name, annotated, BATCHES if early else 1, lengths)
     return RoleLayout(
         name,
         place,
@@ -95,7 +93,7 @@ def _role(made: RunPlugins, name: str, place: Place, machine: Machine, views: Se
     )
 
 
-def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int) -> TrainerWork:
+def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int, lengths: Lengths) -> TrainerWork:
     """What the role computes.
 
     Args:
@@ -104,33 +102,22 @@ def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int) -> T
     config, pairs = made.config, made.algorithm.data == "pairs"
     updates = [u for u in _updates(made) if u.role == name]
     outputs = {_name(o) for u in updates for o in made.algorithm.parts[u.loss].outputs()}
-    longest = longest_sequence(config, made.online)
-    unit = longest * (2 if pairs else 1)
     units = config.data.batch_size * (config.sampling.samples_per_prompt if made.online else 1)
-    prompt, siblings = _shared_prefix(made, longest)
+    minibatches = min((u.minibatches for u in updates), default=1)
+    siblings = 2 if pairs else 1
+    if made.online:  # a minibatch has a share of the samples of each prompt
+        siblings = max(1, config.sampling.samples_per_prompt // minibatches)
     return TrainerWork(
-        longest=longest,
-        unit=unit,
-        units=math.ceil(batches * units / min((u.minibatches for u in updates), default=1)),
+        longest=lengths.longest,
+        unit=lengths.unit,
+        units=math.ceil(batches * units / minibatches),
         micro_tokens=made.section(name).micro_tokens,
-        prompt=prompt,
+        prompt=lengths.prompt if siblings > 1 else 0,
         siblings=siblings,
         outputs=tuple(sorted(outputs)) or ("logprobs" if made.roles[name].head == "lm" else "values",),
         annotated=tuple(sorted(annotated)),
         images=config.data.image_limit if made.spec(name).images else 0,
     )
-
-
-def _shared_prefix(made: RunPlugins, longest: int) -> tuple[int, int]:
-    """(tokens of the prompt, sequences that share it): samples of one prompt, or the two answers of a pair. If the run
-    file does not limit the prompt: what ``max_new_tokens`` leaves, or half for pairs and for several turns."""
-    config, pairs = made.config, made.algorithm.data == "pairs"
-    if not (made.online or pairs):
-        return 0, 1
-    several = pairs or config.env is not None
-    prompt = longest // 2 if several else max(0, longest - config.sampling.max_new_tokens)
-    prompt = min(config.data.max_prompt_tokens or prompt, longest - 1)
-    return prompt, 2 if pairs else config.sampling.samples_per_prompt
 
 
 def _borrowed(made: RunPlugins, name: str) -> int:
@@ -153,19 +140,23 @@ def _name(output: str | Head) -> str:
     return output if isinstance(output, str) else output.name
 
 
-def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine) -> EngineLayout | None:
+def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine, lengths: Lengths) -> EngineLayout | None:
     if GENERATOR not in places:
         return None
     config, selection, place = made.config, made.parts["generator"], places[GENERATOR]
     generator = selection.resolved.cls
-    longest, per_prompt = longest_sequence(config, made.online), config.sampling.samples_per_prompt
+    longest, per_prompt = max(lengths.longest, lengths.held_out_longest), config.sampling.samples_per_prompt
     samples = math.ceil(config.data.batch_size * per_prompt / place.ranks) if made.online else 1
     prompts = math.ceil(samples / per_prompt)
     if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own
-        samples = prompts = MANY
+        held_out = MANY if lengths.held_out is None else math.ceil(lengths.held_out / place.ranks)
+        samples, prompts = max(samples, held_out * config.eval.samples), max(prompts, held_out)
     policy = made.spec("policy")
     images = config.data.image_limit if policy.images else 0
-    work = SamplingWork(samples, prompts, longest, min(longest, config.data.max_prompt_tokens or longest), images)
+    longest_prompt = min(longest, config.data.max_prompt_tokens or longest)
+    if lengths.measured and made.online:
+        longest_prompt = max(lengths.prompt, lengths.held_out_prompt)
+    work = SamplingWork(samples, prompts, longest, longest_prompt, images)
     size = read_size(policy.path, "lm", policy.trust_remote_code, policy.images)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, ModelSize, TrainerMemory
 
+from rlhf_plugin_plan.row_lengths import Lengths
+
 HOST, DEVICE = "host", "device"
 """Homes of groups that belong to no role: the host of CPUs, and the device of a run in one process."""
 
@@ -87,6 +89,8 @@ class Layout:
     machine: Machine
     views: Mapping[str, View] = field(default_factory=dict)
     """By role."""
+    lengths: Lengths | None = None
+    """Of the sequences that the plan counts with; None: not from a run file."""
 
     @property
     def places(self) -> dict[str, Place]:

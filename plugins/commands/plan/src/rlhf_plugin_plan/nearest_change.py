@@ -46,7 +46,7 @@ def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) ->
 
     def attempt(flags: Flags) -> Plan | None:
         try:
-            return make_plan(resolve(reload(flags), plugins, plan.layout.machine))
+            return make_plan(resolve(reload(flags), plugins, plan.layout.machine, plan.layout.lengths))
         except RlhfError:  # a plugin refuses the combination
             return None
 

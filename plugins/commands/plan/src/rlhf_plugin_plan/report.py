@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rlhf.interfaces.launcher import GENERATOR, Place
@@ -10,11 +10,12 @@ from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf_plugin_plan.layout import Layout
 from rlhf_plugin_plan.nearest_change import Nearest
 from rlhf_plugin_plan.phases import GroupPlan
+from rlhf_plugin_plan.row_lengths import Lengths
 from rlhf_plugin_plan.shortages import Plan
 from rlhf_plugin_plan.units import text
 
 
-def as_json(plan: Plan, found: Nearest | None) -> dict[str, Any]:
+def as_json(plan: Plan, found: Nearest | None, counted: Sequence[str] = ()) -> dict[str, Any]:
     """The plan as JSON values; sizes are in bytes."""
     machine = plan.layout.machine
     return {
@@ -35,6 +36,7 @@ def as_json(plan: Plan, found: Nearest | None) -> dict[str, Any]:
             }
             for s in plan.shortages
         ],
+        "assumptions": list(counted),
         "nearest": None if found is None else {"flags": dict(found.flags), "fits": found.plan.fits},
     }
 
@@ -73,6 +75,27 @@ def _group(plan: GroupPlan) -> dict[str, Any]:
             for phase, moment in plan.moments.items()
         },
     }
+
+
+def assumptions(plan: Plan, replan: Callable[[Lengths], Plan]) -> Iterable[str]:
+    """What the plan counts with, and how much of the peak depends on it: lengths that are limits and not measured."""
+    lengths = plan.layout.lengths
+    if lengths is None:
+        return
+
+    def cost(shorter: Lengths) -> str:
+        less = _peak(plan) - _peak(replan(shorter))
+        return f"if they are half as long, the peak is {text(less)} lower" if less else "the peak does not depend on it"
+
+    rows = "" if lengths.measured else f": {cost(lengths.with_half_the_rows())}"
+    yield f"counts with {lengths.source}{rows}"
+    if lengths.sampled:
+        answers = cost(lengths.with_half_the_answer())
+        yield f"counts with answers of {lengths.answer} tokens, the most that the run file allows: {answers}"
+
+
+def _peak(plan: Plan) -> int:
+    return max(group.peak.total for group in plan.groups)
 
 
 def summary(plan: Plan) -> Iterable[str]:

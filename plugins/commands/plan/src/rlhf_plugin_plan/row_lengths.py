@@ -1,0 +1,152 @@
+"""The lengths of sequences that a plan counts with: those of the tokenised rows, or else the limits of the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhf.errors import RlhfError
+from rlhf_runtime.data.early_row_check import CHECKED
+from rlhf_runtime.setup.plugins import RunPlugins
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Upper bounds, in tokens."""
+
+    prompt: int
+    """The longest prompt; of pairs, the prompt of the largest pair."""
+    longest: int
+    """The longest sequence."""
+    unit: int
+    """The longest unit: a sequence, or the two of a pair."""
+    source: str
+    """Where they come from, in words."""
+    measured: bool = False
+    sampled: bool = False
+    """The policy samples what follows the prompt."""
+    held_out: int | None = None
+    """Number of held-out rows; None: unknown."""
+    held_out_prompt: int = 0
+    """The longest held-out prompt."""
+    held_out_longest: int = 0
+    """The longest held-out prompt and its answer."""
+
+    @property
+    def answer(self) -> int:
+        return self.longest - self.prompt
+
+    def with_half_the_answer(self) -> Lengths:
+        return replace(
+            self,
+            longest=self.longest - self.answer // 2,
+            unit=self.unit - self.answer // 2,
+            held_out_longest=self.held_out_longest - (self.held_out_longest - self.held_out_prompt) // 2,
+        )
+
+    def with_half_the_rows(self) -> Lengths:
+        """Half the prompt where answers are sampled, else half of everything."""
+        if self.sampled:
+            less = self.prompt // 2
+            return replace(self, prompt=self.prompt - less, longest=self.longest - less, unit=self.unit - less)
+        return replace(self, prompt=self.prompt // 2, longest=self.longest // 2, unit=self.unit // 2)
+
+
+def limits(made: RunPlugins, why: str) -> Lengths:
+    """The run file's own limits. A prompt that is not limited takes what ``max_new_tokens`` leaves, or half for pairs
+    and for several turns.
+
+    Args:
+        why: the rows are not read.
+    """
+    config, pairs = made.config, made.algorithm.data == "pairs"
+    data = config.data
+    longest = data.max_tokens
+    if _one_turn(made) and data.max_prompt_tokens is not None:
+        longest = min(longest, data.max_prompt_tokens + config.sampling.max_new_tokens)
+    several = pairs or config.env is not None
+    prompt = longest // 2 if several else max(0, longest - config.sampling.max_new_tokens)
+    prompt = min(data.max_prompt_tokens or prompt, longest - 1) if made.online or pairs else 0
+    option = f"data.max_tokens = {data.max_tokens}"
+    if data.max_prompt_tokens is not None:
+        option += f", data.max_prompt_tokens = {data.max_prompt_tokens}"
+    source = f"rows as long as {option} allows, because {why}"
+    return Lengths(prompt, longest, longest * (2 if pairs else 1), source, sampled=made.online)
+
+
+def read_lengths(made: RunPlugins) -> Lengths:
+    """The lengths of the rows that the run takes first, and of the held-out rows. Where they cannot be read:
+    :func:`limits`."""
+    config = made.config
+    sources = [*config.data.train, *config.data.eval]
+    if not config.data.train:
+        return limits(made, "there are none")
+    if absent := [source.path for source in sources if not Path(source.path).exists()]:
+        return limits(made, f"{absent[0]} is not a file of this machine")
+    if config.data.images is not None or config.data.max_images:
+        return limits(made, "the run has images")
+    try:
+        return _measured(made)
+    except RlhfError as error:  # the run itself reports it better
+        return limits(made, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
+
+
+def _measured(made: RunPlugins) -> Lengths:
+    from rlhf_runtime.data.dataset import TrainData
+    from rlhf_runtime.data.order import RowOrder
+    from rlhf_runtime.data.tokenizer import load_tokenizer
+
+    config, form = made.config, made.algorithm.data
+    tokenizer = load_tokenizer(made.model("policy"), made.section("policy").trust_remote_code)
+    data = TrainData(config.data, tokenizer, form, config.run.seed, made.algorithm.needs().given > 0, made.commits)
+
+    def sizes(count: int, order: Iterator[object]) -> list[tuple[int, int, int]]:
+        """(tokens of the unit, of its prompt, of its longest sequence) of each usable row."""
+        found = []
+        for _, row in zip(range(count), order, strict=False):
+            verdict = data.judge(row, data.answers)  # type: ignore[arg-type]
+            if verdict.kind:
+                continue  # refused or left out
+            sequences = [] if verdict.example is None else verdict.example.sequences
+            unit = sum(len(s.ids) for s in sequences) or verdict.tokens
+            prompt = min((s.loss_mask.index(True) for s in sequences), default=verdict.tokens)
+            found.append((unit, prompt, verdict.tokens))
+        return found
+
+    rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
+    total = data.rows_per_epoch
+    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)))
+    held_out = sizes(CHECKED, (source[i] for source in data.sources["eval"] for i in range(len(source))))
+    if not train:
+        return limits(made, "no row is usable")
+    most, new = config.data.max_tokens, config.sampling.max_new_tokens
+    counted = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
+    held_out_prompt = max((p for _, p, _ in held_out), default=0)
+    held_out_longest = min(most, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
+    unit, prompt, _ = max(train)
+    longest = max(tokens for _, _, tokens in train)
+    if made.online:
+        prompt = longest
+        longest = unit = min(most, prompt + new) if _one_turn(made) else most
+    elif form == "labels":  # an algorithm may put a prompt before the answer of another row
+        longest = unit = min(most, max(p for _, p, _ in train) + max(tokens - p for _, p, tokens in train))
+    what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
+    held = min(len(held_out), config.eval.max_rows or len(held_out))
+    return Lengths(
+        prompt,
+        longest,
+        unit,
+        f"{what}, the longest of {counted}",
+        measured=True,
+        sampled=made.online,
+        held_out=held,
+        held_out_prompt=held_out_prompt,
+        held_out_longest=held_out_longest,
+    )
+
+
+def _one_turn(made: RunPlugins) -> bool:
+    """Whether a sample is a prompt and one answer."""
+    rollout = made.rollout
+    return made.online and made.config.env is None and (rollout is None or not rollout.needs_messages)
