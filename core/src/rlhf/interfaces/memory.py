@@ -129,6 +129,9 @@ class TrainerWork:
     """Model outputs that the role computes without gradient."""
     images: int = 0
     """Images of a sequence; 0: the run has none."""
+    step: int | None = None
+    """Tokens that all ranks together compute in one step, where a prefix that sequences of a unit share counts once;
+    None: known from the other numbers only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,8 @@ def step_tokens(work: TrainerWork, shares: int, shared: bool) -> int:
         shares: units of the rank.
         shared: a prefix that sequences share is computed once.
     """
+    if work.step is not None and (shared or work.siblings < 2) and shares >= work.units:  # one rank has all units
+        return work.step
     if not shared or work.siblings < 2:
         return work.unit * shares
     sequences = math.ceil(work.unit / work.longest)

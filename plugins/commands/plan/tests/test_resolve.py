@@ -144,9 +144,11 @@ def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
 
 def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins):
     pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "33333"}, {"prompt": "1=", "chosen": "1", "rejected": "2"}]
-    found, _ = measured(tmp_path, plugins, "dpo", *pairs)
+    found, parts = measured(tmp_path, plugins, "dpo", *pairs)
     assert (found.prompt, found.longest, found.unit) == (4, 4 + 6, 4 + 2 + 4 + 6)
     assert found.source == "rows of 10 tokens, the longest of 2 rows"
+    assert found.step == (16 - 4) + (8 - 2), "the prompt of a pair once"
+    assert resolve(parts.config, plugins, Machine("cpu", 64 * GIB)).role("policy").memory.micro_tokens == found.step
 
 
 @pytest.mark.parametrize(

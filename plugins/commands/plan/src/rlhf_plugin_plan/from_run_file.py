@@ -116,6 +116,7 @@ def work_of(made: RunPlugins, name: str, annotated: set[str], batches: int, leng
         siblings=siblings,
         outputs=tuple(sorted(outputs)) or ("logprobs" if made.roles[name].head == "lm" else "values",),
         annotated=tuple(sorted(annotated)),
+        step=None if lengths.step is None else batches * lengths.step,
         images=config.data.image_limit if made.spec(name).images else 0,
     )
 

@@ -24,6 +24,8 @@ class Lengths:
     source: str
     """Where they come from, in words."""
     measured: bool = False
+    step: int | None = None
+    """Tokens of the largest batch of given rows, where the prompt of a pair counts once; None: unknown."""
     sampled: bool = False
     """The policy samples what follows the prompt."""
     held_out: int | None = None
@@ -50,7 +52,7 @@ class Lengths:
         if self.sampled:
             less = self.prompt // 2
             return replace(self, prompt=self.prompt - less, longest=self.longest - less, unit=self.unit - less)
-        return replace(self, prompt=self.prompt // 2, longest=self.longest // 2, unit=self.unit // 2)
+        return replace(self, prompt=self.prompt // 2, longest=self.longest // 2, unit=self.unit // 2, step=None)
 
 
 def limits(made: RunPlugins, why: str) -> Lengths:
@@ -131,6 +133,10 @@ def _measured(made: RunPlugins) -> Lengths:
         longest = unit = min(most, prompt + new) if _one_turn(made) else most
     elif form == "labels":  # an algorithm may put a prompt before the answer of another row
         longest = unit = min(most, max(p for _, p, _ in train) + max(tokens - p for _, p, tokens in train))
+    step = None
+    if form not in ("prompts", "labels"):
+        computed, size = [unit - prompt * (form == "pairs") for unit, prompt, _ in train], config.data.batch_size
+        step = max(sum(computed[i : i + size]) for i in range(0, len(computed), size))
     what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
     held = min(len(held_out), config.eval.max_rows or len(held_out))
     return Lengths(
@@ -139,6 +145,7 @@ def _measured(made: RunPlugins) -> Lengths:
         unit,
         f"{what}, the longest of {counted}",
         measured=True,
+        step=step,
         sampled=made.online,
         held_out=held,
         held_out_prompt=held_out_prompt,
