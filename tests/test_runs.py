@@ -457,3 +457,16 @@ def test_metrics_of_assemble_are_reported_with_a_batch_and_without(shop: Worksho
         assert ("policy/loss" in line) == (line["step"] not in empty)
         if "policy/lr" in line:
             assert line["policy/lr"] == pytest.approx(1e-3 * (1 - (line["step"] - 1) / 12))
+
+
+def test_each_phase_of_the_start_and_of_the_first_step_is_a_line(shop: Workshop) -> None:
+    run = shop.train("ppo", "phases", **held_out(shop))
+    lines = run.err.splitlines()
+    model = str(shop.model)
+    start = ["reading data", "tokenising held-out rows", f"loading critic: {model}", f"loading policy: {model}"]
+    assert sorted(lines[:4]) == sorted(start)
+    assert lines[4:] == [
+        "checking rows", "starting the generator transformers", "starting rewards",
+        "first sync of weights to the generator", "generating", "learning", "computing log-probs and values",
+        "sending weights", "evaluating", "evaluating", "evaluating",
+    ]  # fmt: skip

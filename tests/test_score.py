@@ -57,7 +57,7 @@ def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop
     assert [s["prompt"] for s in found[:4]] == ["1+2="] * 3 + ["2+2="]
     means = {"right": 4 / 7, "size": 9 / 7, "reward": -0.5 / 7}
     assert json.loads(told) == {"rows": 3, "answers": 7, "means": pytest.approx(means), "left_out": {}}
-    assert "scored the answers of 3 of 3 rows" in err
+    assert "scoring answers" in err.splitlines()
     assert say("data", "export", out, "--form", "pairs", "-o", pairs)[0] == 0
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in lines(pairs)] == [
         ("1+2=", "3", "12"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from rlhf_runtime.config.sections import Choice, ModelSection
 from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.observe.phases import phase
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
 from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
@@ -57,7 +58,8 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
         resources.callback(launcher.shutdown)
         roles = launch_roles(prepared, launcher)
         sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, _say, resources)
-        sampler.weights.push(0)
+        with phase("first sync of weights to the generator"):
+            sampler.weights.push(0)
         yield prepared, sampler
 
 
@@ -99,7 +101,6 @@ def _say(note: str) -> None:
 def evaluate_model(
     config: RunFile,
     plugins: Plugins,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     save: Path | None = None,
 ) -> tuple[Metrics, list[Group]]:
     """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
@@ -107,7 +108,8 @@ def evaluate_model(
     with answers(config, plugins) as (prepared, sampler):
         rows = prepared.data.eval_rows()[: config.eval.max_rows]
         settings = evaluation_settings(config, evaluation_failures(config, _say))
-        metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, progress=progress)
+        with phase("answering prompts") as count:
+            metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, progress=count)
         if save is not None:
             write_lines(save, groups, prepared.data.template.prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:

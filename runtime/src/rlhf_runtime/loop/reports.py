@@ -55,7 +55,7 @@ class Reports:
         """Wall time of a phase, reported as ``time/<phase>`` (seconds) in the next line."""
         start = time.perf_counter()
         try:
-            with self.timeline.phase(phase):
+            with self.timeline.phase(phase), self._progress.phase(phase):
                 yield
         finally:
             seconds = time.perf_counter() - start

@@ -6,17 +6,20 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from statistics import median
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 from rlhf.types import Group
 
 from rlhf_runtime.observe.metrics import TIME
+from rlhf_runtime.observe.phases import hidden
 from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
@@ -43,6 +46,35 @@ where an update is one optimizer step, the loss where it is a sum of advantages 
 _ABOUT_ZERO = 1e-6
 _ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
 """{phase that is no part of a step: word in the summary}."""
+
+
+PHASES: Mapping[str, str] = {
+    "data": "tokenising rows",
+    "generate": "generating",
+    "learn": "learning",
+    "annotate": "computing log-probs and values",
+    "sync": "sending weights",
+    "evaluate": "evaluating",
+    "save": "saving a checkpoint",
+    "export": "exporting the model",
+}
+"""{phase of a step: what is shown}."""
+RARE = frozenset({"evaluate", "save", "export"})
+"""Phases that are not part of every step."""
+
+
+class _PhaseColumn(ProgressColumn):
+    """What the step is doing, and for how long."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def render(self, task: Task) -> Text:
+        if task.fields["phase"] is None:
+            return Text("")
+        text, since = task.fields["phase"]
+        return Text(f"{text} {timedelta(seconds=int(self._clock() - since))}", style="dim")
 
 
 class Progress:
@@ -92,10 +124,11 @@ class Progress:
                 MofNCompleteColumn(),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[numbers]}"),
+                _PhaseColumn(clock),
                 console=self._console,
                 refresh_per_second=4,
             )
-            self._task = self._bar.add_task("", total=total, completed=first, numbers="")
+            self._task = self._bar.add_task("", total=total, completed=first, numbers="", phase=None)
 
     def begin(self, first: int) -> None:
         """Start the clock and show the bar. ``first`` steps were done before. Called after the models are loaded, so
@@ -105,6 +138,23 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=first)
             self._bar.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show what a step is doing: beside the bar with its time; in a file as a line, in the first step and of
+        evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
+        text = PHASES.get(name, name)
+        if self._bar is not None and self._bar.live.is_started:
+            before = self._bar.tasks[self._task].fields["phase"]
+            self._bar.update(self._task, phase=(text, self._clock()))
+            try:
+                yield
+            finally:
+                self._bar.update(self._task, phase=before)
+            return
+        if not self._quiet and (self.done == self.first or name in RARE):
+            print(text, file=sys.stderr)  # noqa: T201
+        yield
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
@@ -162,7 +212,8 @@ class Progress:
 
     def _line(self, text: str) -> None:
         # soft_wrap and no markup: lines stay whole, and brackets in them are text
-        self._console.print(text, soft_wrap=True, markup=False)
+        with hidden():
+            self._console.print(text, soft_wrap=True, markup=False)
 
     def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found = {}

@@ -29,6 +29,7 @@ from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.models.precompute import BATCHES, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.numbered_folders import link_latest
+from rlhf_runtime.observe.phases import phase
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.observe.signals import StopRequest
@@ -81,7 +82,8 @@ def build(prepared: Prepared) -> Run:
     try:
         run = _build(prepared, resources)
         if run.sampler is not None:
-            run.sync(run.first_step)
+            with phase("first sync of weights to the generator"):
+                run.sync(run.first_step)
         record_start(run, prepared)
     except BaseException:  # for example a checkpoint of another config, which is found after everything was started
         resources.close()
@@ -113,7 +115,8 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     checked.start()
     precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
-    checked.wait()
+    with phase("checking rows"):
+        checked.wait()
     stop = StopRequest()
     timeline = _timeline(prepared, directory, progress)
     resources.callback(timeline.close)

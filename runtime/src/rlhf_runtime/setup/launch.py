@@ -23,6 +23,7 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.shared_heads import lend
 from rlhf_runtime.models.weight_sync import WeightSync
+from rlhf_runtime.observe.phases import phase
 from rlhf_runtime.observe.signals import StopRequest
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
@@ -64,7 +65,8 @@ def launch_roles(
 
 def _launch_role(name: str, prepared: Placed, launcher: Launcher) -> Role:
     trainer, spec = prepared.trainer(name), prepared.specs[name]
-    group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
+    with phase(f"loading {name}: {spec.path}"):
+        group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
     return Role(spec, group, prepared.section(name).micro_tokens)
 
 
@@ -113,7 +115,8 @@ def launch_sampler(
     if selected is not None:
         chosen, options = selected.resolved.cls, selected.config
         # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
-        generator = launcher.launch_generator(chosen, options, spec, policy.group, lambda: weights.refresh())
+        with phase(f"starting the generator {chosen.name}"):
+            generator = launcher.launch_generator(chosen, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
     images = template.images.tokens if policy.spec.images else None
     weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)
@@ -121,10 +124,11 @@ def launch_sampler(
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))
     resources.callback(scorer.close)
-    if episodes is not None:
-        resources.callback(episodes.close)
-        main.run(episodes.start())
-    main.run(scorer.setup())
+    with phase("starting rewards" if episodes is None else "starting the environment and rewards"):
+        if episodes is not None:
+            resources.callback(episodes.close)
+            main.run(episodes.start())
+        main.run(scorer.setup())
     phases = Phases(generator, roles, prepared.places, weights.refresh)
     rollouts = Rollouts(
         rollout,

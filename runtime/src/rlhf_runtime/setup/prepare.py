@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -29,6 +30,7 @@ from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.observe.numbered_folders import default_folder
+from rlhf_runtime.observe.phases import phase
 from rlhf_runtime.observe.run_directory import RunDirectory
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
@@ -105,7 +107,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     answers = algorithm.needs().given > 0
     images = _images(made)
     day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
-    data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images, day)
+    with phase("reading data"):
+        data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images, day)
     if config.data.margin is not None:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
@@ -136,7 +139,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     env, episodes = parts.get("env"), None
     if env is not None and config.env is not None:
         episodes = Episodes(env.resolved, env.config, config.env)
-    held_out = data.eval_rows()[: config.eval.max_rows]  # read in any case, so that invalid rows are refused
+    with phase("tokenising held-out rows") if config.data.eval else nullcontext():
+        held_out = data.eval_rows()[: config.eval.max_rows]  # read in any case, so that invalid rows are refused
     # `rlhf eval` has no updates, and answers held-out rows only
     check_columns(made, data, held_out, made.online and bool(updates) and config.stream.replay is None)
     if algorithm.data != "prompts":

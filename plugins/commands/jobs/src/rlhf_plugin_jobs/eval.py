@@ -38,18 +38,13 @@ class Eval(Command):
         config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
         from rlhf_runtime.jobs.inference import evaluate_model
 
-        metrics, _ = evaluate_model(config, plugins, progress=_progress, save=args.save)
+        metrics, _ = evaluate_model(config, plugins, save=args.save)
         if args.json:
             sys.stdout.write(json.dumps(metrics) + "\n")
         else:
             width = max(map(len, metrics))
             sys.stdout.write("".join(f"{name.ljust(width)}  {value:.4g}\n" for name, value in metrics.items()))
         return 0
-
-
-def _progress(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\ranswered {done} of {total} prompts{end}")
 
 
 @hookimpl

@@ -59,9 +59,7 @@ class Score(Command):
         look_for_models(config)
         from rlhf_plugin_jobs.score_answers import score_answers
 
-        found = score_answers(
-            config, Plugins.discover(), args.answers, args.file, force=args.force, progress=_progress, note=_note
-        )
+        found = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=_note)
         names = [*(r.label for r in config.reward), "reward"]
         means = {name: found.mean(name) for name in names}
         left_out = {why: n for why, n in found.left_out.items() if n}
@@ -76,11 +74,6 @@ class Score(Command):
             sys.stdout.write(f"  {name.ljust(width)}  {what}\n")
         sys.stdout.write("".join(f"  left out: {n} {why}\n" for why, n in left_out.items()))
         return 0
-
-
-def _progress(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rscored the answers of {done} of {total} rows{end}")
 
 
 def _note(text: str) -> None:

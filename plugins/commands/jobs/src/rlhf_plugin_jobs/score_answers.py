@@ -24,6 +24,7 @@ from rlhf_runtime.data.given_answers import GivenAnswers
 from rlhf_runtime.data.image_tokens import image_tokens
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
+from rlhf_runtime.observe.phases import phase
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Prepared
@@ -68,7 +69,6 @@ def score_answers(
     output: Path,
     *,
     force: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Scores:
     """Score every answer of ``data.eval`` and write one line per answer to ``output``, in the format of
@@ -103,23 +103,34 @@ def score_answers(
             main = MainThread()
             closing.callback(main.close)
             scorer = start_scorer(prepared, main, closing)
+        count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
-            main.run(_score(scorer, groups))
+            ended = iter(range(scores.rows + 1, total))  # the last row counts when it is written
+            main.run(_score(scorer, groups, lambda numbers=ended: count(next(numbers, total - 1), total)))
             _check(groups, file)
             scores.add(groups)
             lines = list(group_lines((g for g in groups if g.trajectories), prepared.data.template.prompt_of))
             counts = {"rows": scores.rows, "answers": scores.answers, "sums": scores.sums}
             file.add({**counts, "left_out": dict(scores.left_out), "lines": lines})
-            progress(scores.rows, total)
+            count(scores.rows, total)
     file.publish("lines")
     return scores
 
 
-async def _score(scorer: Scorer, groups: Sequence[Group]) -> None:
+async def _score(scorer: Scorer, groups: Sequence[Group], ended: Callable[[], None]) -> None:
     """Score all groups at once: a server or worker processes get all of them, and a model reads them together. The time
-    in which a reward waits for a model does not count towards its deadline."""
-    await asyncio.gather(*map(scorer.score, groups))
+    in which a reward waits for a model does not count towards its deadline.
+
+    Args:
+        ended: called after each group.
+    """
+
+    async def score(group: Group) -> None:
+        await scorer.score(group)
+        ended()
+
+    await asyncio.gather(*map(score, groups))
 
 
 def _check(groups: Sequence[Group], file: PartialFile) -> None:

@@ -1,0 +1,68 @@
+"""Phases of a command: a line that changes on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rlhf_runtime.observe.phases import hidden, phase
+from rlhf_runtime.observe.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_one_line_a_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    with phase("reading [data]"):
+        pass
+    with phase("answering prompts") as count:
+        count(1, 2)
+        count(2, 2)
+    assert capsys.readouterr() == ("", "reading [data]\nanswering prompts\n")
+
+
+def test_a_terminal_shows_counts_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with phase("loading models"):
+        with hidden():
+            terminal.write("note: a note\n")
+        with phase("answering prompts") as count:
+            count(3, 8)
+    text = terminal.getvalue()
+    assert "loading models" in text
+    assert "answering prompts: 3 of 8" in text
+    assert "\x1b[2K" in text.rpartition("loading models")[2], "the last line is erased"
+
+
+def test_phases_of_the_first_step_and_rare_ones_are_lines_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    progress = Progress(2, stream=out)
+    progress.begin(0)
+    for step in (1, 2):
+        for name in ("generate", "learn", "evaluate"):
+            with progress.phase(name):
+                pass
+        progress.step(step, {"reward/mean": 0.5})
+    assert capsys.readouterr().err == "generating\nlearning\nevaluating\nevaluating\n"
+    assert out.getvalue().startswith("step=1/2 reward=0.5")
+
+
+def test_a_bar_shows_the_phase_beside_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal, times = Terminal(), iter(range(1000))
+    progress = Progress(2, stream=terminal, clock=lambda: next(times))
+    progress.begin(0)
+    with progress.phase("learn"):
+        with progress.phase("annotate"):
+            progress._bar.refresh()
+        progress._bar.refresh()
+    progress.close()
+    text = terminal.getvalue()
+    assert "computing log-probs and values 0:00:" in text
+    assert "learning 0:00:" in text.partition("computing log-probs")[2]
