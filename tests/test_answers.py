@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rlhf_cli.main import main
 from rlhf_cli.words import split_dotted
+from rlhf_testing.tiny import tiny_model
 
 from tests.runs import REWARD, Workshop
 
@@ -117,3 +118,25 @@ def test_values_of_dotted_flags_are_not_read_as_the_run_file() -> None:
     others, dotted = split_dotted(["run.toml", "--run.seed", "3", "--algo", "x", "--run.name=y", "--a.b", "--json"])
     assert others == ["run.toml", "--algo", "x", "--json"]
     assert dotted == ["--run.seed", "3", "--run.name=y", "--a.b"]
+
+
+def test_a_chat_is_shown_message_by_message(shop: Workshop, say: Say) -> None:
+    model = tiny_model(shop.folder / "chat", chat_template="default")
+    chat = [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1="}]
+    rows = shop.rows("chat.jsonl", [{"prompt": chat}])
+    code, out, err = say("generate", "--model", model, "--data", rows, *SHORT[:2], *SHORT[4:])
+    assert code == 0, err
+    assert out.startswith("[system] be short\n[user] 1+1=\n[assistant] ")
+    assert "answering prompts" in err.splitlines()
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "score"])
+def test_help_says_what_the_command_does_with_a_model_and_that_options_are_flags(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "to train" not in text
+    assert "training data" not in text
+    assert "Every option of a run file is a flag" in text

@@ -107,6 +107,8 @@ def found(form, row, **options):
         ("steps", PRM800K, {"prompt": "question", "steps": "label"}, "prm800k"),
         ("steps", {"question": "a", "steps": ["b"], "ratings": [0.5]},
          {"prompt": "question", "steps": "steps", "step_labels": "ratings"}, ""),
+        ("steps", {"prompt": "a", "steps": ["b"], "step_labels": [True]},
+         {"prompt": "prompt", "steps": "steps", "step_labels": "step_labels"}, ""),
     ],
 )  # fmt: skip
 def test_recognised(form, row, columns, conversion):

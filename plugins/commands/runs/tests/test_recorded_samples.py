@@ -1,5 +1,5 @@
 import pytest
-from rlhf.types import Group, Image, Row, Trajectory, Turn
+from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_runs.recorded_samples import Sample, read_samples
 from rlhf_plugin_runs.sample_text import sample_text
 from rlhf_runtime.checkpoint.saved_groups import write_groups
@@ -27,6 +27,19 @@ def test_numbers_about_a_sample_are_shown():
     sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, {}, "ok", "", length=7, info=info)
     assert "\n  env/solved 0, rollout/calls/add 2\n" in sample_text(sample).plain
     assert "env/solved 0, rollout/calls/add 2, rollout/calls_unknown 0\n" in sample_text(sample, full=True).plain
+
+
+def test_what_a_reward_says_beside_its_value_is_shown(tmp_path):
+    group = Group(Row({}, "rows", 0), 0, [])
+    info = {"passed": 1, "failed": "test 2: got 3", "verdicts": ["passed", "wrong"]}
+    turns = [Turn([1], False, text="1+1="), Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="3")]
+    rewards = {"code": RewardResult(0.5, info=info), "size": RewardResult(1.0)}
+    group.trajectories.append(Trajectory(group.row, turns, (0, 0), rewards=rewards))
+    write_groups(tmp_path / "step-000001.arrow", [group], lambda _: "1+1=")
+    [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
+    text = sample_text(sample).plain
+    assert '\n  code: passed 1; failed test 2: got 3; verdicts ["passed", "wrong"]\n' in text
+    assert "size:" not in text
 
 
 def test_images_are_shown_as_their_size(tmp_path):

@@ -158,10 +158,10 @@ class _Case:
             if convert.is_rated(value):
                 yield from self._join([*self._prompts()], [{"steps": column}], how="rated_steps")
             elif convert.is_marked(value):
-                labels = [{"step_labels": c} for c in self._choices("step_labels", ("label", "value"))]
+                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "label", "value"))]
                 yield from self._join([{"steps": column}], labels, how="marked_steps")
             elif isinstance(value, list) or self._certain("steps", column):
-                labels = [{"step_labels": c} for c in self._choices("step_labels", ("ratings",))]
+                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "ratings"))]
                 yield from self._join([*self._prompts()], [{"steps": column}], labels)
         if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.named:
             yield from self._join([{"prompt": "question", "steps": "label"}], how="prm800k")

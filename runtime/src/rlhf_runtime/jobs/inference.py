@@ -12,7 +12,7 @@ from rlhf.ops.batch import Batch
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
 
-from rlhf_runtime.checkpoint.saved_groups import write_lines
+from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
@@ -102,16 +102,17 @@ def evaluate_model(
     config: RunFile,
     plugins: Plugins,
     save: Path | None = None,
-) -> tuple[Metrics, list[Group]]:
+) -> tuple[Metrics, list[Group], TellPrompt]:
     """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
-    ``left_out``, the number of rows that are not among them, where there are any."""
+    ``left_out``, the number of rows that are not among them, where there are any; the groups, and the function that
+    gives the prompt of a sample."""
     with answers(config, plugins) as (prepared, sampler):
-        rows = prepared.data.eval_rows()[: config.eval.max_rows]
+        rows, prompt_of = prepared.data.eval_rows()[: config.eval.max_rows], prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
         with phase("answering prompts") as count:
             metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, progress=count)
         if save is not None:
-            write_lines(save, groups, prepared.data.template.prompt_of)
+            write_lines(save, groups, prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
             metrics["eval/left_out"] = float(left_out)
-        return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups
+        return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups, prompt_of

@@ -92,7 +92,7 @@ class Result:
             file = Path(folder) / "prompts.jsonl"
             file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
             config = self._answering(file, max_new_tokens, temperature)
-            _, groups = evaluate_model(config, Plugins.discover())
+            groups = evaluate_model(config, Plugins.discover())[1]
         answers = [group.trajectories[0] for group in groups]
         if failed := next((t for t in answers if t.status == "failed"), None):
             raise RolloutError(f"generate(): prompt {failed.row.index}: {failed.error}")

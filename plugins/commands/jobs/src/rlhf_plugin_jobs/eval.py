@@ -25,7 +25,9 @@ class Eval(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, without=NOT_HERE)
+        add_run_file(
+            parser, NOT_HERE, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+        )
         parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
         parser.add_argument(
             "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its rewards there"
@@ -38,7 +40,7 @@ class Eval(Command):
         config, plugins = load_for_answers(args.run_file, overrides(args, {"data": "data.eval"}))
         from rlhf_runtime.jobs.inference import evaluate_model
 
-        metrics, _ = evaluate_model(config, plugins, save=args.save)
+        metrics, *_ = evaluate_model(config, plugins, save=args.save)
         if args.json:
             sys.stdout.write(json.dumps(metrics) + "\n")
         else:

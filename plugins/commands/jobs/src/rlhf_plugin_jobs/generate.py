@@ -6,12 +6,17 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_run_file, overrides
+
+if TYPE_CHECKING:
+    from rlhf.types import Trajectory
 
 NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume", "overwrite")
 
@@ -28,7 +33,9 @@ class Generate(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, without=NOT_HERE)
+        add_run_file(
+            parser, NOT_HERE, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+        )
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
         parser.add_argument(
             "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its tokens there"
@@ -53,13 +60,24 @@ class Generate(Command):
             config, plugins = load_for_answers(args.run_file, flags, scored=False)
             from rlhf_runtime.jobs.inference import evaluate_model
 
-            _, groups = evaluate_model(config, plugins, save=args.save)
+            groups, prompt_of = evaluate_model(config, plugins, save=args.save)[1:]
         for group in groups:
             for trajectory in group.trajectories:
                 if trajectory.status == "failed":
                     raise ConfigError(f"row {group.row.index}: {trajectory.error}")
-                sys.stdout.write(f"{trajectory.prompt_text}{trajectory.completion}\n")
+                sys.stdout.write(f"{shown(prompt_of(trajectory), trajectory)}\n")
         return 0
+
+
+def shown(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
+    """Prompt and answer: of a chat each message after its role, as `rlhf samples` shows them. The tokens of a chat as
+    text would run together, because they are shown without special tokens."""
+    from rlhf_runtime.data.image_parts import text_of
+
+    if prompt is None or isinstance(prompt, str):
+        return f"{trajectory.prompt_text}{trajectory.completion}"
+    lines = [f"[{message.get('role', '?')}] {text_of(message.get('content') or '')}" for message in prompt]
+    return "\n".join([*lines, f"[assistant] {trajectory.completion}"])
 
 
 @hookimpl

@@ -26,7 +26,7 @@ class Score(Command):
     run_file_flags = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add_run_file(parser, without=(*NOT_HERE, "model"))
+        add_run_file(parser, (*NOT_HERE, "model"), {"data": "rows with the answers"})
         model = "whose tokenizer and chat template are used; if absent those of a reward's model"
         parser.add_argument("--model", metavar="MODEL", help=model)
         answers = "column with an answer or a list of them; may be given several times"

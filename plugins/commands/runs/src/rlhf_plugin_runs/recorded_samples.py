@@ -56,6 +56,8 @@ class Sample:
     """Tokens that the policy sampled."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers about the sample, by the names of their metrics."""
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a reward says beside its value, by its name."""
     group_mean: float | None = None
     """The mean reward of the samples for the same prompt."""
 
@@ -151,6 +153,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
         info={name: float(value) for name, value in line["info"].items()},
+        findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
     )
 
 

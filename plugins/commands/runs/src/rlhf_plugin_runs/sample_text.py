@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rich.text import Text
@@ -27,6 +28,9 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
     text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
     if numbers := _numbers(sample, full):
         text.append(f"{INDENT}{numbers}\n")
+    for name, found in sample.findings.items():
+        said = "; ".join(f"{key} {_finding(value)}" for key, value in found.items())
+        text.append(f"{INDENT}{printable(name)}: {shortened(printable(said), limit)}\n")
     if sample.error:
         text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
     _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
@@ -54,6 +58,12 @@ def _numbers(sample: Sample, full: bool) -> str:
     """``env/right 1, rollout/sequences 2``."""
     shown = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in shown.items())
+
+
+def _finding(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return number(value)
 
 
 def _prompt_text(prompt: Any) -> str:
