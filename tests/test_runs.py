@@ -465,8 +465,10 @@ def test_each_phase_of_the_start_and_of_the_first_step_is_a_line(shop: Workshop)
     model = str(shop.model)
     start = ["reading data", "tokenising held-out rows", f"loading critic: {model}", f"loading policy: {model}"]
     assert sorted(lines[:4]) == sorted(start)
-    assert lines[4:] == [
+    assert lines[4:13] == [
         "checking rows", "starting the generator transformers", "starting rewards",
         "first sync of weights to the generator", "generating", "learning", "computing log-probs and values",
-        "sending weights", "evaluating", "evaluating", "evaluating",
+        "sending weights", "evaluating",
     ]  # fmt: skip
+    assert lines.count("evaluating") == 3
+    assert set(lines[13:]) == {"evaluating", "saving a checkpoint", "exporting the model"}
