@@ -241,6 +241,15 @@ def test_every_answer_that_ends_a_row_has_an_end_token(template_with, text, answ
     assert all(everything.loss_mask)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(CHATML, "3<eos>"), (NEXT_ROLE, "3<eos>"), (CLOSED, "3</answer><eos>"), (UNMARKED, "3<eos>"), (SPACED, "3<eos>")],
+)
+def test_the_end_of_a_trained_answer_that_others_follow(template_with, text, expected):
+    template = template_with(text, loss_on="assistant")
+    assert trained(template, [ASK, ANSWER, ASK, {**ANSWER, "content": "4", "weight": 0}]) == [expected]
+
+
 def test_a_call_without_an_end_token_gets_that_of_answers(template_with):
     written = trained(template_with(OPEN_CALL), [ASK, {**CALLS, "tool_calls": [CALL]}])
     assert written == ['{"name": "add", "parameters": {"a": 1, "b": "x", "c": null}}<eos>']

@@ -19,7 +19,7 @@ from typing import Any
 from rlhf.errors import DataError
 
 from rlhf_runtime.data.row_fields import Message
-from rlhf_runtime.data.template_markers import MARKER, Text, tail_length, with_markers
+from rlhf_runtime.data.template_markers import MARKER, Text, mark, tail_length, with_markers
 from rlhf_runtime.data.template_render import TemplateRender
 from rlhf_runtime.data.token_spans import Span
 from rlhf_runtime.data.written_parts import check_parts, form_of
@@ -109,7 +109,8 @@ class ChatTemplate:
                 ends[m] = self._end_of_calls(text, messages, m, ends[m], following)
         plain = [m for m in trained if not messages[m].get("tool_calls")]
         if plain:
-            end = self._end(text[ends[plain[-1]] :]) if plain[-1] == trained[-1] else self.answer_end
+            is_last = plain[-1] == len(messages) - 1
+            end = self._end(text[ends[plain[-1]] :]) if is_last else self._plain_end
             ends |= {m: _including(end, text, ends[m]) for m in plain}
         return Render(text, tuple((starts[m], ends[m]) for m in trained))
 
@@ -186,8 +187,9 @@ class ChatTemplate:
         last = answers[trained[-1]][1]
         marked, rest = text[:last].endswith(special), text[last:].strip()
         if not marked:
-            token = self.end_token(rest)
-            if rest and not token:
+            is_last = trained[-1] == len(messages) - 1
+            token = self.end_token(rest) if is_last else self.answer_end
+            if is_last and rest and not token:
                 raise DataError(
                     f"the {{% generation %}} block of message {trained[-1]} (assistant) ends before {rest[:60]!r}, "
                     "which the policy has to write too. Move {% endgeneration %} behind the answer's end token."
@@ -199,9 +201,14 @@ class ChatTemplate:
     def _short(self) -> Render | None:
         """The render of a short conversation; None if the template needs other messages."""
         try:
-            return self.render([_USER, {"role": "assistant", "content": "y"}], [1], as_asked=False)
+            return self.render([_USER, {"role": "assistant", "content": mark(0)}], [1], as_asked=False)
         except DataError:
             return None
+
+    @property
+    def _plain_end(self) -> str:
+        """What ends an answer that is text: :attr:`answer_end`, with what the template writes before it."""
+        return self._end(self._short.text.rpartition(mark(0))[2]) if self._short is not None else ""
 
     def _end(self, following: str) -> str:
         """The end token of an answer whose text stands before ``following``, the rest of a render, with what the
