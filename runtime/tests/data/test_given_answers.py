@@ -69,6 +69,11 @@ def test_columns_that_are_not_there_or_could_be_several_are_refused(tmp_path, ch
         ([], r"line 1: column 'response' holds no answer", {"rows whose answers cannot be read": 1}),
         (3, r"an answer is text or a list of one assistant message, .* got int '3'", None),
         ([said("a", "user")], r"line 1: column 'response': an answer is text or a list of one assistant", None),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}],
+            r"one assistant message, which holds text and calls no tool",
+            None,
+        ),
         (["a", None], r"got NoneType 'None'", None),
     ],
 )

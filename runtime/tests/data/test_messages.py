@@ -184,7 +184,11 @@ def test_other_texts_of_a_message_reach_the_template(template_with):
     assert "assistant\nhm 2<eos>" in prompt_text(template_with(thinks), talk)
 
 
-def test_programs_get_arguments_as_the_api_writes_them():
+def test_programs_get_arguments_as_the_api_writes_them(template_with):
+    prompt = [USER, {"role": "gpt", "content": None, "tool_calls": [call({"a": 1})]}, USER]
+    given = template_with(UNGUARDED).prompt_messages(Row({"prompt": prompt}, "rows", 0))
+    assert (given[1]["role"], given[1]["content"]) == ("assistant", "")
+    assert given[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     messages, images = as_template_reads(
         [USER, {"role": "assistant", "content": None, "tool_calls": [call('{"a":1}')]}]
     )
