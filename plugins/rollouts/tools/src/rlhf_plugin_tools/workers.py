@@ -49,11 +49,13 @@ class Worker:
             async with asyncio.timeout(START_DEADLINE):
                 answer = await worker.ask({"path": sys.path, "sources": listed, "longest": longest}, "its start")
         except TimeoutError:
+            await worker.ended()
             raise RolloutError(
                 f"the worker process of rollout.functions did not start in {START_DEADLINE:g} s{output.tail()}"
             ) from None
         if "broken" in answer:
             worker.kill()
+            await worker.ended()
             raise RolloutError(f"the worker process of rollout.functions cannot start: {answer['broken']}")
         return worker
 
