@@ -16,7 +16,7 @@ import tomllib
 from pathlib import Path
 
 HEAVY = re.compile(r"backends/(deepspeed|ray|vllm)|envs/(reasoning_gym|gymnasium|textarena)")
-"""What the quick start leaves out, with what tests need: not every machine can have them."""
+"""What the quick start leaves out, with what the tests of the repository need: not every machine can have them."""
 NOISE = re.compile(r" already satisfied|^ *(Created|Stored|Preparing|Checking|Getting|Attempting|Found|Uninstalling) ")
 
 
@@ -24,7 +24,7 @@ def places(small: bool) -> list[str]:
     """Folders with extras, such as ``./cli[completion]``, of ``editable.txt``."""
     lines = Path("editable.txt").read_text(encoding="utf-8").splitlines()
     found = [line.removeprefix("-e ") for line in lines if line.startswith("-e ")]
-    return [place.replace("[dev]", "") for place in found if not HEAVY.search(place)] if small else found
+    return [place.replace("[dev]", "[test]") for place in found if not HEAVY.search(place)] if small else found
 
 
 def commands(places: list[str], uv: str | None) -> list[list[str]]:

@@ -139,13 +139,13 @@ def test_uv_gets_the_same_members_and_the_quick_start_fewer():
     places = [place for word, place in pairwise(command) if word == "-e"]
     assert places == install.places(small=False)
     assert {"./cli[completion]", ".[dev]"} < {*places}
-    assert {*install.places(small=True)} - {*places} == {"."}
+    assert {*install.places(small=True)} - {*places} == {".[test]"}, "plugins of one's own have tests"
     assert not [place for place in install.places(small=True) if "vllm" in place or "ray" in place]
 
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    third_parties, together = {"dev", "lora", "qlora", "liger", "mcp"}, {"cluster"}
+    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "mcp"}, {"cluster"}
     own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
     requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
     named = [r.name for r in requirements]

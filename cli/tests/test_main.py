@@ -182,6 +182,36 @@ def test_a_section_that_selects_plugins_is_a_flag():
     assert ([o.use for o in run.observer], run.env.use, run.algorithm.use) == (["wandb"], "game", "sft")
 
 
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [("compare", "Did you mean 'show'?"), ("serve", "Did you mean 'serve-reward'?"), ("trian", "Did you mean 'train'?"),
+     ("sft", "rlhf train --algo sft."), ("dr-grpo", "rlhf train --algo dr_grpo.")],
+)  # fmt: skip
+def test_a_command_that_is_meant(word, advice, capsys):
+    assert main([word, "run.toml"]) == 2
+    assert capsys.readouterr().err.endswith(f" {advice}\n")
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "eval_dataset"])
+def test_a_flag_of_another_framework_hides_no_other_problem(flag, capsys):
+    words = ["--algo", "grpo", "--model", "x", "--data", "y.jsonl", f"--{flag}", "o", "--unknown", "1"]
+    assert main(["train", *words]) == 2
+    told = capsys.readouterr().err
+    assert f"no flag --{flag}. Did you mean" in told
+    assert "no flag --unknown" in told
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flag", "advice"),
+    [("dpo", "ipo", "Did you mean --algorithm.loss.loss_type ipo?"),
+     ("grpo", "scale_rewards", "Did you mean --algorithm.advantage.std?"),
+     ("rloo", "scale_rewards", "do not have")],
+)  # fmt: skip
+def test_switches_of_another_framework(algorithm, flag, advice, capsys):
+    assert main(["train", "--algo", algorithm, "--model", "x", "--data", "y.jsonl", f"--{flag}"]) == 2
+    assert re.search(rf"no flag --{flag}\. .*{re.escape(advice)}", capsys.readouterr().err)
+
+
 def test_unknown_command(capsys):
     names = command_names(Plugins.discover())
     assert main(["plugin", "list"]) == 2

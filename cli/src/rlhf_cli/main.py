@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -84,8 +86,21 @@ def call(name: str, words: Sequence[str]) -> int:
     name = name if "/" in name else typed(name)
     if "/" not in name and name not in names:
         install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
-        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{did_you_mean(name, names)}{install}")
+        near = _near_command(name, plugins)
+        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{near}{install}")
     return run_command(f"rlhf {name}", load_command(plugins, name), words)
+
+
+def _near_command(name: str, plugins: Plugins) -> str:
+    """What may be meant by a name that no command has: an algorithm, the beginning of a command, a misspelt one, or a
+    word of a command's help."""
+    if name.replace("-", "_") in {entry.name for entry in plugins.list("algorithm")}:
+        return f" {name!r} is an algorithm: rlhf train --algo {name.replace('-', '_')}."
+    names = command_names(plugins)
+    helped = [typed(e.name) for e in plugins.list("command") if re.search(rf"\b{re.escape(name)}", one_line_help(e))]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    found = [n for n in names if n.startswith(f"{name}-")] or close or helped
+    return f" Did you mean {found[0]!r}?" if found else did_you_mean(name, names)
 
 
 def load_command(plugins: Plugins, name: str) -> Command:

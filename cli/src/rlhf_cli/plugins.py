@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
 from collections import Counter
@@ -132,7 +133,8 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
 
 def _new(args: argparse.Namespace) -> int:
     folder = write_plugin(args.name, args.kind, args.output, args.like)
-    then = [f"pip install -e {folder}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
+    tests = "" if importlib.util.find_spec("pytest") else " pytest"
+    then = [f"pip install -e {folder}{tests}", f"pytest {folder}", f"rlhf plugins show {args.name} --kind {args.kind}"]
     _write("\n  ".join([f"wrote {folder}; next:", *then]))
     installed = {f"{e.distribution} {e.version}" for e in Plugins.discover().list() if e.distribution == folder.name}
     for here in installed:

@@ -33,9 +33,15 @@ def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tu
             continue
         name = flag.removeprefix("--").replace("_", "-")
         near = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
-        if near:
+        if near and not _of_another_framework(flag.removeprefix("--")):  # those are reported with all other problems
             raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
         dotted.append(word)
         if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (known or ())):
             dotted.append(rest.pop(0))
     return others, dotted
+
+
+def _of_another_framework(name: str) -> bool:
+    from rlhf_runtime.config.other_frameworks import OTHER_NAMES  # --help starts without the runtime
+
+    return name in OTHER_NAMES

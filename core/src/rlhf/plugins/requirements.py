@@ -57,7 +57,9 @@ def source_folder(distribution: str, path: Sequence[str] | None = None) -> Path 
     Args:
         path: folders in which to look for ``rlhf-core``, in place of ``sys.path``.
     """
-    core = next(importlib.metadata.distributions(name="rlhf-core", path=[*(sys.path if path is None else path)]), None)
+    core = next(
+        iter(importlib.metadata.distributions(name="rlhf-core", path=[*(sys.path if path is None else path)])), None
+    )
     place = json.loads((core and core.read_text("direct_url.json")) or "{}")
     if not place.get("dir_info", {}).get("editable"):
         return None

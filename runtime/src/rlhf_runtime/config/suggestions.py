@@ -9,7 +9,7 @@ from functools import cached_property
 from rlhf.errors import RlhfError
 from rlhf.plugins import Plugins
 
-from rlhf_runtime.config.options import plugin_options, run_file_options
+from rlhf_runtime.config.options import Option, plugin_options, run_file_options
 from rlhf_runtime.config.other_frameworks import OTHER_NAMES
 from rlhf_runtime.config.sections import Choice
 
@@ -59,6 +59,8 @@ class Suggestions:
             flag: whether it was given as a flag; the suggestions are then flags too.
         """
         section, _, key = path.rpartition(".")
+        if not section and (options := self._values.get(key.replace("-", "_"))):
+            return f" Did you mean {' or '.join(f'--{option} {key}' for option in options[:MOST])}?"
         found, exact = self._elsewhere(path.replace("-", "_"))
         here = (
             [] if exact or (found and not section) else difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.6)
@@ -66,8 +68,22 @@ class Suggestions:
         if here and not found:
             return f" Did you mean {here[0]!r}?"
         found = [*(f"{section}.{name}" for name in here), *(found or self._like(key))]
-        shown = [f"--{name}" if flag else name for name in dict.fromkeys(found)]
+        absent = () if found else OTHER_NAMES.get(key.replace("-", "_"), ())
+        shown = [f"--{name}" if flag else name for name in dict.fromkeys([*found, *absent])]
+        if absent:
+            return f" It would be {' or '.join(shown[:MOST])}, which the plugins of this run do not have."
         return f" Did you mean {' or '.join(shown[:MOST])}?" if shown else ""
+
+    @cached_property
+    def _values(self) -> dict[str, list[str]]:
+        """{value that an option of the algorithm allows: the options}: what other frameworks have as a switch."""
+        found: dict[str, list[str]] = {}
+        for kind, where, choice in self._chosen:
+            if kind == "algorithm":
+                for option in self._options(kind, where, choice) or ():
+                    for value in option.allowed:
+                        found.setdefault(value, []).append(option.path)
+        return found
 
     def _elsewhere(self, path: str) -> tuple[list[str], bool]:
         """Options for the longest end of ``path`` that is a name in another framework, or an option's own name; and
@@ -75,8 +91,10 @@ class Suggestions:
         parts = path.split(".")
         for start in range(len(parts)):
             end = ".".join(parts[start:])
-            if known := [name for name in OTHER_NAMES.get(end, ()) if name in self.options]:
-                return known, True
+            if end in OTHER_NAMES:
+                known = [name for name in OTHER_NAMES[end] if name in self.options]
+                if known or not start:
+                    return known, True
             ours = [o for o in self.options if o == end or o.endswith(f".{end}")]
             ours = [o for o in ours if o != path and _of_role(o) in ("", parts[0])]
             if ours:
@@ -88,10 +106,16 @@ class Suggestions:
         near = difflib.get_close_matches(key.replace("-", "_"), sorted(names), n=1, cutoff=LIKE)
         return self._elsewhere(near[0])[0] if near else []
 
-    def _of_plugin(self, kind: str, where: str, choice: Choice) -> Iterator[str]:
+    def _options(self, kind: str, where: str, choice: Choice) -> list[Option] | None:
+        """None: the plugin cannot be imported."""
         try:
-            options = plugin_options(self._plugins, kind, where, choice, skip_broken=True)
+            return plugin_options(self._plugins, kind, where, choice, skip_broken=True)
         except RlhfError:
+            return None
+
+    def _of_plugin(self, kind: str, where: str, choice: Choice) -> Iterator[str]:
+        options = self._options(kind, where, choice)
+        if options is None:
             return
         yield f"{where}.use"
         yield from (option.path for option in options)

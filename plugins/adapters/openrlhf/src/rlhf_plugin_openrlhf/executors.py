@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Hashable
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -105,17 +106,17 @@ def checked(cls: type[Any]) -> type[Any]:
     if not inspect.iscoroutinefunction(getattr(cls, "step", None)):
         raise PluginInvalid(f"{cls.__module__}: {cls.__name__}.step must be `async def step(self, states, **kwargs)`")
     if inspect.iscoroutinefunction(cls.__init__):
-        _warn_of_async_init(cls)
+        _warn_of_async_init(cls, cls.__name__)
     return cls
 
 
 @functools.cache
-def _warn_of_async_init(cls: type[Any]) -> None:
+def _warn_of_async_init(cls: Hashable, name: str) -> None:
     """Once for each class: a start resolves the file several times."""
     _LOG.warning(
         "%s.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it with TypeError: __init__() "
         "should return None, not 'coroutine'.",
-        cls.__name__,
+        name,
     )
 
 
