@@ -114,7 +114,7 @@ class Progress:
         self._counts: Counter[str] = Counter()
         """Number of values of each label."""
         self._step_seconds: list[float] = []
-        self._spent: Counter[str] = Counter()
+        self._spent: dict[str, float] = dict.fromkeys(_ASIDE, 0.0)
         """Seconds of each phase of :data:`_ASIDE`."""
         self._closed = False
         self._bar: Bar | None = None
@@ -179,7 +179,7 @@ class Progress:
 
     def spend(self, phase: str, seconds: float) -> None:
         """A phase took this time. Evaluations, checkpoints and exports are named in the summary."""
-        if phase in _ASIDE:
+        if phase in self._spent:
             self._spent[phase] += seconds
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
