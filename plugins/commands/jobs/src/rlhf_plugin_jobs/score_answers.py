@@ -106,8 +106,12 @@ def score_answers(
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
-            ended = iter(range(scores.rows + 1, total))  # the last row counts when it is written
-            main.run(_score(scorer, groups, lambda numbers=ended: count(next(numbers, total - 1), total)))
+            scored = iter(range(scores.rows + 1, total))  # the last row counts when it is written
+
+            def advance(scored: Iterator[int] = scored) -> None:
+                count(next(scored, total - 1), total)
+
+            main.run(_score(scorer, groups, advance))
             _check(groups, file)
             scores.add(groups)
             lines = list(group_lines((g for g in groups if g.trajectories), prepared.data.template.prompt_of))
