@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-from collections.abc import Hashable
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
@@ -14,6 +12,8 @@ from rlhf.errors import PluginInvalid
 from rlhf.interfaces import ComponentConfig
 
 _LOG = logging.getLogger(__name__)
+_WARNED: set[type[Any]] = set()
+"""Classes that were warned of: a start resolves a file several times."""
 INSTANCE_BASE = "AgentInstanceBase"
 EXECUTOR_BASE = "AgentExecutorBase"
 EXECUTOR = "AgentExecutor"
@@ -105,19 +105,14 @@ def checked(cls: type[Any]) -> type[Any]:
     """The class itself. Raises PluginInvalid if it is not an instance class."""
     if not inspect.iscoroutinefunction(getattr(cls, "step", None)):
         raise PluginInvalid(f"{cls.__module__}: {cls.__name__}.step must be `async def step(self, states, **kwargs)`")
-    if inspect.iscoroutinefunction(cls.__init__):
-        _warn_of_async_init(cls, cls.__name__)
+    if inspect.iscoroutinefunction(cls.__init__) and cls not in _WARNED:
+        _WARNED.add(cls)
+        _LOG.warning(
+            "%s.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it with TypeError: __init__() "
+            "should return None, not 'coroutine'.",
+            cls.__name__,
+        )
     return cls
-
-
-@functools.cache
-def _warn_of_async_init(cls: Hashable, name: str) -> None:
-    """Once for each class: a start resolves the file several times."""
-    _LOG.warning(
-        "%s.__init__ is `async def`. It is awaited here. OpenRLHF itself fails on it with TypeError: __init__() "
-        "should return None, not 'coroutine'.",
-        name,
-    )
 
 
 async def built(cls: type[Any]) -> Any:
