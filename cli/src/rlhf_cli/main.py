@@ -86,8 +86,8 @@ def call(name: str, words: Sequence[str]) -> int:
     name = name if "/" in name else typed(name)
     if "/" not in name and name not in names:
         install = plugins.how_to_install(f"rlhf-plugin-{name.replace('_', '-')}")
-        near = _near_command(name, plugins)
-        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{near}{install}")
+        suggestion = _near_command(name, plugins)
+        raise ConfigError(f"no command {name!r}; commands are {', '.join(names)}.{suggestion}{install}")
     return run_command(f"rlhf {name}", load_command(plugins, name), words)
 
 
@@ -99,8 +99,8 @@ def _near_command(name: str, plugins: Plugins) -> str:
     names = command_names(plugins)
     helped = [typed(e.name) for e in plugins.list("command") if re.search(rf"\b{re.escape(name)}", one_line_help(e))]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    found = [n for n in names if n.startswith(f"{name}-")] or close or helped
-    return f" Did you mean {found[0]!r}?" if found else did_you_mean(name, names)
+    matches = [n for n in names if n.startswith(f"{name}-")] or close or helped
+    return f" Did you mean {matches[0]!r}?" if matches else did_you_mean(name, names)
 
 
 def load_command(plugins: Plugins, name: str) -> Command:

@@ -65,15 +65,15 @@ def headers_of(place: str, **_: Any) -> dict[str, Header]:
     if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
     model_folder(place, weights=True)  # there are only pickles
-    found = {}
+    headers = {}
     for name in names:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"there is no file {name}")
         with safe_open(folder / name, "pt") as file:
             for key in file.keys():  # noqa: SIM118 (it is no mapping)
                 part = file.get_slice(key)
-                found[key] = Header(tuple(part.get_shape()), part.get_dtype())
-    return found
+                headers[key] = Header(tuple(part.get_shape()), part.get_dtype())
+    return headers
 
 
 def read_config(spec: ModelSpec) -> Any:

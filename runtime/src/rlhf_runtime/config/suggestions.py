@@ -77,13 +77,13 @@ class Suggestions:
     @cached_property
     def _values(self) -> dict[str, list[str]]:
         """{value that an option of the algorithm allows: the options}: what other frameworks have as a switch."""
-        found: dict[str, list[str]] = {}
+        options: dict[str, list[str]] = {}
         for kind, where, choice in self._chosen:
             if kind == "algorithm":
                 for option in self._options(kind, where, choice) or ():
                     for value in option.allowed:
-                        found.setdefault(value, []).append(option.path)
-        return found
+                        options.setdefault(value, []).append(option.path)
+        return options
 
     def _elsewhere(self, path: str) -> tuple[list[str], bool]:
         """Options for the longest end of ``path`` that is a name in another framework, or an option's own name; and

@@ -102,7 +102,7 @@ class ChatTemplate:
                 if head >= 0 and self._generation_head():
                     starts[m] = places[before][1] + head + len(self._generation_head())
                 else:
-                    starts[m] = self._given(text, messages, m)
+                    starts[m] = self._prompt_end(text, messages, m)
                 ends[m] = starts[m]
             if messages[m].get("tool_calls"):
                 following = next((first for first, _ in places if first > ends[m]), len(text))
@@ -293,19 +293,21 @@ class ChatTemplate:
         at = piece.rfind(head) if head else -1
         if at >= 0 or asked is None:
             return position if at < 0 else position - len(piece) + at + len(head)
-        return self._given(text, asked, message, piece, position)
+        return self._prompt_end(text, asked, message, piece, position)
 
-    def _given(self, text: str, messages: Sequence[Message], message: int, piece: str = "", position: int = -1) -> int:
+    def _prompt_end(
+        self, text: str, messages: Sequence[Message], message: int, piece: str = "", position: int = -1
+    ) -> int:
         """End of the text that the policy is given when it answers with ``message``, which must begin the render.
 
         Args:
-            piece: the text before the answer's, if it has text, in which the given text must end.
+            piece: the text before the answer's, if it has text, in which the prompt must end.
             position: end of the piece.
         """
-        given = self.text(messages[:message], answer=True) if message else ""
-        if text.startswith(given) and (not piece or position - len(piece) <= len(given) <= position):
-            return len(given)
-        head, before = self._generation_head(), piece or text[: len(given)]
+        prompt = self.text(messages[:message], answer=True) if message else ""
+        if text.startswith(prompt) and (not piece or position - len(piece) <= len(prompt) <= position):
+            return len(prompt)
+        head, before = self._generation_head(), piece or text[: len(prompt)]
         what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
         raise DataError(
             f"the policy is given {what} before it answers, but the chat template writes message {message} "

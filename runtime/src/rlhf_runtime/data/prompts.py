@@ -218,8 +218,8 @@ class Prompts:
             ids = self.tokens.ids(text)
             return self._turn([*self.tokens.begin(ids), *ids], self.images.of_row(cells))
         messages, images = self._read(self._prompt_messages(cells), cells)
-        asked = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
-        if self.require_text and not asked and not images:
+        has_text = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
+        if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
         self.chat.check(messages, source=row.source)
         return self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)

@@ -161,8 +161,8 @@ class Template(Prompts):
         prompt, front = self._asked(cells)
         if self.chat is not None and isinstance(cells.value(field), list):
             answer = cells.messages(field)
-            asked = [m for m in prompt if m["role"] != "system"]
-            if asked and [m for m in answer if m["role"] != "system"][: len(asked)] == asked:
+            question = [m for m in prompt if m["role"] != "system"]
+            if question and [m for m in answer if m["role"] != "system"][: len(question)] == question:
                 raise DataError(
                     f"{cells.name(field)}: it begins with the prompt, which would come twice. Take the prompt out of "
                     "it, or use the column as a whole conversation (--data.messages)"

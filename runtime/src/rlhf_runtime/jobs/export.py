@@ -71,14 +71,14 @@ def export(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists. Name a new folder, or delete this one.")
     checkpoints = choose(run, which)
-    with _policy(config, plugins, run) as (role, made, template):
+    with _policy(config, plugins, run) as (role, parts, template):
         for remark in role.facts.notes:
             note(remark)
 
         def write(folder: Path, checkpoint: Checkpoint) -> None:
             role.every("load", checkpoint.path / "roles" / "policy")
-            _restore(made.algorithm, checkpoint.path / "state.json")
-            ModelFiles(made.config, made.algorithm, template).write_policy(role, folder)
+            _restore(parts.algorithm, checkpoint.path / "state.json")
+            ModelFiles(parts.config, parts.algorithm, template).write_policy(role, folder)
 
         def write_all(folder: Path) -> None:
             *others, newest = checkpoints
@@ -99,22 +99,22 @@ def _policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role
     """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
     join(config, plugins)
     start = RunDirectory.last_start(run)
-    made = run_plugins(config, plugins, scored=False, commits=Commits(start.get("hub")))
-    steps = start.get("total_steps") or total_steps(made.config, 0)
-    tokenizer = load_tokenizer(made.model("policy"), made.config.policy.trust_remote_code)
-    made.algorithm.use_tokens(tokens_of(tokenizer))
-    template = Template(tokenizer, made.config.data)
-    schedule = Schedule.of(made.algorithm, steps)
-    place = replace(made.places_on(device_here())["policy"], share=None)
-    spec = made.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
-    spec = on_processor({"policy": spec}, made.trainer_class, start.get("on_processor"))["policy"]
-    trainer = made.trainer("policy")
+    parts = run_plugins(config, plugins, scored=False, commits=Commits(start.get("hub")))
+    steps = start.get("total_steps") or total_steps(parts.config, 0)
+    tokenizer = load_tokenizer(parts.model("policy"), parts.config.policy.trust_remote_code)
+    parts.algorithm.use_tokens(tokens_of(tokenizer))
+    template = Template(tokenizer, parts.config.data)
+    schedule = Schedule.of(parts.algorithm, steps)
+    place = replace(parts.places_on(device_here())["policy"], share=None)
+    spec = parts.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
+    spec = on_processor({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]
+    trainer = parts.trainer("policy")
     trainer.resolved.cls.check_files(spec)
-    launcher = made.parts["launcher"].build()
+    launcher = parts.parts["launcher"].build()
     with ExitStack() as resources:
         resources.callback(launcher.shutdown)
         launcher.place({"policy": place}, [trainer.resolved], None)
-        yield Role(spec, launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec), None), made, template
+        yield Role(spec, launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec), None), parts, template
 
 
 def _restore(algorithm: Algorithm, state: Path) -> None:

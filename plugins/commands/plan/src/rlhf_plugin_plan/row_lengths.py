@@ -105,7 +105,7 @@ def _measured(made: RunPlugins) -> Lengths:
 
     def sizes(count: int, order: Iterator[object]) -> list[tuple[int, int, int]]:
         """(tokens of the unit, of its prompt, of its longest sequence) of each usable row."""
-        found = []
+        lengths = []
         for _, row in zip(range(count), order, strict=False):
             verdict = data.judge(row, data.answers)  # type: ignore[arg-type]
             if verdict.kind:
@@ -113,8 +113,8 @@ def _measured(made: RunPlugins) -> Lengths:
             sequences = [] if verdict.example is None else verdict.example.sequences
             unit = sum(len(s.ids) for s in sequences) or verdict.tokens
             prompt = min((s.loss_mask.index(True) for s in sequences), default=verdict.tokens)
-            found.append((unit, prompt, verdict.tokens))
-        return found
+            lengths.append((unit, prompt, verdict.tokens))
+        return lengths
 
     rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
     total = data.rows_per_epoch
@@ -138,7 +138,7 @@ def _measured(made: RunPlugins) -> Lengths:
         computed, size = [unit - prompt * (form == "pairs") for unit, prompt, _ in train], config.data.batch_size
         step = max(sum(computed[i : i + size]) for i in range(0, len(computed), size))
     what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
-    held = min(len(held_out), config.eval.max_rows or len(held_out))
+    evaluated = min(len(held_out), config.eval.max_rows or len(held_out))
     return Lengths(
         prompt,
         longest,
@@ -147,7 +147,7 @@ def _measured(made: RunPlugins) -> Lengths:
         measured=True,
         step=step,
         sampled=made.online,
-        held_out=held,
+        held_out=evaluated,
         held_out_prompt=held_out_prompt,
         held_out_longest=held_out_longest,
     )

@@ -28,9 +28,9 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
     text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
     if numbers := _numbers(sample, full):
         text.append(f"{INDENT}{numbers}\n")
-    for name, found in sample.findings.items():
-        said = "; ".join(f"{key} {_finding(value)}" for key, value in found.items())
-        text.append(f"{INDENT}{printable(name)}: {shortened(printable(said), limit)}\n")
+    for name, finding in sample.findings.items():
+        words = "; ".join(f"{key} {_finding(value)}" for key, value in finding.items())
+        text.append(f"{INDENT}{printable(name)}: {shortened(printable(words), limit)}\n")
     if sample.error:
         text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
     _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")

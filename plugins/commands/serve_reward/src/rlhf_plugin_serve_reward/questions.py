@@ -80,12 +80,12 @@ def _texts(asked: dict[str, Any], key: str) -> list[str]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Python would keep the last of several values without a word."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         repeated = next(key for key in keys if keys.count(key) > 1)
         raise BadQuestion(f"the key {repeated!r} occurs {keys.count(repeated)} times in one object; allowed: once")
-    return made
+    return fields
 
 
 def _refuse(constant: str) -> float:
