@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import sys
 
 import pytest
@@ -304,6 +305,7 @@ def test_a_process_that_an_import_forks_can_end(site):
 def test_an_import_that_does_not_end_is_named_and_ended(site, monkeypatch, capsys):
     monkeypatch.setattr(importing, "NOTE_SECONDS", 0.1)
     monkeypatch.setattr(importing, "LIMIT_SECONDS", 0.5)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     site.reward("broken", source="import threading\nthreading.Event().wait(60)")
     with pytest.raises(PluginImportFailed, match=r"reward 'broken' .*more than 0\.5 s, at .*throwaway_.*\.py:2"):
         site.plugins().resolve("reward", "broken")

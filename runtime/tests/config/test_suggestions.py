@@ -55,14 +55,24 @@ def suggestions(algorithm: str) -> Suggestions:
         ("grpo", "init_kl_coef", "--algorithm.kl.coef"),
         ("grpo", "learning_rat", "--trainer.lr"),
         ("sft", "max_epochs", "--run.epochs"),
-        ("sft", "init_kl_coef", ""),
-        ("grpo", "vllm_gpu_memory_utilization", ""),
         ("grpo", "qqq", ""),
     ],
 )
 def test_names_of_other_frameworks_are_suggested(algorithm, path, expected):
     """Only what the run at hand has is suggested."""
     assert suggestions(algorithm).near(path, (), True) == (expected and f" Did you mean {expected}?")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "path", "option"),
+    [
+        ("sft", "init_kl_coef", "--algorithm.kl.coef"),
+        ("grpo", "vllm_gpu_memory_utilization", "--generator.memory_share"),
+    ],
+)
+def test_an_option_that_other_plugins_have_is_named_as_theirs(algorithm, path, option):
+    expected = f" It would be {option}, which the plugins of this run do not have."
+    assert suggestions(algorithm).near(path, (), True) == expected
 
 
 def test_a_misspelt_name_of_its_own_section_comes_first():

@@ -48,11 +48,11 @@ def try_export(
             write_configs(Path(folder), module, tokenizer)
             copy_processor(spec, Path(folder))
     except Exception as cause:  # of many kinds: the model's code may be anything
-        if disk_is_full(cause):
-            raise ModelError(
-                f"the files of an export could not be written to {tempfile.gettempdir()}, as a trial before the first "
-                f"step: {cause}. The disk is full: free some space there, or set TMPDIR to a folder on another disk."
-            ) from cause
+        if disk_is_full(cause):  # it says nothing about the model; what the run itself writes reports a full disk
+            return (
+                f"the files of an export could not be tried before the first step: {tempfile.gettempdir()}: {cause}. "
+                "The disk is full: free some space there, or set TMPDIR to a folder on another disk",
+            )
         raise ModelError(
             f"the model {spec.path!r} of role {spec.role.name!r} could not be exported after its training: its config "
             f"or tokenizer cannot be written: {type(cause).__name__}: {cause}\n"

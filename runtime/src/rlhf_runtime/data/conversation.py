@@ -71,7 +71,10 @@ class ChatTemplate:
             before = messages[m - 1]["role"] if m else ""
             forms.setdefault((source, m in trained, before, m < last_user, form_of(message)), m)
         if new := forms.keys() - self._checked:
-            check_parts(lambda other: self._written(other, trained), messages, trained, {forms[form] for form in new})
+            called = {forms[form] for form in new}
+            # A template that marks its answers says that its earlier ones are trained on without their reasoning.
+            reasoning = trained[-1:] if self._template.has_generation else trained
+            check_parts(lambda other: self._written(other, trained), messages, trained, called, reasoning)
             self._checked |= new
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:

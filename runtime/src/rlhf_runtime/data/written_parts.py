@@ -25,22 +25,26 @@ def form_of(message: Message) -> tuple[Any, ...]:
 
 
 def check_parts(
-    written: Written, messages: Sequence[Message], trained: Collection[int], called: Collection[int]
+    written: Written,
+    messages: Sequence[Message],
+    trained: Collection[int],
+    called: Collection[int],
+    reasoning: Collection[int],
 ) -> None:
-    """Raises DataError: the template leaves out a part of a message. It may leave out the reasoning of answers that are
-    not trained on.
+    """Raises DataError: the template leaves out a part of a message.
 
     Texts are replaced by markers, which must be written. Another name or argument of a call must change the render.
 
     Args:
         trained: messages that are trained on.
         called: messages whose tool calls are checked.
+        reasoning: messages whose reasoning must be written too.
     """
     marked, texts, _ = with_markers(messages)
     after = _attempt(written, marked)
     for number, text in enumerate(texts if after else ()):
         forms = mark(number), json.dumps(mark(number))[1:-1]
-        if not any(form in after[text.message] for form in forms) and (text.message in trained or not text.reasoning):
+        if not any(form in after[text.message] for form in forms) and (not text.reasoning or text.message in reasoning):
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
     before = written(messages)
     for m, message in enumerate(messages):
