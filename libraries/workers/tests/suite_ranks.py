@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import time
 from contextlib import suppress
 
@@ -179,9 +180,12 @@ def test_a_rank_that_is_killed_while_it_streams_is_an_error(pair):
         list(stream)
 
 
-def test_ranks_can_run_a_collective(steady):
-    assert steady.call("adds", [()] * 2) == [3.0, 3.0]
+def test_ranks_can_run_a_collective_in_a_call_after_the_start(steady):
     one, two = (w["spec"] for w in steady.call("where", [()] * 2))
+    host, port = one.rendezvous.removeprefix("tcp://").split(":")
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):  # the port is theirs until they end
+        stranger.bind((host, int(port)))
+    assert steady.call("adds", [()] * 2) == [3.0, 3.0]
     assert one.rendezvous == two.rendezvous
     assert one.rendezvous.startswith("tcp://127.0.0.1:")
     assert (one.rank, two.rank, one.world_size) == (0, 1, 2)

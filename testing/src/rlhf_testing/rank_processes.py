@@ -30,22 +30,23 @@ class Ranks:
 
     def __init__(self, script: Path, folder: Path, ranks: int, trainer: str, *cases: str) -> None:
         self.folder, self.ranks = folder, ranks
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        words = [trainer, str(script), str(ranks), str(port), str(folder), *cases]
-        command = [sys.executable, "-m", "rlhf_testing.rank_forks", *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with (folder / "forks.log").open("w") as log:
+        # Bound to the end, so that the system gives the port to no other process before rank 0 listens there.
+        with socket.socket() as reserved, (folder / "forks.log").open("w") as log:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            port = reserved.getsockname()[1]
+            words = [trainer, str(script), str(ranks), str(port), str(folder), *cases]
+            command = [sys.executable, "-m", "rlhf_testing.rank_forks", *words]
             forks = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
             )
-        try:
-            said, _ = forks.communicate(timeout=SECONDS)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(forks.pid, signal.SIGKILL)
-            forks.wait()
+            try:
+                said, _ = forks.communicate(timeout=SECONDS)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(forks.pid, signal.SIGKILL)
+                forks.wait()
         assert forks.returncode == 0, (folder / "forks.log").read_text()[-4000:]
         codes = json.loads(said.splitlines()[-1])
         logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]

@@ -49,7 +49,7 @@ class Worker(ABC):
         os.environ.update(env)
         if devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        self._held: socket.socket | None = None
+        self._reserved_port: socket.socket | None = None
         self._connected: ConnectedTrainer | None = None
         self._progress = 0
         self._doing, self._since, self._thread = "", 0.0, 0
@@ -91,12 +91,12 @@ class Worker(ABC):
         }
 
     def rendezvous(self) -> str:
-        """``tcp://HOST:PORT`` on this node. The port stays reserved until the end of :meth:`build`, because a model may
-        load for minutes before a process listens there."""
+        """``tcp://HOST:PORT`` on this node. The port stays reserved until this process ends: a model may load for minutes
+        before a process listens there, and a component may join its group in a later call."""
         address = self.address()
         host = f"[{address}]" if ":" in address else address
-        self._held = reserve_port(address)
-        return f"tcp://{host}:{self._held.getsockname()[1]}"
+        self._reserved_port = reserve_port(address)
+        return f"tcp://{host}:{self._reserved_port.getsockname()[1]}"
 
     def build(self, payload: Payload, rank: int) -> Failure | None:
         """Make the component: ``cls(config, spec)``."""
@@ -108,9 +108,6 @@ class Worker(ABC):
                 self.component = cls(config, spec)
             except Exception as error:
                 return Failure.of(error)
-            finally:
-                if self._held is not None:
-                    self._held.close()
         return None
 
     # --------------------------------------------------------------------------------------- work
