@@ -130,7 +130,7 @@ def test_pip_builds_every_member_in_one_environment_and_then_installs_what_all_r
     names = [Requirement(word) for word in second[second.index("constraints.txt") + 1 :]]
     assert sorted(r.name for r in names) == sorted([*BY_NAME, "rlhf-kit"])
     assert {r.name: sorted(r.extras) for r in names if r.extras} == {
-        "rlhf-cli": ["completion"], "rlhf-plugin-vllm": ["cpu"], "rlhf-kit": ["dev"],
+        "rlhf-cli": ["completion"], "rlhf-plugin-jobs": ["gguf"], "rlhf-plugin-vllm": ["cpu"], "rlhf-kit": ["dev"],
     }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_uv_gets_the_same_members_and_the_quick_start_fewer():
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "mcp"}, {"cluster"}
+    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "gguf", "mcp"}, {"cluster"}
     own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
     requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
     named = [r.name for r in requirements]

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf.errors import ModelError, did_you_mean
 
 from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
+from rlhf_hub.other_formats import refuse_other_formats, refuse_other_weights_on_hub
 
 SETTINGS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a repository on a hub: config and tokenizer."""
@@ -22,8 +23,6 @@ SETTINGS_BYTES, TEMPLATE_BYTES = 2**28, 2**20
 INDEX = "model.safetensors.index.json"
 BLOCK, BLOCKS = 2**12, 64
 """Bytes of a block, and blocks of a file of weights, that :func:`content_of` reads."""
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
-"""Weights that are never read: unpickling can run code, and the other formats belong to other frameworks."""
 
 
 def looks_local(path: str) -> bool:
@@ -32,12 +31,9 @@ def looks_local(path: str) -> bool:
 
 
 def require_folder(path: str) -> None:
-    """Raises ModelError, listing folders beside it, if there is no such folder."""
+    """Raises ModelError if there is no such folder, listing folders beside it, or its weights are of another format."""
     folder = Path(path).expanduser()
-    if folder.is_file():
-        raise ModelError(
-            f"no model {path}: it is a file. A model is a folder with config.json, safetensors and tokenizer"
-        )
+    refuse_other_formats(path)
     if not folder.exists():
         beside = _folders(folder.parent)
         there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
@@ -50,9 +46,12 @@ def pinned(model: str, commits: Commits) -> str:
     Args:
         commits: those of the run.
 
-    Raises ModelError: the hub does not know it, or is out of reach.
+    Raises ModelError: the hub does not know it, or is out of reach; or it is a file, or a folder of weights of another
+    format.
     """
     asked = hub_name(model)
+    if asked is None:
+        refuse_other_formats(model)
     try:
         return model if asked is None else f"{asked.name}@{commits.of('model', asked)}"
     except HubError as error:
@@ -73,8 +72,8 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     if asked is None:
         folder = Path(path).expanduser()
         require_files(folder)
-        if weights and folder.is_dir():
-            _require_safetensors(path, [p.name for p in folder.iterdir()])
+        if weights or folder.is_file():
+            refuse_other_formats(path)
         return str(folder)
     try:
         commit = Commits().of("model", asked)
@@ -86,7 +85,7 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
             if index.is_file():
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             else:
-                _require_safetensors(path, files_of("model", asked, commit))
+                refuse_other_weights_on_hub(path, files_of("model", asked, commit))
             folder = download("model", asked, commit, [*wanted, *names])
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
@@ -193,12 +192,3 @@ def _not_published(name: str, error: HubError) -> str:
 
 def _folders(place: Path) -> list[str]:
     return sorted(p.name for p in place.iterdir() if p.is_dir()) if place.is_dir() else []
-
-
-def _require_safetensors(path: str, names: list[str]) -> None:
-    pickles = [name for name in names if "/" not in name and name.endswith(PICKLES)]
-    if pickles and not any(name.endswith(".safetensors") and "/" not in name for name in names):
-        raise ModelError(
-            f"{path} has its weights in {pickles[0]} only, which is not read: unpickling can run code. Convert it in a "
-            "safe place: `AutoModel...from_pretrained(...).save_pretrained(folder)`."
-        )
