@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -61,8 +62,38 @@ def test_a_bar_shows_the_phase_beside_the_numbers(monkeypatch: pytest.MonkeyPatc
     with progress.phase("learn"):
         with progress.phase("annotate"):
             progress._bar.refresh()
+        progress.count("optimizer step", 1, 4)
+        progress.count("micro-batches", 8, 8)
+        progress.count("optimizer step", 2, 4)
+        progress._bar.refresh()
+        progress.count("micro-batches", 3, 8)
+        progress._bar.refresh()
+    progress.count("micro-batches", 4, 8)
+    with progress.phase("sync"):
         progress._bar.refresh()
     progress.close()
     text = terminal.getvalue()
+    assert re.search(r"learning 0:00:\d\d, optimizer step 2/4\s*\x1b", text), "its micro-batches begin anew"
+    assert ", optimizer step 2/4, micro-batches 3/8" in text
+    assert "micro-batches" not in text.rpartition("sending weights")[2], "counts end with their phase"
     assert "computing log-probs and values 0:00:" in text
     assert "learning 0:00:" in text.partition("computing log-probs")[2]
+
+
+def test_a_narrow_terminal_cuts_the_numbers_and_not_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "90")
+    terminal = Terminal()
+    progress = Progress(100, stream=terminal)
+    progress.begin(0)
+    progress.step(1, {"reward/mean": 0.5, "kl/reference": 0.001, "length/mean": 93.2, "policy/grad_norm": 0.3})
+    with progress.phase("learn"):
+        progress.count("optimizer step", 2, 4)
+        progress.count("micro-batches", 3, 8)
+        progress._bar.refresh()
+        shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", terminal.getvalue().rpartition("\r")[2])
+    progress.close()
+    assert "\n" not in shown
+    assert shown.startswith("step   1/100 ")
+    assert "optimizer step 2/4, micro-batches 3/8 left " in shown
+    assert shown.endswith("…")

@@ -42,7 +42,7 @@ class Recorded:
         self.generator, self.calls = Versioned(), []
         self.score, self.fails = score, fails
 
-    def run(self, rows, first_number, settings):
+    def run(self, rows, first_number, settings, count):
         self.calls.append((self.generator.version, [r.index for r in rows], first_number))
         groups = []
         for n, row in enumerate(rows):
@@ -195,8 +195,8 @@ def test_a_filter_that_never_fills_the_batch_leaves_a_short_batch():
 
 def test_given_answers_are_not_filtered_and_are_counted():
     class Mixed(Recorded):
-        def run(self, rows, first_number, settings):
-            groups = super().run(rows, first_number, settings)
+        def run(self, rows, first_number, settings, count):
+            groups = super().run(rows, first_number, settings, count)
             for group in groups:
                 if group.row.index in (1, 6):
                     answer = Turn([2], True, given=True)
@@ -291,8 +291,8 @@ def test_the_bounds_of_the_filter_are_strict(filter, scores, passed):
 class Unscored(Recorded):
     """Samples without rewards."""
 
-    def run(self, rows, first_number, settings):
-        groups = super().run(rows, first_number, settings)
+    def run(self, rows, first_number, settings, count):
+        groups = super().run(rows, first_number, settings, count)
         for trajectory in (t for g in groups for t in g.trajectories):
             trajectory.reward = trajectory.score = None
         return groups

@@ -333,7 +333,9 @@ def test_a_context_without_room_to_answer_is_an_error(main):
 def test_a_limit_admits_the_next_sample_when_one_ends(main):
     generator = CountingGenerator()
     rollouts = Rollouts(Turns(), generator, PlainTemplate(), OneForAll(), main, limit=3)
-    groups = rollouts.run(rows(1, 2, 1), 0, settings())
+    counts = []
+    groups = rollouts.run(rows(1, 2, 1), 0, settings(), lambda *count: counts.append(count))
+    assert counts == [(ended, 6) for ended in range(1, 7)]
     assert all(t.status == "ok" for g in groups for t in g.trajectories)
     assert max(len(w) for w in generator.waves) == 3
     first = generator.waves

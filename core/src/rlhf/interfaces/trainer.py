@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -106,6 +106,9 @@ class Trainer(Component):
         return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
 
     spec: ModelSpec
+    progress: Callable[[int, int], None] | None = None
+    """Called after each micro-batch with (micro-batches computed, micro-batches of the call). A run sets it on trainers
+    in its own process and shows the numbers on a terminal. A trainer need not call it."""
 
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...

@@ -150,7 +150,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         resolved = [self._head(o) for o in outputs]
         results = []
         with self._view("live" if view == self.current_view else view):
-            for micro in self._with_pixels(micros):
+            for micro in self._each(micros):
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
                 results.append({h.name: head_ops.scatter(batch, h, values[h.name]).cpu() for h in resolved})
@@ -165,7 +165,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         parts = []
         self.module.train()
         try:
-            for number, micro in enumerate(self._with_pixels(micros)):
+            for number, micro in enumerate(self._each(micros)):
                 last = number == len(micros) - 1
                 parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
@@ -178,7 +178,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         over = over_mask(loss)
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
-        for micro in self._with_pixels(micros):
+        for micro in self._each(micros):
             batch = micro.to(self.device)
             with self.balance.watched() if self.balance is not None else nullcontext():
                 values = self._outputs(batch, resolved)
@@ -221,13 +221,16 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
             self._backward(total, last)
         return sums
 
-    def _with_pixels(self, micros: Sequence[Batch]) -> Iterator[Batch]:
-        """``micros``. While one is computed, a thread computes the pixels of the next one's images."""
+    def _each(self, micros: Sequence[Batch]) -> Iterator[Batch]:
+        """``micros``. While one is computed, a thread computes the pixels of the next one's images. The caller asks for
+        the next one when it is computed."""
         for number, micro in enumerate(micros):
             if self.loaded.images is not None:
                 for near in micros[number : number + 2]:
                     self.loaded.images.pixels.start(image for images in near.images_B for image in images)
             yield micro
+            if self.progress is not None:
+                self.progress(number + 1, len(micros))
 
     def _backward(self, total: Tensor, last: bool) -> None:
         """Add the gradients of ``total``; ``last``: no micro-batch follows before the step."""

@@ -17,6 +17,7 @@ from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.best_value import BestTracker, is_number_of_samples, unknown_metric
 from rlhf_runtime.observe.evaluation_statistics import evaluation_metrics, metric_names
+from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 
@@ -36,21 +37,28 @@ def evaluate_rollouts(
     settings: RolloutSettings,
     section: EvalSection,
     batch_size: int = 64,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    count: Count = no_count,
 ) -> tuple[Metrics, list[Group]]:
     """Answer every row ``samples`` times with the current weights. Metrics are named ``eval/...``.
 
     Seeds depend only on the run's seed, the row's position and the sample's number, so evaluations of the same weights
     are equal, also in different runs. Failed samples count as failed, whatever ``stream.on_failed_sample`` is. Raises
     RolloutError if too many fail (``stream.max_failed``).
+
+    Args:
+        count: called after each sample with (samples that have ended, all samples).
     """
     settings = replace(settings, abort_on_failure=False)
     if settings.failures is not None:
         settings.failures.forget()
     groups: list[Group] = []
     for start in range(0, len(rows), batch_size):
-        groups += rollouts.run(rows[start : start + batch_size], start, settings)
-        progress(len(groups), len(rows))
+        before = start * settings.samples
+
+        def ended(samples: int, of_batch: int, before: int = before) -> None:
+            count(before + samples, len(rows) * settings.samples)
+
+        groups += rollouts.run(rows[start : start + batch_size], start, settings, ended)
     metrics = evaluation_metrics(groups, section.samples, section.pass_threshold)
     return {f"eval/{name}": value for name, value in metrics.items()}, groups
 

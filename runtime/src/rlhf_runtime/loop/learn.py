@@ -31,6 +31,7 @@ def learn(
     step: int,
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
     timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    count: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Metrics:
     """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
 
@@ -38,6 +39,7 @@ def learn(
         keep_skipped: called with (reason, minibatch) for every optimizer step whose gradient is not finite. Such a
             step changes no weights, and its batch is kept for inspection.
         timed: measures the time of a phase.
+        count: shows which optimizer step of an update is computed.
 
     Returns: the metrics of ``credit`` and of the updates.
     """
@@ -53,7 +55,7 @@ def learn(
         if isinstance(update, Snapshot):
             snapshot(roles, update)
         else:
-            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped)
+            metrics |= train(batch, algorithm.parts[update.loss], roles, update, seed, step, keep_skipped, count)
     return metrics
 
 
@@ -75,6 +77,7 @@ def train(
     seed: int,
     step: int,
     keep_skipped: Callable[[str, Batch], None],
+    count: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Metrics:
     """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
     if update.live and update.epochs * update.minibatches != 1:
@@ -86,7 +89,10 @@ def train(
     role, parts, skipped = role_of(roles, update.role, "updates()"), [], 0
     grad_norms: list[float] = []
     result = None
-    for minibatch in minibatches(batch, update, seed, step):
+    steps = update.epochs * update.minibatches
+    for number, minibatch in enumerate(minibatches(batch, update, seed, step), 1):
+        if steps > 1:
+            count("optimizer step", number, steps)
         for annotation in loss.prepass():  # with the current weights, which earlier minibatches have changed
             reader = role_of(roles, annotation.role, f"prepass() of loss {loss.name!r}")
             minibatch = reader.annotate(minibatch, [annotation])

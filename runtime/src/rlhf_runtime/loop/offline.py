@@ -16,7 +16,9 @@ def offline(run: Run) -> None:
             metrics |= run.nothing_to_learn(step)
         else:
             with run.learning(step):
-                metrics |= learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed)
+                metrics |= learn(
+                    batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed, run.progress.count
+                )
         if run.sampler is not None:  # the policy answers held-out rows
             with run.timed("sync"):
                 metrics |= run.sync(version=step + 1)

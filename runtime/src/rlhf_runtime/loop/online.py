@@ -22,7 +22,9 @@ def online(run: OnlineRun) -> None:
             metrics |= run.nothing_to_learn(step, ready)
         else:
             with run.learning(step):
-                metrics |= learn(batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed)
+                metrics |= learn(
+                    batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed, run.progress.count
+                )
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, if samples will be drawn with it
         run.finish(step, batch, metrics, ready)  # adapt, evaluate, record, save

@@ -9,12 +9,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import takewhile
 from statistics import median
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 from rich.text import Text
 from rlhf.types import Group
 
@@ -64,17 +66,27 @@ RARE = frozenset({"evaluate", "save", "export"})
 
 
 class _PhaseColumn(ProgressColumn):
-    """What the step is doing, and for how long."""
+    """What the step is doing, for how long, and how far it is."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__()
+        super().__init__(Column(no_wrap=True))
         self._clock = clock
 
     def render(self, task: Task) -> Text:
         if task.fields["phase"] is None:
             return Text("")
-        text, since = task.fields["phase"]
-        return Text(f"{text} {timedelta(seconds=int(self._clock() - since))}", style="dim")
+        text, since, counts = task.fields["phase"]
+        parts = [f"{text} {timedelta(seconds=int(self._clock() - since))}"]
+        parts += [f"{what} {done}/{total}" for what, (done, total) in counts.items()]
+        return Text(", ".join(parts), style="dim")
+
+
+class _NumbersColumn(ProgressColumn):
+    """The newest metrics. Where the terminal is too narrow they are cut, and nothing else, so that the bar stays one
+    line: rich narrows columns that may wrap first, and this text does not wrap."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
@@ -123,8 +135,8 @@ class Progress:
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=24),
-                TextColumn("{task.fields[numbers]}"),
                 _PhaseColumn(clock),
+                _NumbersColumn(),
                 console=self._console,
                 refresh_per_second=4,
             )
@@ -146,7 +158,7 @@ class Progress:
         text = PHASES.get(name, name)
         if self._bar is not None and self._bar.live.is_started:
             before = self._bar.tasks[self._task].fields["phase"]
-            self._bar.update(self._task, phase=(text, self._clock()))
+            self._bar.update(self._task, phase=(text, self._clock(), {}))
             try:
                 yield
             finally:
@@ -155,6 +167,15 @@ class Progress:
         if not self._quiet and (self.done == self.first or name in RARE):
             print(text, file=sys.stderr)  # noqa: T201
         yield
+
+    def count(self, what: str, done: int, total: int) -> None:
+        """Show how far the phase is, beside its time, on a terminal: ``micro-batches 3/8``. Called often, and from
+        any thread. What was counted inside an earlier ``what`` begins anew: micro-batches in each optimizer step."""
+        if self._bar is None or (phase := self._bar.tasks[self._task].fields["phase"]) is None:
+            return
+        text, since, counts = phase
+        outer = dict(takewhile(lambda count: count[0] != what, counts.items()))
+        self._bar.update(self._task, phase=(text, since, {**outer, what: (done, total)}))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
@@ -168,7 +189,7 @@ class Progress:
         self._counts.update(values.keys())
         self._first_values = {**values, **self._first_values}
         if self._bar is not None:
-            numbers = "  ".join([*(f"{label} {_number(v)}" for label, v in self._last_values.items()), self._left()])
+            numbers = "  ".join([self._left(), *(f"{label} {_number(v)}" for label, v in self._last_values.items())])
             self._bar.update(self._task, completed=self.done, numbers=numbers)
         elif not self._quiet:
             parts = [f"step={step}/{self.total}"]

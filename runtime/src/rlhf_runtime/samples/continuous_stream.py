@@ -37,6 +37,7 @@ from rlhf_runtime.data.chosen_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.chosen_rows import ChosenRows
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
+from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.single_requests import SingleRequests
@@ -80,11 +81,14 @@ class ContinuousStream(Stream):
         oversample: float | None = None,
         acceptance: Acceptance | None = None,
         chosen: ChosenOrder | None = None,
+        count: Count = no_count,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.acceptance = acceptance or Acceptance()
         self.chosen = None if chosen is None else ChosenRows(rows, chosen, batch_size)
         """The rows that a curriculum chose, if one decides the order of ``rows``."""
+        self.count = count
+        """Shows how many groups are scored of those that a batch waits for."""
         self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
         self.next_number = 0
         """Number of the next group of the run."""
@@ -226,6 +230,8 @@ class ContinuousStream(Stream):
             if chosen is None and self._exhausted and not self.pending.running:
                 chosen = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
             if chosen is None:
+                size = self.pending.batch_size
+                self.count(min(len(self.pending) - self.pending.running, size), size)
                 await self._wait(self._changed)
         for pending in chosen:
             self.pending.remove(pending)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rlhf.types import GenerationRequest, Group, Row, Turn
 
 Messages = Sequence[Mapping[str, Any]]
+Count = Callable[[int, int], None]
+"""Shows (what is done, all of it)."""
+
+
+def no_count(done: int, total: int) -> None:
+    """Shows nothing."""
 
 
 class PromptTemplate(Protocol):

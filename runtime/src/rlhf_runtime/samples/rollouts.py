@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,7 +16,7 @@ from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
 from rlhf_runtime.samples.failures import describe
-from rlhf_runtime.samples.protocols import GroupScorer, PromptTemplate, Requests
+from rlhf_runtime.samples.protocols import Count, GroupScorer, PromptTemplate, Requests, no_count
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
 from rlhf_runtime.samples.sample_context import SampleContext
 from rlhf_runtime.samples.single_requests import SingleRequests
@@ -53,13 +54,21 @@ class Rollouts:
         """Each sample is answered by itself, in place of waves."""
         self.timeline = timeline
 
-    def run(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+    def run(
+        self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
+    ) -> list[Group]:
         """Blocks until every group is complete and scored. A failed sample raises if ``settings.abort_on_failure``;
-        otherwise it is returned with status ``failed``."""
-        with self.phases.generating() if self.phases is not None else nullcontext():
-            return self.main.run(self._groups(rows, first_number, settings))
+        otherwise it is returned with status ``failed``.
 
-    async def _groups(self, rows: Sequence[Row], first_number: int, settings: RolloutSettings) -> list[Group]:
+        Args:
+            count: called after each sample with (samples that have ended, all samples), on the event loop.
+        """
+        with self.phases.generating() if self.phases is not None else nullcontext():
+            return self.main.run(self._groups(rows, first_number, settings, count))
+
+    async def _groups(
+        self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
+    ) -> list[Group]:
         numbers = range(first_number, first_number + len(rows))
         drawn = [number for number in numbers if not settings.gives(number)]
         samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
@@ -68,8 +77,14 @@ class Rollouts:
         requests: Requests = Waves(self.generator, self.main, samples, self.limit)
         if self.single_requests:
             requests = SingleRequests(self.generator, self.limit)
+        numbers_of_ended = itertools.count(1)
+
+        def ended() -> None:
+            count(next(numbers_of_ended), len(samples))
+
         tasks = [
-            asyncio.ensure_future(self.group(row, first_number + i, settings, requests)) for i, row in enumerate(rows)
+            asyncio.ensure_future(self.group(row, first_number + i, settings, requests, ended=ended))
+            for i, row in enumerate(rows)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -80,17 +95,24 @@ class Rollouts:
             await requests.settled()
 
     async def group(
-        self, row: Row, number: int, settings: RolloutSettings, requests: Requests, logs: Sequence[TurnLog] = ()
+        self,
+        row: Row,
+        number: int,
+        settings: RolloutSettings,
+        requests: Requests,
+        logs: Sequence[TurnLog] = (),
+        ended: Callable[[], None] = lambda: None,
     ) -> Group:
         """The scored group of ``row``.
 
         Args:
             logs: of each sample the turns that were sampled for it before. They are not sampled again.
+            ended: called after each sample.
         """
         if settings.gives(number):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.samples)]
-        samples = [self._admitted(row, (number, s), settings, requests, log) for s, log in enumerate(logs)]
+        samples = [self._admitted(row, (number, s), settings, requests, log, ended) for s, log in enumerate(logs)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):
             with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
@@ -107,7 +129,13 @@ class Rollouts:
         return group
 
     async def _admitted(
-        self, row: Row, index: tuple[int, int], settings: RolloutSettings, requests: Requests, log: TurnLog
+        self,
+        row: Row,
+        index: tuple[int, int],
+        settings: RolloutSettings,
+        requests: Requests,
+        log: TurnLog,
+        ended: Callable[[], None],
     ) -> Trajectory:
         """A sample, once it may begin."""
         await requests.enter(index)
@@ -119,6 +147,7 @@ class Rollouts:
             return trajectory
         finally:
             requests.leave()
+            ended()
 
     async def _sample(
         self,

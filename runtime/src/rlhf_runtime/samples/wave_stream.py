@@ -38,6 +38,7 @@ from rlhf.types import Group
 
 from rlhf_runtime.data.chosen_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.stream import ReadyBatch, Rows, Stream
@@ -58,12 +59,15 @@ class WaveStream(Stream):
         round: int = 1,
         acceptance: Acceptance | None = None,
         chosen: ChosenOrder | None = None,
+        count: Count = no_count,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
         self.acceptance = acceptance or Acceptance()
         self.chosen = chosen
         """The order of ``rows``, if a curriculum decides it."""
+        self.count = count
+        """Shows how many samples have ended of those that are drawn at once."""
         self.generated = 0
         """Batches generated so far."""
         self.next_number = 0
@@ -125,7 +129,7 @@ class WaveStream(Stream):
             if not missing:
                 break
             rows = self.rows.take(missing, self.generated)
-            groups = self.rollouts.run(rows, self.next_number, self.settings)
+            groups = self.rollouts.run(rows, self.next_number, self.settings, self.count)
             self.next_number += len(rows)
             counts["prompts"] += len(rows)
             for group in groups:

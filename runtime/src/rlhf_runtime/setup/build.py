@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import PluginError, StandstillError
-from rlhf.interfaces import Launcher, ModelSpec
+from rlhf.interfaces import Launcher, ModelSpec, Trainer
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import first_cause
 from rlhf.types import Group
@@ -115,6 +115,9 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     checked.start()
     precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
+    for role in roles.values():
+        if isinstance(role.group.worker, Trainer):  # in this process: nothing is sent to show its progress
+            role.group.worker.progress = functools.partial(progress.count, "micro-batches")
     with phase("checking rows"):
         checked.wait()
     stop = StopRequest()
@@ -127,7 +130,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     stream: Stream | None = None
     if sampler is not None and prepared.online:
         failures.append(training_failures(config, progress.note))
-        stream = training_stream(prepared, sampler, failures[0], timeline)
+        stream = training_stream(prepared, sampler, failures[0], timeline, progress.count)
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
     if rows := data.eval_rows()[: config.eval.max_rows]:
@@ -141,6 +144,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
             stream,
             failures[-1:],
             functools.partial(_save_answers, prepared, directory, store),
+            functools.partial(progress.count, "samples"),
         )
 
     rewards = {r.name: r.instance for r in prepared.rewards}

@@ -26,19 +26,21 @@ def make_evaluation(
     stream: Stream | None,
     failures: Sequence[Failures],
     save: Callable[[int, list[Group]], None],
+    count: Callable[[int, int], None],
 ) -> Evaluation:
     """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
 
     Args:
         failures: the counter of failed samples, where there is a sampler.
         save: keeps the policy's answers after so many finished steps.
+        count: shows how many samples have ended.
     """
     config, parts = prepared.config, list[Callable[[int], Metrics]]()
     if sampler is not None:
         rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
 
         def answer(done: int) -> Metrics:
-            metrics, groups = evaluate_rollouts(rollouts, rows, settings, config.eval)
+            metrics, groups = evaluate_rollouts(rollouts, rows, settings, config.eval, count=count)
             save(done, groups)
             return metrics
 

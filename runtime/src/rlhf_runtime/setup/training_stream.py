@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,19 @@ from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.prepare import Prepared
 
 
-def training_stream(prepared: Prepared, sampler: Sampler, failures: Failures, timeline: Timeline) -> Stream:
-    """The stream that ``[stream]`` asks for. ``failures`` counts its failed samples."""
+def training_stream(
+    prepared: Prepared,
+    sampler: Sampler,
+    failures: Failures,
+    timeline: Timeline,
+    count: Callable[[str, int, int], None],
+) -> Stream:
+    """The stream that ``[stream]`` asks for.
+
+    Args:
+        failures: counts its failed samples.
+        count: shows how many (samples, or groups) are ready while a step waits for them.
+    """
     config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
     if section.replay is not None:
         recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
@@ -33,7 +45,9 @@ def training_stream(prepared: Prepared, sampler: Sampler, failures: Failures, ti
         "chosen": prepared.data.chosen,
     }
     if section.mode == "waves":
+        common["count"] = functools.partial(count, "samples")
         return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, **common)
+    common["count"] = functools.partial(count, "groups")
     return ContinuousStream(
         prepared.data, sampler.rollouts, settings, order=section.order, oversample=section.oversample, **common
     )
