@@ -32,7 +32,7 @@ def group(number=3, samples=2, logprob=-0.1, info=None):
             turns=[
                 Turn([1, 2, 3], False, text="Q: 1+1?\u2028\n", images=(Image(b"\x89\xff", 1, 2, [7]),)),
                 Turn([4, 5], True, [logprob, -1e-30], ((0, 7), (1, 8)), "stop", 0.7, 0.5, "zwei é"),
-                Turn([6], False, text="again", fresh=True),
+                Turn([6], False, text="again", fresh=True, messages=(("tool", "é\n2"), ("user", "again"))),
                 Turn([9], True, [-2.5], ((0, 8),), "length", 1.0, None, "x", score=0.25),
             ],
             index=(number, sample),
@@ -61,13 +61,15 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     assert type(back[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
-def test_files_of_versions_without_scores_of_turns_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("version", [0, 1], ids=["without messages", "without messages and scores"])
+def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
     path, made = tmp_path / "ready.arrow", group(samples=1)
     with monkeypatch.context() as earlier:
-        earlier.setattr(sample_table, "TURN", sample_table.WITHOUT_SCORES.value_type)
-        earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMA)
+        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[version])
+        earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
         write_groups(path, [made])
-    made.trajectories[0].turns[3].score = None
+    turns = made.trajectories[0].turns
+    turns[2].messages, turns[3].score = (), None if version else turns[3].score
     assert read_groups(path, find) == [made]
 
 

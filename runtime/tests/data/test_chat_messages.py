@@ -147,6 +147,17 @@ def test_an_end_token_that_only_later_messages_bring(template_with):
         assert talk.go_on({"role": "user", "content": "sure?"}) == talk.rendered()
 
 
+def test_turns_keep_the_messages_of_their_tokens(template_with):
+    template = template_with(HERMES)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked = [ASK, {"role": "assistant", "content": "Let me add.", "tool_calls": [call]}]
+    results = [{"role": "tool", "content": "2", "tool_call_id": "c"}, {"role": "user", "content": "So?"}]
+    following = template.encode_following([ASK], asked[1], results, [ADD])
+    assert following.messages == (("tool", "2"), ("user", "So?"))
+    written = (("user", "1+1?"), ("assistant", 'Let me add.\nadd({"a": 1})'), *following.messages)
+    assert template.encode_messages([*asked, *results], [ADD]).messages == written
+
+
 def test_messages_are_read_as_the_api_writes_them(template_with):
     template = template_with(HERMES)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -326,6 +337,7 @@ def test_the_messages_of_a_prompt_are_those_that_it_is_encoded_with(tokenizer_wi
     row = Row({"prompt": "1+1?"}, "rows", 0)
     messages = template.prompt_messages(row)
     assert messages == [{"role": "system", "content": "Be brief."}, ASK]
-    assert template.encode_messages(messages) == template.encode_prompt(row)
+    encoded, prompt = template.encode_messages(messages), template.encode_prompt(row)
+    assert (encoded.ids, encoded.text) == (prompt.ids, prompt.text)
     with pytest.raises(DataError, match="needs a chat template, but prompts are plain text"):
         Template(tokenizer_with(None), DataSection()).prompt_messages(row)

@@ -258,6 +258,15 @@ def test_an_opening_joins_a_users_message_and_follows_any_other(chat):
     assert opened(rules) == asked(rules, {**user, "content": "Guess."})
 
 
+def test_turns_of_an_environment_keep_the_messages_that_a_template_wrote(chat, chars):
+    template, rules = Template(chat, section()), {"role": "system", "content": "Rules."}
+    [turn] = template.encode_opening(row(prompt=[rules, {"role": "user", "content": "a"}]), "Guess.")
+    assert turn.messages == (("system", "Rules."), ("user", "a\n\nGuess."))
+    assert template.encode_observation("higher").messages == (("user", "higher"),)
+    assert template.encode_prompt(row(prompt="a")).messages == (), "samples are saved with their row's prompt"
+    assert Template(chars, section()).encode_observation("higher").messages == ()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "what"), [({}, "drops its reasoning"), ({"enable_thinking": False}, "writes it otherwise")]
 )

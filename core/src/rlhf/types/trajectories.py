@@ -53,6 +53,9 @@ class Turn:
     score: float | None = None
     """What the dynamic filter reads in place of the sum of the turns' rewards; sampled turns only. The last one of a
     trajectory counts."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """((role, text), ...): the messages that a chat template wrote as these tokens, for people to read. Sampled turns
+    and the row's own prompt have none."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -70,6 +73,7 @@ class Turn:
             given: bool = False,
             images: tuple[Image, ...] = (),
             score: float | None = None,
+            messages: tuple[tuple[str, str], ...] = (),
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -42,6 +42,30 @@ def test_what_a_reward_says_beside_its_value_is_shown(tmp_path):
     assert "size:" not in text
 
 
+def test_turns_of_a_chat_are_shown_message_by_message(tmp_path):
+    opening = (("system", "Be brief."), ("user", "1+1=\n\nAnswer with a digit."))
+    image = Image(drawn(8, 6), 0, 1, [9])
+    turns = [
+        Turn([1], False, text="system\nBe brief.\nuser\n1+1=\n\nAnswer with a digit.\nassistant\n", messages=opening),
+        Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, -0.5, "3", score=0.25),
+        Turn([9, 2], False, text="\nuser\nWrong.\nassistant\n", images=(image,), messages=(("user", "Wrong."),)),
+        Turn([6], True, [-0.5], ((0, 0),), "stop", 1.0, text="2"),
+        Turn([7], False, text="2\nuser\n", messages=(("tool", "4"), ("tool", "5"))),
+    ]
+    group = Group(Row({}, "rows", 0), 0, [])
+    group.trajectories.append(Trajectory(group.row, turns, (0, 0)))
+    write_groups(tmp_path / "step-000001.arrow", [group], lambda _: None)
+    [sample] = read_samples(tmp_path / "step-000001.arrow", 1)
+    lines = sample_text(sample).plain.split("\n")[2:]
+    assert [line.strip() for line in lines] == [
+        "prompt", "[system] Be brief.", "[user] 1+1=", "", "Answer with a digit.",
+        "policy, 1 tokens, reward -0.5, score 0.25", "3",
+        "environment, 2 tokens", "[user] [image 8x6]Wrong.",
+        "policy, 1 tokens", "2",
+        "environment, 1 tokens", "[tool] 4", "[tool] 5",
+    ]  # fmt: skip
+
+
 def test_images_are_shown_as_their_size(tmp_path):
     first, second = Image(drawn(40, 24), 1, 4, [9]), Image(drawn(8, 6), 0, 1, [9])
     sampled = Turn([5], True, [-0.5], ((0, 0),), "stop", 1.0, text="red")

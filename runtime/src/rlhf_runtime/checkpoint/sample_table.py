@@ -42,6 +42,7 @@ TURN = pa.struct(
         "given": pa.bool_(),
         "images": pa.list_(IMAGE),
         "score": pa.float64(),
+        "messages": pa.list_(pa.list_(pa.string())),
     }
 )
 STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
@@ -73,9 +74,14 @@ SCHEMA = pa.schema(
         "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
     }
 )
-WITHOUT_SCORES = pa.list_(pa.struct([field for field in TURN if field.name != "score"]))
-EARLIER_SCHEMA = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", WITHOUT_SCORES))
-"""Files of earlier versions, whose turns have no scores."""
+EARLIER_TURNS = [
+    pa.struct([field for field in TURN if field.name not in missing])
+    for missing in (("messages",), ("messages", "score"))
+]
+"""Turns in files of earlier versions."""
+EARLIER_SCHEMAS = [
+    SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn))) for turn in EARLIER_TURNS
+]
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file whose samples do not say what they were asked."""
 SUFFIX = ".arrow"
@@ -107,7 +113,7 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pa.OSFile(str(path)) as file:
             reader = pa.ipc.open_file(file)
-            if not (reader.schema.equals(SCHEMA) or reader.schema.equals(EARLIER_SCHEMA)):
+            if not any(reader.schema.equals(schema) for schema in (SCHEMA, *EARLIER_SCHEMAS)):
                 raise CheckpointError(f"{path} does not hold samples: {_differing(reader.schema)}. {WAY_OUT}")
             number = 0
             for position in range(reader.num_record_batches):

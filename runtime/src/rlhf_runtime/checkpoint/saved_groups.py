@@ -156,7 +156,7 @@ def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
     values = {name: line[name] for name in _names(Trajectory) if name != "row"}
     turns = [
         Turn(**{**{name: turn[name] for name in _names(Turn) if name in turn}, "versions": _tuples(turn["versions"]),
-                "images": _images_in(turn["images"])})
+                "images": _images_in(turn["images"]), "messages": _tuples(turn.get("messages", ()))})
         for turn in line["turns"]
     ]  # fmt: skip
     rewards = {

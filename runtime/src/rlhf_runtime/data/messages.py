@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.errors import DataError, did_you_mean, shown
 
-from rlhf_runtime.data.image_parts import read_content, take_images
+from rlhf_runtime.data.image_parts import read_content, take_images, text_of
 from rlhf_runtime.data.strict_json import STRICT
 
 ROLES: Mapping[str, str] = {
@@ -64,6 +64,16 @@ def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
 def as_json(arguments: Any) -> str:
     """A tool call's arguments as JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def as_people_read(messages: Messages) -> tuple[tuple[str, str], ...]:
+    """(role, text) of each message that a template reads; a tool call is ``name(arguments)`` on a line of its own."""
+    texts = []
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        lines = [text_of(message.get("content")), *(f"{call['name']}({as_json(call['arguments'])})" for call in calls)]
+        texts.append((message["role"], "\n".join(line for line in lines if line)))
+    return tuple(texts)
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rlhf_runtime.data.image_parts import text_of, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
-from rlhf_runtime.data.messages import Messages, as_api_writes, as_template_reads
+from rlhf_runtime.data.messages import Messages, as_api_writes, as_people_read, as_template_reads
 from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
@@ -110,7 +110,7 @@ class Prompts:
             messages[-1] = {**messages[-1], "content": with_text(content, f"\n\n{text}") if content else text}
         else:
             messages.append({"role": "user", "content": text})
-        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)]
+        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images, as_people_read(messages))]
 
     def encode_observation(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
         """An observation, as the chat template writes a user's message after an answer.
@@ -130,7 +130,8 @@ class Prompts:
         frame = self._history(added)
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
         shown = f"{before}{text}{frame.after}"
-        return self._turn(self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown), images)
+        ids = self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown)
+        return self._turn(ids, images, (("user", text),))
 
     def check_multi_turn(self) -> None:
         """Raises DataError if observations cannot be encoded. Called before a run with several turns starts."""
@@ -149,7 +150,7 @@ class Prompts:
             self.check_tools()
         read, images = as_template_reads(messages)
         files = self.images.files(images)
-        return self._turn(self._conversations[0].encode(read, tools), files)
+        return self._turn(self._conversations[0].encode(read, tools), files, as_people_read(read))
 
     def encode_following(
         self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
@@ -159,7 +160,7 @@ class Prompts:
         asked, _ = as_template_reads([*before, answer])
         files = self.images.files(images)
         ids = self._conversations[0].encode_following(asked, new, tools, closed)
-        return None if ids is None else self._turn(ids, files)
+        return None if ids is None else self._turn(ids, files, as_people_read(new))
 
     def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
         """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
@@ -274,10 +275,12 @@ class Prompts:
         """The row's system message; None if its layout has no column for it, or it is empty."""
         return (cells.values.get("system") and cells.text("system")) or None
 
-    def _turn(self, ids: Sequence[int], images: Sequence[bytes] = ()) -> Turn:
+    def _turn(
+        self, ids: Sequence[int], images: Sequence[bytes] = (), messages: tuple[tuple[str, str], ...] = ()
+    ) -> Turn:
         """A turn of tokens with a placeholder for each image."""
         whole, _, placed = self.images.place(ids, images)
-        return Turn(whole, sampled=False, text=self.decode(ids), images=placed)
+        return Turn(whole, sampled=False, text=self.decode(ids), images=placed, messages=messages)
 
     def _history(self, images: int = 0) -> Frame:
         assert self.chat is not None

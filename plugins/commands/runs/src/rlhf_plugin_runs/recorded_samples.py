@@ -32,6 +32,10 @@ class Turn:
     tokens: int
     reward: float | None
     """The environment's reward for it."""
+    score: float | None = None
+    """The environment's score for it, if it gives one."""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """What the text says, by message, if a chat template wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,8 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
     first = next((number for number, turn in enumerate(turns) if turn["sampled"]), len(turns))
     prompt = line.get("prompt")
     if prompt is None:  # an environment added something to the row's own prompt
-        prompt = "".join(_text(turn) for turn in turns[:first])
+        messages = [message for turn in turns[:first] for message in _messages(turn)]
+        prompt = messages or "".join(_text(turn) for turn in turns[:first])
     elif isinstance(prompt, list):
         prompt = _with_sizes(prompt, [size for turn in turns[:first] for size in _sizes(turn)])
     else:
@@ -144,6 +149,8 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
                 _text(turn),
                 len(turn["ids"]),
                 _reward(turn.get("reward")),
+                _reward(turn.get("score")),
+                _messages(turn),
             )
             for turn in turns[first:]
         ],
@@ -160,6 +167,14 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
 def _text(turn: Mapping[str, Any]) -> str:
     """The text of a turn after its images: ``[image 64x64]``."""
     return "".join([*_sizes(turn), turn["text"]])
+
+
+def _messages(turn: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a turn; its images come first."""
+    messages = [{"role": role, "content": text} for role, text in turn.get("messages") or ()]
+    if messages and (sizes := "".join(_sizes(turn))):
+        messages[0]["content"] = sizes + messages[0]["content"]
+    return messages
 
 
 def _sizes(turn: Mapping[str, Any]) -> list[str]:

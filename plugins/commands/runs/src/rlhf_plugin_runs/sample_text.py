@@ -35,10 +35,15 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
         text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
     _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
     for turn in sample.turns:
-        given = "" if turn.reward is None else f", reward {number(turn.reward)}"
-        alone = len(sample.turns) == 1 and turn.who == "policy" and not given
-        title = "completion" if alone else f"{turn.who}, {turn.tokens} tokens{given}"
-        _add(text, title, turn.text, limit, "" if turn.who == "policy" else "dim")
+        marks = "".join(
+            f", {name} {number(value)}"
+            for name, value in (("reward", turn.reward), ("score", turn.score))
+            if value is not None
+        )
+        alone = len(sample.turns) == 1 and turn.who == "policy" and not marks
+        title = "completion" if alone else f"{turn.who}, {turn.tokens} tokens{marks}"
+        body = _prompt_text(turn.messages) if turn.messages else turn.text
+        _add(text, title, body, limit, "" if turn.who == "policy" else "dim")
     text.rstrip()
     return text
 
@@ -67,6 +72,7 @@ def _finding(value: Any) -> str:
 
 
 def _prompt_text(prompt: Any) -> str:
+    """Text, or messages with the name of who speaks before each."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
