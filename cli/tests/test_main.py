@@ -112,7 +112,7 @@ def test_an_empty_prompt_is_named_as_the_flag(capsys):
     assert capsys.readouterr().err == "rlhf: --prompt is empty; an answer needs at least one token before it\n"
 
 
-@pytest.mark.parametrize("words", [("plugins", "list"), ("--help",), ("--version",)])
+@pytest.mark.parametrize("words", [("plugins", "list"), ("doctor",), ("--help",), ("--version",)])
 def test_a_closed_pipe_prints_no_error(words):
     """As in `rlhf plugins list | true`: what little there is stands in a buffer until the end."""
     read, write = os.pipe()

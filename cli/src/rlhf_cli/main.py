@@ -137,6 +137,8 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     except IntendedExit:
         raise
     except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich ends the program where the reader closed the pipe
+            raise end.__context__ from None
         raise PluginError(f"{prog} was ended by {first_cause(end)}. A plugin must raise an error instead") from end
     if not isinstance(code, int):
         raise PluginError(f"the command {prog!r} must return its exit code, an integer, got {shown(code)}")
