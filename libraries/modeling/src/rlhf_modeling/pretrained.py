@@ -6,7 +6,6 @@ it."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,21 +128,22 @@ def copy_processor(spec: ModelSpec, folder: Path) -> None:
 def exporting(module: PreTrainedModel) -> Iterator[None]:
     """Write the config without the names of attention functions, of which other programs do not know ours, and without
     a progress bar."""
+    from transformers import modeling_utils
+
     parts = [module.config, *(getattr(module.config, name, None) for name in module.config.sub_configs)]
     chosen = [(config, config._attn_implementation) for config in parts if config is not None]
     module.config._attn_implementation = None  # and of all parts
-    # transformers imports DeepSpeed where it is installed, which warns if the variable is not set
-    told = "DS_ACCELERATOR" in os.environ or torch.cuda.is_available()
-    if not told:
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    # Our modules are in no wrapper. To look for one, transformers imports DeepSpeed where it is installed, and with it
+    # whatever DeepSpeed uses, for seconds at every start.
+    unwrap = modeling_utils.unwrap_model
+    modeling_utils.unwrap_model = lambda model, recursive=False: model
     try:
         with quiet():
             yield
     finally:
         for config, name in chosen:  # a vision tower has another one
             config._attn_implementation_internal = name
-        if not told:
-            os.environ.pop("DS_ACCELERATOR", None)
+        modeling_utils.unwrap_model = unwrap
 
 
 @contextmanager

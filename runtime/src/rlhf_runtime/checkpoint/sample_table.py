@@ -89,6 +89,12 @@ AT_ONCE = 2**18
 """Tokens that are written as one batch of rows, so that a file needs little memory."""
 
 
+def load_writer() -> None:
+    """Load what writing needs. pyarrow imports pandas, if it is installed, where it first makes an array of a list. A
+    run calls this at its start, so that the time of the first step does not contain the import."""
+    pa.array([0])
+
+
 def write_samples(path: Path, samples: Iterable[Mapping[str, Any]], with_prompts: bool) -> None:
     """Write samples, as ``saved_groups.sample_values`` gives them. After a crash the file is complete or absent.
 

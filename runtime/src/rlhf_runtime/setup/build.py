@@ -15,6 +15,7 @@ from rlhf.plugins.registration import first_cause
 from rlhf.types import Group
 
 from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.checkpoint.sample_table import load_writer
 from rlhf_runtime.checkpoint.saved_groups import write_lines
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.early_row_check import RowCheck
@@ -126,6 +127,8 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     sampler: Sampler | None = None
     if prepared.rollout is not None:
         sampler = launch_sampler(prepared, prepared.rollout, roles, launcher, progress.note, resources, stop, timeline)
+        if config.checkpoint.save_rollouts:
+            load_writer()
     failures: list[Failures] = []
     stream: Stream | None = None
     if sampler is not None and prepared.online:
