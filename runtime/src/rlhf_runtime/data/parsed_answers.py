@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import DataError
 
+from rlhf_runtime.data.call_forms import FORMS, TAGS, argument_types, read_calls
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.text_tokens import TextTokens
 
 _OPEN, _CLOSE = "<think>", "</think>"
-_TAGS = (_OPEN, _CLOSE, "<tool_call>", "</tool_call>")
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
@@ -32,12 +31,12 @@ _PROBE_TOOL = {
         },
     },
 }
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ParsedAnswers:
-    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and calls as
-    JSON in ``<tool_call>`` are found if the chat template contains these tags; all else is content.
+    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and calls in the
+    forms of :mod:`rlhf_runtime.data.call_forms` are found if the chat template contains their tags; all else is
+    content.
 
     Raises DataError: the ``response_template`` is not valid.
     """
@@ -47,7 +46,8 @@ class ParsedAnswers:
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
         self._own = getattr(tokenizer, "response_template", None) is not None
-        self._thinks, self._calls = _CLOSE in source, "<tool_call>" in source
+        self._thinks = _CLOSE in source
+        self._forms = [form for form in FORMS if form[0] in source]
         if self._own:
             try:
                 tokenizer.get_response_parser(prefix="")
@@ -57,7 +57,7 @@ class ParsedAnswers:
                     "remove it in tokenizer_config.json."
                 ) from error
         special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._hidden = frozenset(i for token, i in special.items() if token not in _TAGS)
+        self._hidden = frozenset(i for token, i in special.items() if token not in (_OPEN, _CLOSE, *TAGS))
 
     def parse(
         self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()
@@ -71,7 +71,7 @@ class ParsedAnswers:
         if self._own:
             content, reasoning, calls = self._by_template(ids, prompt, tools)
         else:
-            content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]))
+            content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]), tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -105,9 +105,9 @@ class ParsedAnswers:
             raise DataError(
                 f"the chat template writes the call forecast(city='Paris', days=3) as {written[-200:]!r}; read "
                 f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
-                "Calls are read by the tokenizer's response_template, else as JSON with name and arguments in "
-                "<tool_call> ... </tool_call>. Add a response_template to tokenizer_config.json, or name a file with a "
-                "template that writes calls so as data.chat_template."
+                "Calls are read by the tokenizer's response_template, else in the forms of docs/how-to/tools.md, such "
+                "as JSON with name and arguments in <tool_call> ... </tool_call>. Add a response_template to "
+                "tokenizer_config.json, or name a file with a template that writes calls so as data.chat_template."
             )
 
     def _by_template(
@@ -126,24 +126,16 @@ class ParsedAnswers:
             calls.append((function["name"], as_json(function.get("arguments") or {})))
         return parsed.get("content") or "", reasoning, calls
 
-    def _by_tags(self, text: str, before: str) -> tuple[str, str, list[tuple[str, str]]]:
+    def _by_tags(
+        self, text: str, before: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, list[tuple[str, str]]]:
         reasoning, content = "", text
         if self._thinks:
             opened = before.rstrip().endswith(_OPEN) or text.lstrip().startswith(_OPEN)
             if opened or (_CLOSE in text and _OPEN not in text.partition(_CLOSE)[0]):
                 reasoning, _, content = text.partition(_CLOSE)  # without an end, all of it is reasoning
                 reasoning, content = reasoning.strip().removeprefix(_OPEN).strip("\n"), content.lstrip("\n")
-        calls: list[tuple[str, str]] = []
-        if self._calls:
-            rest = []
-            position = 0
-            for found in _CALL.finditer(content):
-                call = _call(found[1])
-                if call is not None:
-                    calls.append(call)
-                    rest.append(content[position : found.start()])
-                    position = found.end()
-            content = "".join([*rest, content[position:]]).strip() if calls else content
+        content, calls = read_calls(content, self._forms, argument_types(tools))
         return content, reasoning, calls
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -151,18 +143,6 @@ class ParsedAnswers:
         shown = [i for i in ids if i not in self._hidden]
         text: str = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-
-def _call(text: str) -> tuple[str, str] | None:
-    """Name and arguments; None of a text that is no call."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return (call["name"], as_json(arguments)) if isinstance(arguments, dict) else None
 
 
 def _value(arguments: str) -> Any:
