@@ -22,6 +22,8 @@ class Arithmetic:
 
     tokens: int = 2048
     """Tokens that a rank computes. A prefix that sequences share counts once."""
+    several: int | None = None
+    """The same, where a step has several micro-batches; 0: every step is a single micro-batch; None: ``tokens``."""
     longest: int = 2048
     """Tokens of the longest sequence."""
     repeats: float = 1.0
@@ -97,9 +99,14 @@ def activations(size: ModelSize, a: Arithmetic) -> int:
     return int(a.tokens * (sum(layer_saved(layer, size, a) for layer in size.layers) + last))
 
 
+def largest_layer(size: ModelSize, a: Arithmetic) -> int:
+    """Activations of the layer that keeps most."""
+    return int(a.tokens * max(layer_saved(layer, size, a) for layer in size.layers))
+
+
 def recomputed(size: ModelSize, a: Arithmetic) -> int:
     """Activations of one layer, which gradient checkpointing computes again in the backward pass."""
-    return int(a.tokens * max(layer_saved(layer, size, a) for layer in size.layers)) if a.checkpointing else 0
+    return largest_layer(size, a) if a.checkpointing else 0
 
 
 def casts(size: ModelSize, a: Arithmetic) -> int:

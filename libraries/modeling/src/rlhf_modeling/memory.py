@@ -101,7 +101,9 @@ def trainer_memory(
     }
     if trained:
         away = s.host_optimizer and not s.keeps_gradients
-        added = _fullest(_train(s, a, own, 0 if s.host_optimizer else gradients, work.outputs), a.device)
+        on_device = 0 if s.host_optimizer else gradients
+        pieces = max(0, freed - (0 if a.adapters else own.head * FP32))
+        added = _fullest(_train(s, a, own, on_device, work.outputs), a.device, pieces)
         alone = {part: size for part, size in rest.device.items() if part not in ("gradients", "allocator")}
         phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0))
     return TrainerMemory(
@@ -161,10 +163,30 @@ def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]
 def _train(
     s: Storage, a: Arithmetic, own: ModelSize, gradients: int, outputs: tuple[str, ...]
 ) -> Iterator[dict[str, int]]:
-    """The head's backward pass, a layer's, the vision tower's, and the optimizer's step."""
+    """The backward passes of a step that has one micro-batch and of a step that has several, and the optimizer's
+    step."""
+    if not s.frees_gradients:
+        yield from _backward(s, a, own, gradients, gradients, outputs)
+    else:
+        yield from _backward(s, a, own, 0, gradients, outputs)
+        several = a.tokens if a.several is None else a.several
+        if several:
+            yield from _backward(s, replace(a, tokens=several), own, gradients, gradients, outputs)
+    yield {"gradients": gradients, "working": s.step}
+
+
+def _backward(
+    s: Storage, a: Arithmetic, own: ModelSize, before: int, gradients: int, outputs: tuple[str, ...]
+) -> Iterator[dict[str, int]]:
+    """The head's backward pass, that of the last layer, of the first layer, of the embedding, and the vision tower's.
+
+    Args:
+        before: bytes of gradients that exist before it.
+        gradients: the same after it.
+    """
     seen, casts = tower_activations(own, a), pass_.casts(own, a)
     kept = pass_.activations(own, a) + seen
-    common = {"gradients": gradients, "activations": kept}
+    common = {"gradients": before, "activations": kept}
     # with gradient checkpointing the casts of the forward pass are freed at its end
     behind = 0 if a.checkpointing else casts
     yield common | {
@@ -172,18 +194,32 @@ def _train(
         "working": s.gathered + (behind or casts),
     }
     tied = own.head * FP32 if own.tied and own.outputs == own.vocabulary and not a.adapters else 0
+    head = tied if before or a.adapters else own.head * FP32
     working = s.gathered + behind + pass_.widest_working(own, a) + pass_.weight_gradient(own, a)
-    yield common | {"activations": kept + pass_.recomputed(own, a), "logits": tied, "working": working}
+    yield common | {"activations": kept + pass_.recomputed(own, a), "logits": head, "working": working}
+    common = {"gradients": gradients, "logits": tied if before else 0}
+    yield common | {"activations": seen + pass_.largest_layer(own, a), "working": working}
+    # the gradient of the lookup is a whole matrix; that of a tied head is added in new memory
+    embedding = 0 if a.adapters else own.embedding * FP32 * (2 if tied else bool(before))
+    yield common | {"activations": seen, "working": s.gathered + behind + embedding}
     if own.tower is not None:
         working = s.gathered + behind + tower_working(own, a)
         yield {"gradients": gradients, "activations": seen + recomputed_tower(own, a), "working": working}
-    yield {"gradients": gradients, "working": s.step}
 
 
-def _fullest(moments: Iterator[dict[str, int]], device: str) -> dict[str, int]:
-    most = max(moments, key=lambda parts: sum(parts.values()))
-    parts = {part: size for part, size in most.items() if size}
-    return parts | {"allocator": int(FREED[device] * sum(parts.values()))}
+def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> dict[str, int]:
+    """
+    Args:
+        freed: bytes of gradients of the step before, whose pages the process keeps. New gradients and activations take
+            their place; logits are too large to.
+    """
+
+    def with_allowance(parts: dict[str, int]) -> dict[str, int]:
+        free = max(0, freed - parts.get("gradients", 0))
+        kept = FREED[device] * (sum(parts.values()) + free) + max(0, free - parts.get("activations", 0))
+        return {part: size for part, size in parts.items() if size} | {"allocator": int(kept)}
+
+    return max(map(with_allowance, moments), key=lambda parts: sum(parts.values()))
 
 
 def _sum(parts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:

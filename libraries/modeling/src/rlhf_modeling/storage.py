@@ -41,6 +41,9 @@ class Storage:
     """Bytes per trained parameter that exist beside the weights while the trainer makes its buffers."""
     keeps_gradients: bool = False
     """Gradient buffers exist between steps too."""
+    frees_gradients: bool = False
+    """A step begins without gradients. In the backward pass of its first micro-batch each layer's gradients are made
+    when those of its activations that are needed no more are freed."""
     whole_at_load: bool = False
     """Each rank reads the whole model in host memory and keeps its part."""
     host_weights: bool = False
@@ -63,6 +66,7 @@ def whole_storage(config: TrainingConfig, device: str, size: ModelSize, stored: 
         optimizer_bytes=8.0 + (4.0 if config.ema_decay is not None else 0.0) + (4.0 if bf16 else 0.0),
         matrix_saving=4.0 if muon else 0.0,
         step=2 * largest_matrix(size) if muon else 0,
+        frees_gradients=True,
         offloads=device == "cuda",
     )
 

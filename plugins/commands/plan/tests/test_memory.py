@@ -29,7 +29,7 @@ def size(tmp_path_factory):
 
 
 def memory(size, storage=None, trained=True, device="cuda", lora=None, saved=0, quantization=None, **more):
-    a = Arithmetic(tokens=512, longest=64, device=device, **more)
+    a = Arithmetic(**{"tokens": 512, "longest": 64, "device": device} | more)
     options = {"trained": trained, "lora": lora, "saved": saved, "quantization": quantization}
     return trainer_memory(storage or Storage(), a, size, WORK, **options)
 
@@ -154,6 +154,48 @@ def test_gradient_checkpointing_needs_less(size):
     assert again < once
 
 
+def test_gradients_of_a_single_micro_batch_are_made_when_its_activations_are_freed(size):
+    """In a step of several they are there before the last one's activations."""
+    once, gradients = Storage(frees_gradients=True), 4 * size.parameters
+    single, several, as_before = (
+        memory(size, storage, **more).phases["train"].device
+        for storage, more in ((once, {"several": 0}), (once, {"several": 512}), (Storage(), {"several": 0}))
+    )
+    assert "gradients" not in single, "the head's is counted with its logits"
+    assert several == as_before
+    assert several["gradients"] == gradients
+    short = memory(size, once, several=64).phases["train"].device
+    assert "gradients" not in short, "the single micro-batch needs more than several shorter ones"
+
+
+def test_a_tied_head_has_three_whole_gradients_at_the_end_of_the_backward_pass(size):
+    """Its own, that of the lookup, and their sum: all that is left where a step has few tokens."""
+    few = memory(size, Storage(frees_gradients=True), tokens=2, longest=2, several=0).phases["train"].device
+    assert size.tied
+    assert few["gradients"] == 4 * size.parameters
+    assert few["working"] == 2 * 4 * size.embedding
+
+
+def test_pages_of_freed_gradients_stay_beside_few_activations(size):
+    """Those of the layers: the matrix of a head is given back. Logits take the place of none of them."""
+    head, pieces = 50_000 * size.hidden, 4 * (size.parameters - size.head)
+    wide = replace(size, outputs=50_000, vocabulary=50_000, head=head, embedding=head, parameters=pieces // 4 + head)
+    plain, again = (
+        memory(
+            wide, Storage(frees_gradients=True), device="cpu", tokens=64, several=0, checkpointing=checkpointing
+        ).phases["train"].device
+        for checkpointing in (False, True)
+    )  # fmt: skip
+
+    def allowance(parts):
+        temporary = sum(parts.get(part, 0) for part in ("gradients", "activations", "logits", "working"))
+        return parts["allocator"] - 0.15 * (temporary + pieces)
+
+    assert plain["activations"] > pieces > again["activations"]
+    assert allowance(plain) == pytest.approx(0, abs=1)
+    assert allowance(again) == pytest.approx(pieces - again["activations"], abs=1)
+
+
 def test_a_cpu_process_keeps_its_freed_gradients(size):
     held = memory(size, device="cpu").phases
     assert held["rest"].device["allocator"] == 4 * size.parameters
@@ -178,6 +220,20 @@ def test_the_micro_batch_is_bounded_by_the_budget_and_by_the_share_of_a_rank(siz
     assert tokens(replace(WORK, units=4), ranks=4, sharers=2) == 2 * 64, "two ranks compute the same share"
     assert tokens(replace(WORK, units=4), ranks=4, parts=2) == 64, "two ranks divide the tokens of a share"
     assert tokens(replace(WORK, micro_tokens=10), ranks=2, parts=2) == 32, "and those of a long sequence"
+
+
+def test_the_micro_batches_of_a_step_are_filled_evenly(size):
+    """A step that one micro-batch holds has no second one."""
+    config = TrainingConfig()
+
+    def several(work):
+        return arithmetic(config, spec(), size, work, "cpu").several
+
+    assert several(replace(WORK, units=8)) == 0, "512 tokens hold the step"
+    assert several(replace(WORK, units=9)) == 9 * 64 // 2 + 64, "half of it, and one unit that cannot be divided"
+    assert several(WORK) == 512, "never more than the budget"
+    groups = replace(WORK, units=16, micro_tokens=500, prompt=32, siblings=4)
+    assert several(groups) == (4 * 32 + 16 * 32) // 2 + 32 + 4 * 32, "the answers of a prompt stay together"
 
 
 def test_shared_prompts_repeat_keys_and_values(size):

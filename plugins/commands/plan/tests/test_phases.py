@@ -9,7 +9,7 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, Held, TrainerMemory
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_plugin_plan.model_size import read_size
-from rlhf_plugin_plan.phases import PROCESS_BYTES
+from rlhf_plugin_plan.phases import PROCESS_BYTES, TOKENIZER_BYTES
 from rlhf_plugin_plan.shortages import make_plan
 from rlhf_testing.tiny import tiny_model
 
@@ -67,8 +67,9 @@ def test_a_role_alone(size):
     assert list(moments) == ["load", "forward", "train"]
     assert moments["load"].rows["policy"] == {"weights": 100, "working": 5}
     assert moments["train"].rows["policy"] == TRAINED.phases["train"].device
-    assert moments["train"].rows["process"] == {"process": PROCESS_BYTES["cpu"]}
-    assert moments["train"].total == 420 + PROCESS_BYTES["cpu"]
+    process = PROCESS_BYTES["cpu"] + TOKENIZER_BYTES * size.vocabulary
+    assert moments["train"].rows["process"] == {"process": process}
+    assert moments["train"].total == 420 + process
 
 
 def test_states_of_the_optimizer_come_with_the_first_step(size):
@@ -82,6 +83,22 @@ def test_one_trains_while_the_other_rests(size):
     moments = only(Layout((policy(size), replace(policy(size, memory=larger), name="critic")), None, CPU))
     assert moments["train"].busy == ("critic",), "the fullest moment"
     assert moments["train"].rows["policy"] == TRAINED.phases["rest"].device
+
+
+@pytest.mark.parametrize(("gradients", "kept"), [(50, 10), (90, None)])
+def test_in_one_process_gradients_that_a_role_freed_become_those_of_another(size, gradients, kept):
+    """Only the larger of the two roles at rest counts, and of it what the third does not use."""
+    at_rest = {freed: {**TRAINED.phases, "rest": Held({"weights": 100, "allocator": freed})} for freed in (40, 60)}
+    roles = [
+        replace(policy(size, memory=replace(TRAINED, phases=phases)), name=f"critic {freed}")
+        for freed, phases in at_rest.items()
+    ]
+    busy = {**TRAINED.phases, "train": Held({"weights": 100, "optimizer": 900, "gradients": gradients})}
+    layout = Layout((policy(size, memory=replace(TRAINED, phases=busy)), *roles), None, CPU)
+    rows = only(layout)["train"].rows
+    assert [rows[role.name].get("allocator") for role in roles] == [None, kept]
+    apart = only(replace(layout, machine=replace(CPU, processes=True)))["train"].rows
+    assert [apart[role.name]["allocator"] for role in roles] == [40, 60]
 
 
 def test_a_precomputed_role_is_removed_before_the_others_are_loaded(size):
@@ -153,6 +170,6 @@ def test_a_shortage_shows_its_arithmetic(size):
     plan = make_plan(Layout((policy(size, memory=large),), None, CPU))
     [shortage] = plan.shortages
     assert (shortage.where, shortage.phase) == ("host", "train")
-    assert "needs 12.5 GiB of a host's 8.00 GiB, 4.48 GiB more than there are" in shortage.message
+    assert "needs 12.6 GiB of a host's 8.00 GiB, 4.56 GiB more than there are" in shortage.message
     assert shortage.arithmetic[0] == "policy activations 9.00 GiB"
     assert "policy weights 3.00 GiB = 25 parameters x 4 bytes" in shortage.arithmetic

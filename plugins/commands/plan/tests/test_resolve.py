@@ -152,6 +152,23 @@ def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins)
 
 
 @pytest.mark.parametrize(
+    ("change", "counted"),
+    [
+        ({"run.steps": "1"}, "the 2 rows of the run's steps"),
+        ({"run.steps": "9"}, "4 rows"),
+        ({"run.steps": "1", "stream.filter.low": "0.1"}, "4 rows"),
+    ],
+    ids=["one step", "more steps than rows", "other rows in place of those that a filter rejects"],
+)
+def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, counted):
+    rows = [{"prompt": "1" * n, "answer": "2"} for n in (2, 3, 4, 30)]
+    group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.batch_size": "2", "data.shuffle": "false"}
+    lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **group | change)
+    assert lengths.prompt == (3 if "steps" in counted else 30)
+    assert lengths.source.endswith(f"the longest of {counted}")
+
+
+@pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),

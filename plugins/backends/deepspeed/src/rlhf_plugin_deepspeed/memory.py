@@ -31,6 +31,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
     held = replace(
         own,
         layer_ranks=parts,
+        frees_gradients=False,
         optimizer_ranks=over,
         optimizer_bytes=own.optimizer_bytes + (FP32 if host and not bf16 else 0.0),
         step=int(FP32 * size.matrices / over) + (spec.world_size + 2) * largest_matrix(size) if muon else 0,

@@ -43,6 +43,7 @@ def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device:
         gradient_ranks=ranks,
         optimizer_ranks=ranks,
         whole_at_load=True,
+        frees_gradients=False,
         gathered=int(whole * sent + reduced * (sent + FP32)) if ranks > 1 else 0,
         step=int(FP32 * size.matrices / ranks) + (ranks + 2) * largest_matrix(size) if muon else 0,
     )

@@ -19,8 +19,11 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", 
 """As in :class:`rlhf.interfaces.memory.Held`; process: what a process needs before it holds a model."""
 PROCESS = "process"
 """The row of memory that belongs to no role."""
-PROCESS_BYTES = {"cpu": 490 * MIB, "cuda": 1024 * MIB}
-"""CPU: Python, torch and transformers (measured). GPU: context, kernels and workspaces on the device, an allowance."""
+PROCESS_BYTES = {"cpu": 575 * MIB, "cuda": 1024 * MIB}
+"""CPU: Python, torch, transformers and their libraries after the first pass (measured). GPU: context, kernels and
+workspaces on the device, an allowance."""
+TOKENIZER_BYTES = 1400
+"""Per token of the vocabulary, in host memory (measured: those of the driver and of a trainer)."""
 
 Parts = dict[str, int]
 
@@ -117,12 +120,30 @@ def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -
             ranks *= layout.engines.devices  # all workers of an engine are on the host
         parts = dict(held.device)
         if machine.processes:
-            parts[PROCESS] = PROCESS_BYTES[machine.device]
+            parts[PROCESS] = _process(layout, name)
         rows[name] = {part: size * ranks for part, size in parts.items() if size}
         host += held.host * ranks
     if not machine.processes:
-        rows[PROCESS] = {PROCESS: PROCESS_BYTES[machine.device]}
+        _reuse_freed(rows, busy)
+        rows[PROCESS] = {PROCESS: max(_process(layout, name) for name in group.holds)}
     return Moment(phase, busy, rows, host)
+
+
+def _process(layout: Layout, name: str) -> int:
+    """Bytes of a process that holds this role, or an engine, beside the model."""
+    device = layout.machine.device
+    size = layout.engines.size if name == GENERATOR and layout.engines else layout.role(name).size
+    return PROCESS_BYTES[device] + (TOKENIZER_BYTES * size.vocabulary if device == "cpu" else 0)
+
+
+def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
+    """In one process the gradients that a role freed become those of the role that trains next."""
+    idle = sorted((n for n, parts in rows.items() if n not in busy), key=lambda n: rows[n].get("allocator", 0))
+    taken = sum(rows[name].get("gradients", 0) + rows[name].get("activations", 0) for name in busy)
+    for name in idle:
+        freed = rows[name].pop("allocator", 0)
+        if name == idle[-1] and freed > taken:
+            rows[name]["allocator"] = freed - taken
 
 
 def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:

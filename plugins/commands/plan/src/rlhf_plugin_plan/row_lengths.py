@@ -103,10 +103,12 @@ def _measured(made: RunPlugins) -> Lengths:
     tokenizer = load_tokenizer(made.model("policy"), made.section("policy").trust_remote_code)
     data = TrainData(config.data, tokenizer, form, config.run.seed, made.algorithm.needs().given > 0, made.commits)
 
-    def sizes(count: int, order: Iterator[object]) -> list[tuple[int, int, int]]:
-        """(tokens of the unit, of its prompt, of its longest sequence) of each usable row."""
-        lengths = []
+    def sizes(count: int, order: Iterator[object], most: int | None = None) -> list[tuple[int, int, int]]:
+        """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``most`` usable rows."""
+        lengths: list[tuple[int, int, int]] = []
         for _, row in zip(range(count), order, strict=False):
+            if len(lengths) == most:
+                break
             verdict = data.judge(row, data.answers)  # type: ignore[arg-type]
             if verdict.kind:
                 continue  # refused or left out
@@ -118,12 +120,15 @@ def _measured(made: RunPlugins) -> Lengths:
 
     rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
     total = data.rows_per_epoch
-    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)))
+    taken = _rows_of_steps(made)
+    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)), taken)
     held_out = sizes(CHECKED, (source[i] for source in data.sources["eval"] for i in range(len(source))))
     if not train:
         return limits(made, "no row is usable")
     most, new = config.data.max_tokens, config.sampling.max_new_tokens
     counted = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
+    if len(train) == taken:
+        counted = f"the {taken} rows of the run's steps"
     held_out_prompt = max((p for _, p, _ in held_out), default=0)
     held_out_longest = min(most, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
     unit, prompt, _ = max(train)
@@ -151,6 +156,17 @@ def _measured(made: RunPlugins) -> Lengths:
         held_out_prompt=held_out_prompt,
         held_out_longest=held_out_longest,
     )
+
+
+def _rows_of_steps(made: RunPlugins) -> int | None:
+    """The number of rows that the steps of the run take; None: ``run.steps`` is not set, or other rows than the first
+    may be taken."""
+    config = made.config
+    stream = config.stream
+    replaced = stream.filter is not None or stream.on_failed_sample == "drop_group" or stream.mode == "continuous"
+    if config.run.steps is None or config.curriculum is not None or replaced:
+        return None
+    return config.run.steps * config.data.batch_size
 
 
 def _one_turn(made: RunPlugins) -> bool:

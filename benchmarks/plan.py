@@ -1,0 +1,108 @@
+"""`rlhf plan` compared with the measured peak of the same run: `python benchmarks/plan.py MODEL --pairs FILE`.
+
+Every case is one process of `rlhf train` on a CPU. All of its rows are in each step, so each step has the longest rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from settings import THREADS
+
+MIB = 2**20
+REWARD = "def score(prompt, completion, row):\n    return len(set(completion)) / 100\n"
+"""It differs between the samples of a prompt: groups of equal rewards are not computed."""
+SAMPLED = ["--reward", "file:reward.py:score", "--data", "prompts.jsonl"]
+PAIRS = ["--data", "pairs.jsonl", "--data.batch_size", "8"]
+CASES = {
+    "GRPO, 4 prompts x 8 samples of 16 tokens": [
+        *["--algo", "grpo", *SAMPLED, "--data.batch_size", "4", "--data.train.0.max_rows", "4"],
+        *["--sampling.samples_per_prompt", "8", "--sampling.max_new_tokens", "16"],
+    ],
+    "GRPO, 8 prompts x 8 samples of 32 tokens": [
+        *["--algo", "grpo", *SAMPLED, "--data.batch_size", "8"],
+        *["--sampling.samples_per_prompt", "8", "--sampling.max_new_tokens", "32"],
+    ],
+    "the same with adapters of rank 16": [
+        *["--algo", "grpo", *SAMPLED, "--data.batch_size", "8", "--trainer.lora.rank", "16"],
+        *["--sampling.samples_per_prompt", "8", "--sampling.max_new_tokens", "32"],
+    ],
+    "PPO with a critic, 8 prompts x 4 samples of 32 tokens": [
+        *["--algo", "ppo", *SAMPLED, "--data.batch_size", "8", "--algorithm.kl.coef", "0.05"],
+        *["--sampling.samples_per_prompt", "4", "--sampling.max_new_tokens", "32"],
+    ],
+    "DPO, 8 pairs": ["--algo", "dpo", *PAIRS],
+    "DPO, 8 pairs, gradient checkpointing": ["--algo", "dpo", *PAIRS, "--policy.gradient_checkpointing"],
+    "SFT, 8 rows": ["--algo", "sft", "--data", "rows.jsonl", "--data.batch_size", "8"],
+    "SFT, 8 rows, weights stored in bf16": [
+        *["--algo", "sft", "--data", "rows.jsonl", "--data.batch_size", "8"],
+        *["--policy.dtype", "bf16", "--policy.storage", "bf16"],
+    ],
+    "reward model, 8 pairs": ["--algo", "reward_model", *PAIRS],
+}
+
+
+def write_rows(pairs: Path, folder: Path, count: int) -> None:
+    """The first ``count`` pairs as pairs, their first questions as prompts, and their better answers as rows."""
+    opened = gzip.open if pairs.suffix == ".gz" else open
+    with opened(pairs, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+    questions = [row["chosen"].split("\n\nAssistant:")[0].split("\n\nHuman:")[1].strip() for row in rows]
+    answers = [row["chosen"].rpartition("\n\nAssistant:")[2].strip() for row in rows]
+    tables = {
+        "pairs": [{name: row[name] for name in ("chosen", "rejected")} for row in rows],
+        "prompts": [{"prompt": question} for question in questions],
+        "rows": [{"prompt": q, "response": a} for q, a in zip(questions, answers, strict=True)],
+    }
+    (folder / "reward.py").write_text(REWARD)
+    for name, table in tables.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
+
+
+def planned(flags: list[str], folder: Path) -> int:
+    """The largest phase in bytes."""
+    said = subprocess.run(["rlhf", "plan", *flags, "--json", "--device", "cpu"], cwd=folder, stdout=subprocess.PIPE)
+    plan = json.loads(said.stdout)
+    return max(phase["total"] for group in plan["groups"] for phase in group["phases"].values())
+
+
+def measured(flags: list[str], folder: Path, steps: int) -> int:
+    """The peak of the process's resident memory in bytes."""
+    with (folder / "log.txt").open("w") as log:
+        run = subprocess.Popen(["rlhf", "train", *flags, "--steps", str(steps)], cwd=folder, stdout=log, stderr=log)
+        _, status, usage = os.wait4(run.pid, 0)
+    if status:
+        sys.exit(f"rlhf train {' '.join(flags)} ended with an error:\n{(folder / 'log.txt').read_text()}")
+    return usage.ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--pairs", type=Path, required=True, help="jsonl with the columns chosen and rejected")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=[*map(str, range(len(CASES)))], help="default: all")
+    options = parser.parse_args()
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    print("| run | plan, MiB | peak, MiB | plan / peak |\n|---|---|---|---|", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(options.pairs, folder, 8)
+        for number, (case, own) in enumerate(CASES.items()):
+            if options.cases and str(number) not in options.cases:
+                continue
+            flags = ["--model", str(options.model.resolve()), "--run.threads", str(THREADS), "--policy.dtype", "fp32"]
+            flags += [*own, "--output", f"run-{number}"]
+            plan, peak = planned(flags, folder), measured(flags, folder, options.steps)
+            print(f"| {case} | {plan / MIB:.0f} | {peak / MIB:.0f} | {plan / peak:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
