@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf_cli.main import main
-from rlhf_testing.tiny import tiny_model
+from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,3 +90,194 @@ def test_a_folder_of_bin_weights_is_converted_with_its_settings(sharded, say, tm
         assert (tmp_path / "new" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
     assert not (tmp_path / "new/pytorch_model.bin.index.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+
+
+def test_a_reward_model_keeps_its_class(say, tmp_path):
+    tiny_reward_model(tmp_path / "old")
+    weights = load_file(tmp_path / "old/model.safetensors")
+    (tmp_path / "old/model.safetensors").unlink()
+    torch.save(weights, tmp_path / "old/pytorch_model.bin")
+    code, out, err = say("convert", "old", "new")
+    assert code == 0, err
+    assert "SequenceClassification" in out
+    assert torch.equal(load_file(tmp_path / "new/model.safetensors")["score.weight"], weights["score.weight"])
+
+
+def test_settings_beside_a_gguf_file_are_not_mixed_into_it(say, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "another", "tokenizer_class": "BertTokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert say("convert", "tiny.gguf", "new")[0] == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == TEMPLATE
+
+
+def test_what_transformers_does_not_read_of_a_gguf_is_noted(say, tmp_path):
+    values = {"llama__rope__scaling__type": "yarn", "tokenizer__chat_template__tool_use": "other"}
+    write_gguf(tmp_path / "tiny.gguf", **values)
+    code, _, err = say("convert", "tiny.gguf", "new")
+    assert code == 0
+    assert "llama.rope.scaling.type" in err
+    assert "tokenizer.chat_template.tool_use" in err
+
+
+def damage(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+GGUF: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown architecture": ({"general__architecture": "rwkv7"}, "the architecture 'rwkv7'"),
+    "an encoder": ({"general__architecture": "t5"}, "the architecture 't5'"),
+    "a vision part": ({"general__architecture": "clip"}, "mmproj"),
+    "an adapter": ({"general__type": "adapter"}, "'adapter'"),
+    "a part": ({"split__count": 3}, "llama-gguf-split --merge"),
+    "no tokenizer that is known": ({"tokenizer__ggml__model": "rwkv"}, "tokenizer"),
+    "another shape": ({"llama__feed_forward_length": 48}, "mlp.gate_proj.weight"),
+    "a layer more": ({"llama__block_count": 3}, "model.layers.2."),
+    "no end token": ({"tokenizer__ggml__eos_token_id": None}, "no end token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_a_gguf_file_that_is_no_model_is_refused(name, say, tmp_path):
+    values, words = GGUF[name]
+    write_gguf(tmp_path / "tiny.gguf", **values)
+    code, out, err = say("convert", "tiny.gguf", "new")
+    assert (code, out) == (1, "")
+    assert "tiny.gguf" in err
+    assert words in err
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+@pytest.mark.parametrize("size", [10, 3000, -100])
+def test_a_gguf_file_that_was_cut_is_refused(size, say, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf")
+    damage(tmp_path / "tiny.gguf", size)
+    code, _, err = say("convert", "tiny.gguf", "new")
+    assert code == 1
+    assert "cut short" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.gguf"]
+
+
+def test_one_part_of_a_split_gguf_is_known_by_its_name(say, tmp_path):
+    (tmp_path / "big-00002-of-00003.gguf").write_bytes(b"GGUF, of which nothing is read")
+    assert "llama-gguf-split --merge" in say("convert", "big-00002-of-00003.gguf", "new")[2]
+
+
+def test_a_missing_package_is_named_with_its_installation(say, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    code, _, err = say("convert", "tiny.gguf", "new")
+    assert code == 2
+    assert "pip install gguf" in err
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("unpickled",)
+
+
+def test_a_pickle_with_more_than_tensors_is_refused_and_not_run(say, tmp_path):
+    weights = save_bin(tmp_path / "old")
+    torch.save({**weights, "more": Harmful()}, tmp_path / "old/pytorch_model.bin")
+    code, _, err = say("convert", "old", "new")
+    assert code == 1
+    assert "more than tensors" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+
+
+BIN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weight": (lambda old: torch.save({}, old / "pytorch_model.bin"), "lacks"),
+    "cut": (lambda old: damage(old / "pytorch_model.bin", 2000), "old"),
+    "no config": (lambda old: (old / "config.json").unlink(), "config"),
+    "another config": (lambda old: set_config(old, intermediate_size=48), "gate_proj"),
+    "an unknown class": (lambda old: set_config(old, architectures=["MyModel"]), "MyModel"),
+    "quantised": (lambda old: set_config(old, quantization_config={"quant_method": "gptq"}), "quantised"),
+    "an adapter": (lambda old: (old / "adapter_config.json").write_text("{}"), "adapter"),
+    "a missing part": (
+        lambda old: (old / "pytorch_model.bin").rename(old / "pytorch_model.bin.index.json").write_text(
+            '{"metadata": {}, "weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}'
+        ),
+        "pytorch_model-00001-of-00001.bin",
+    ),
+    "safetensors": (lambda old: (old / "model.safetensors").write_bytes(b""), "safetensors already"),
+    "no weights at all": (lambda old: (old / "pytorch_model.bin").unlink(), "holds no weights"),
+}  # fmt: skip
+
+
+def set_config(folder: Path, **fields: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+@pytest.mark.parametrize("name", BIN)
+def test_a_folder_that_is_not_converted_is_refused(name, say, tmp_path):
+    change, words = BIN[name]
+    save_bin(tmp_path / "old")
+    change(tmp_path / "old")
+    code, out, err = say("convert", "old", "new")
+    assert (code, out) == (1, "")
+    assert words in err
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_place_is_checked_before_the_weights_are_read(say, tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("")
+    assert "full exists" in say("convert", "tiny.gguf", "full")[2]
+    assert "no file or folder no.gguf" in say("convert", "no.gguf", "new")[2]
+    (tmp_path / "text.gguf").write_text("no model")
+    assert "text.gguf is not a GGUF file" in say("convert", "text.gguf", "new")[2]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    code, _, err = say("convert", "tiny.gguf", "new")
+    assert code == 1
+    assert "GB are free" in err
+    assert not (tmp_path / "new").exists()
+
+
+ROW = '{"prompt": "a", "response": "b", "answer": "b"}\n'
+TRAIN = ("train", "--data", "rows.jsonl", "--output", "run")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "train": (*TRAIN, "--algo", "sft", "--model", "MODEL"),
+    "a reference": (*TRAIN, "--algo", "dpo", "--model", "ok", "--reference.model", "MODEL"),
+    "a reward": (
+        *TRAIN,
+        "--algo",
+        "rloo",
+        "--model",
+        "ok",
+        "--reward",
+        "model:MODEL",
+        "--sampling.samples_per_prompt",
+        "2",
+    ),
+    "a dry run": (*TRAIN, "--algo", "sft", "--model", "MODEL", "--dry-run"),
+    "plan": ("plan", "--algo", "sft", "--model", "MODEL", "--data", "rows.jsonl"),
+    "eval": ("eval", "--model", "MODEL", "--data", "rows.jsonl", "--reward", "math"),
+    "generate": ("generate", "--model", "MODEL", "--prompt", "a"),
+    "score": ("score", "--model", "ok", "--reward", "model:MODEL", "--data", "rows.jsonl", "-o", "scores.jsonl"),
+    "serve-reward": ("serve-reward", "--reward", "model:MODEL", "--port", "0"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_model_of_another_format_is_refused_with_the_command_that_converts_it(name, say, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    tiny_model(tmp_path / "ok")
+    (tmp_path / "files").mkdir()
+    for path in ("a file.gguf", "files/b.gguf", "files/mmproj.gguf"):
+        (tmp_path / path).write_bytes(b"GGUF")
+    (tmp_path / "old").mkdir()
+    shutil.copy(tmp_path / "ok/config.json", tmp_path / "old")
+    (tmp_path / "old/pytorch_model.bin").write_bytes(b"")
+    before = sorted(tmp_path.rglob("*"))
+    commands = {
+        "a file.gguf": "rlhf convert 'a file.gguf' 'a file'",
+        "files": "rlhf convert files/b.gguf files/b",
+        "old": "rlhf convert old old-safetensors",
+    }
+    for model, command in commands.items():
+        code, _, err = say(*(word.replace("MODEL", model) for word in COMMANDS[name]))
+        assert (code, command in err) == (1, True), err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -285,10 +285,11 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     parts = {"model.safetensors.index.json": index, "model-1.safetensors": b"1", "model-2.safetensors": b"2"}
     hub.publish("model", "owner/parts", {"config.json": "{}", **parts, "consolidated.safetensors": b"w"})
     hub.publish("model", "owner/pickled", {"config.json": "{}", "pytorch_model.bin": b"p"})
-    light, whole, coded, divided, pickled, none = client.ask(
+    hub.publish("model", "owner/gguf", {"README.md": "", "tiny.gguf": b"GGUF"})
+    light, whole, coded, divided, pickled, gguf, none = client.ask(
         hub.url, {"model": "owner/tiny"}, {"model": "owner/tiny", "weights": True},
         {"model": "owner/tiny", "code": True}, {"model": "owner/parts", "weights": True},
-        {"model": "owner/pickled", "weights": True}, {"model": "owner/tinny"},
+        {"model": "owner/pickled", "weights": True}, {"model": "owner/gguf", "weights": True}, {"model": "owner/tinny"},
     )  # fmt: skip
     assert light["path"] == f"owner/tiny@{old}"
     assert light["pins"] == {"model owner/tiny@main": old}
@@ -301,7 +302,10 @@ def test_models_are_pinned_and_only_what_is_needed_is_loaded(hub, client):
     assert sorted(p.name for p in Path(divided["folder"]).iterdir()) == ["config.json", *sorted(parts)]
     assert "owner/pickled@" in pickled["error"]
     assert "has its weights in pytorch_model.bin only, which is not read" in pickled["error"]
-    assert not hub.asked("*/pytorch_model.bin")
+    for error, name in ((pickled["error"], "pickled"), (gguf["error"], "gguf")):
+        assert f"`hf download owner/{name} --local-dir {name}`" in error
+        assert "rlhf convert" in error
+    assert not hub.asked("*/pytorch_model.bin") + hub.asked("*/tiny.gguf")
     assert "there is no folder owner/tinny here, so it is taken as a hub name; the model 'owner/tinny'" in none["error"]
 
 

@@ -7,14 +7,22 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rlhf.errors import ModelError
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 """Weights that are never read: unpickling can run code, and the other formats belong to other frameworks."""
 BIN_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Either of them is there where transformers saved pickled weights."""
+"""One of them is in a folder to which transformers wrote pickled weights."""
 GGUF = ".gguf"
+
+
+class OtherFormat(NamedTuple):
+    """Why a model is not read, and what to do."""
+
+    reason: str
+    remedy: str
 
 
 def is_gguf(file: Path) -> bool:
@@ -27,58 +35,64 @@ def is_gguf(file: Path) -> bool:
 
 
 def refuse_other_formats(path: str) -> None:
-    """Raises ModelError where a model's path is a file, or a folder whose weights are of another format only. Looks at
-    names and the first bytes of a file."""
+    """Raises ModelError where a model's path is an :func:`other_format`."""
+    if problem := other_format(path):
+        raise ModelError(f"{problem.reason}. {problem.remedy[0].upper()}{problem.remedy[1:]}")
+
+
+def other_format(path: str) -> OtherFormat | None:
+    """What is wrong where a model's path is a file, or a folder whose weights are of another format only."""
     place = Path(path).expanduser()
     if place.is_file():
         if is_gguf(place):
-            raise ModelError(f"{path} is a GGUF file; a model is a folder with safetensors. {_convert(path)}")
-        raise ModelError(
-            f"no model {path}: it is a file. A model is a folder with config.json, safetensors and tokenizer"
-        )
-    if place.is_dir() and os.access(place, os.R_OK):
-        names = sorted(entry.name for entry in place.iterdir())
-        if problem := _other_weights(path, names):
-            raise ModelError(problem + (_convert(path) if set(BIN_FILES) & {*names} else _first_gguf(path, names)))
+            return OtherFormat(f"{path} is a GGUF file; a model is a folder with safetensors", _command(path))
+        needs = "a model is a folder with config.json, safetensors and tokenizer"
+        return OtherFormat(f"no model {path}: it is a file", needs)
+    if not place.is_dir() or not os.access(place, os.R_OK):
+        return None
+    names = sorted(entry.name for entry in place.iterdir())
+    if (weights := _other_weights(names)) is None:
+        return None
+    if not weights.endswith(PICKLES):
+        return OtherFormat(f"{path} has {_only(weights)}", _command(str(Path(path) / weights)))
+    if {*BIN_FILES} & {*names}:
+        return OtherFormat(f"{path} has {_only(weights)}", _command(path))
+    remedy = "convert it in a safe place: `AutoModel...from_pretrained(...).save_pretrained(folder)`"
+    return OtherFormat(f"{path} has {_only(weights)}", remedy)
 
 
 def refuse_other_weights_on_hub(path: str, names: Sequence[str]) -> None:
-    """The same for the files of a hub's repository: ``path``, ``owner/name@commit``, has files of these names.
-
-    Raises ModelError.
-    """
-    if problem := _other_weights(path, names):
+    """Raises ModelError where a hub's repository ``path`` (``owner/name@commit``) with files of these names has weights
+    of another format only."""
+    if (weights := _other_weights(names)) is not None:
         name = path.partition("@")[0]
         download = f"hf download {name} --local-dir {name.rpartition('/')[2]}"
-        raise ModelError(f"{problem}Download it (`{download}`) and convert what is there with `rlhf convert`.")
+        raise ModelError(
+            f"{path} has {_only(weights)}. Download it (`{download}`), and convert the folder, or the GGUF file in it, "
+            "with `rlhf convert`."
+        )
 
 
-def _other_weights(path: str, names: Sequence[str]) -> str:
-    """What is wrong with the weights of a folder with files of these names; empty: nothing, or it has none."""
-    top = [name for name in names if "/" not in name]
-    if any(name.endswith(".safetensors") for name in top):
-        return ""
-    pickles = [name for name in top if name.endswith(PICKLES)]
-    if pickles:
-        return f"{path} has its weights in {pickles[0]} only, which is not read: unpickling can run code. "
-    files = [name for name in top if name.lower().endswith(GGUF)]
-    if not files:
-        return ""
-    more = f" (and {len(files) - 1} more of its kind)" if files[1:] else ""
-    return f"{path} has its weights in the GGUF file {files[0]}{more} only; a model is a folder with safetensors. "
-
-
-def _first_gguf(folder: str, names: Sequence[str]) -> str:
+def _other_weights(names: Sequence[str]) -> str | None:
+    """The file of weights in a folder with files of these names, where none of them is one of safetensors."""
+    names = [name for name in names if "/" not in name]
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    pickles = [name for name in names if name.endswith(PICKLES)]
     files = [name for name in names if name.lower().endswith(GGUF)]
-    if files and not any(name.endswith(PICKLES) for name in names):
-        return _convert(str(Path(folder) / files[0]))
-    return "Convert it in a safe place: `AutoModel...from_pretrained(...).save_pretrained(folder)`."
+    files.sort(key=lambda name: "mmproj" in name.lower())  # the vision part of a model
+    return next(iter([*pickles, *files]), None)
 
 
-def _convert(source: str) -> str:
+def _only(weights: str) -> str:
+    why = "unpickling can run code" if weights.endswith(PICKLES) else "a model is a folder with safetensors"
+    return f"its weights in {weights} only, which is not read: {why}"
+
+
+def _command(source: str) -> str:
     """The command that converts a file or folder, into a folder beside it that does not exist."""
     target = source.rstrip("/")
     target = target[: -len(GGUF)] if target.lower().endswith(GGUF) else f"{target}-safetensors"
     while Path(target).expanduser().exists():
         target += "-safetensors"
-    return f"Convert it: `rlhf convert {shlex.quote(source)} {shlex.quote(target)}`, and name the new folder."
+    return f"convert it, and name the new folder: rlhf convert {shlex.quote(source)} {shlex.quote(target)}"

@@ -36,7 +36,7 @@ def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
 
     Raises ModelError where the folder does not exist or its files cannot be read.
     """
-    if looks_local(spec.path) and not Path(spec.path).expanduser().is_dir():
+    if looks_local(spec.path) and not Path(spec.path).expanduser().exists():
         raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
     place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
     try:

@@ -52,6 +52,15 @@ def test_every_model_of_the_run_file_is_looked_at(model, tmp_path):
     assert found == {"policy.model": "ok", "critic.model": "fail", "roles.judge.model": "skipped", "reward.0": "ok"}
 
 
+def test_a_model_of_another_format_fails_with_the_command_that_converts_it(copy, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    checks, sizes = needs.models(run(policy__model=tmp_path / "m.gguf", critic__model=copy))
+    assert ([c.status for c in checks], sizes) == (["fail", "fail"], {})
+    assert f"rlhf convert {tmp_path / 'm.gguf'} {tmp_path / 'm'}" in checks[0].remedy
+    assert f"rlhf convert {copy} {copy}-safetensors" in checks[1].remedy
+
+
 def problem(folder):
     [check], sizes = needs.models(run(policy__model=folder))
     assert (check.status, sizes) == ("fail", {})

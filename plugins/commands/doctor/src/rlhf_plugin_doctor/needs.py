@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.interfaces import Finding
+from rlhf_hub.other_formats import other_format
 from rlhf_hub.published import looks_local
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.files import file_kind
@@ -38,6 +39,9 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
         if not is_local(path):
             found = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
             checks.append(Finding(place, "skipped", found))
+            continue
+        if problem := other_format(path):
+            checks.append(Finding(place, "fail", *problem))
             continue
         try:
             sizes[place] = read_model(Path(path).expanduser())

@@ -69,7 +69,12 @@ class BinModel(SourceModel):
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
         try:
             module, report = self._class.from_pretrained(
-                str(self.path), dtype=dtype, use_safetensors=False, weights_only=True, output_loading_info=True
+                str(self.path),
+                dtype=dtype,
+                use_safetensors=False,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report
             )
         except pickle.UnpicklingError as cause:
             raise ModelError(

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.errors import ConfigError, ModelError
-from rlhf_hub.other_formats import BIN_FILES, is_gguf
-from rlhf_hub.published import require_folder
+from rlhf_hub.other_formats import BIN_FILES, is_gguf, refuse_other_formats
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
-from rlhf_runtime.data.tokenizer import has_tokenizer, load_tokenizer
+from rlhf_runtime.data.tokenizer import load_tokenizer
 
 from rlhf_plugin_jobs.bin_model import BinModel
 from rlhf_plugin_jobs.gguf_model import GgufModel
@@ -20,7 +19,7 @@ from rlhf_plugin_jobs.source_model import SourceModel
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["fp32", "bf16"]
 TEXT = "The 3 capitals: Paris, 東京 and São Paulo!\n\n  def f(x):\treturn x+1"
@@ -54,6 +53,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
     import torch
     from rlhf_modeling.pretrained import quiet
 
+    source, folder = source.expanduser(), folder.expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
     number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -61,6 +61,9 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
     with quiet():
         skeleton = model.skeleton()
         parameters = sum(weight.numel() for weight in skeleton.parameters())
+        tokenizer = model.tokenizer()
+        if tokenizer is not None and tokenizer.eos_token_id is None:
+            raise ModelError(f"the tokenizer of {source} has no end token, so no answer could end: it cannot be used.")
         require_disk(folder, parameters * number_format.itemsize)
         for text in model.notes(skeleton):
             note(text)
@@ -79,7 +82,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
                 path.chmod(0o644)
             kind = type(module)
             del module  # one model at a time is in memory
-            facts["texts"] = compare_tokenizers(model, place, note)
+            facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
             written = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
             difference = float((outputs(written, place) - expected).abs().max())
             if not difference <= TOLERANCE:
@@ -96,26 +99,27 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
 
 def open_source(path: Path) -> SourceModel:
     """Raises ModelError where the path is of no format that is converted."""
-    place = path.expanduser()
-    if place.is_file():
-        if not is_gguf(place):
+    if path.is_file():
+        if not is_gguf(path):
             raise ModelError(
                 f"{path} is not a GGUF file: it does not begin with the letters GGUF. A source is a GGUF file, or a "
                 "folder with pytorch_model.bin. Download it again, if it should be one."
             )
-        return GgufModel(place)
-    names = {entry.name for entry in place.iterdir()} if place.is_dir() else set()
+        return GgufModel(path)
+    if not path.is_dir():
+        raise ModelError(f"there is no file or folder {path}. Give a GGUF file, or a folder with pytorch_model.bin.")
+    names = {entry.name for entry in path.iterdir()}
     if any(name.endswith(".safetensors") for name in names):
         raise ModelError(f"{path} has safetensors already: name it as the model, without a conversion.")
     if {*BIN_FILES} & names:
-        return BinModel(place)
-    require_folder(str(path))
+        return BinModel(path)
+    refuse_other_formats(str(path))
     raise ModelError(f"{path} holds no weights: neither pytorch_model.bin nor pytorch_model.bin.index.json.")
 
 
 def require_disk(folder: Path, need: int) -> None:
     """Raises ModelError where ``need`` bytes are not free where ``folder`` will be."""
-    place = next(parent for parent in folder.expanduser().absolute().parents if parent.is_dir())
+    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if free < need:
         raise ModelError(
@@ -126,11 +130,11 @@ def require_disk(folder: Path, need: int) -> None:
 
 def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any], note: Callable[[str], None]) -> None:
     """Raises ModelError where the source lacks weights; notes those that the model does not have."""
-    missing = sorted(report["missing_keys"])
-    if missing:
+    damaged = sorted(report["missing_keys"]) or [str(name) for name, *_ in report["mismatched_keys"]]
+    if damaged:
         raise ModelError(
-            f"{source} lacks {len(missing)} weights of a {type(module).__name__}, e.g. {missing[0]!r}. Download or "
-            "copy it again; if it is whole, transformers does not read this variant."
+            f"{source} lacks {len(damaged)} weights of a {type(module).__name__} or has them in another shape, e.g. "
+            f"{damaged[0]!r}. Download or copy it again; if it is whole, transformers does not read this variant."
         )
     unread = sorted(report["unexpected_keys"])
     if unread:
@@ -165,13 +169,14 @@ def outputs(module: PreTrainedModel, who: Path) -> torch.Tensor:
     return values
 
 
-def compare_tokenizers(model: SourceModel, folder: Path, note: Callable[[str], None]) -> str:
+def compare_tokenizers(
+    source: Path, own: PreTrainedTokenizerBase | None, folder: Path, note: Callable[[str], None]
+) -> str:
     """What texts the folder is ready for, in words. Raises ModelError where its tokenizer is not the source's."""
-    own = model.tokenizer()
-    if own is None or not has_tokenizer(str(folder)):
-        note(f"{model.path} has no tokenizer, which runs need: copy one into the new folder.")
+    if own is None:
+        note(f"{source} has no tokenizer, which runs need: copy one into the new folder.")
         return "without a tokenizer"
     written = load_tokenizer(str(folder))
     if written(TEXT)["input_ids"] != own(TEXT)["input_ids"] or written.chat_template != own.chat_template:
-        raise ModelError(f"the written tokenizer encodes otherwise than that of {model.path}: it cannot be used.")
+        raise ModelError(f"the written tokenizer encodes otherwise than that of {source}: it cannot be used.")
     return f"tokenizer of {len(written):,} tokens {'with a' if written.chat_template else 'without'} chat template"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import tempfile
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +90,7 @@ class GgufModel(SourceModel):
             texts.append(f"chat templates that transformers does not read are left out: {', '.join(templates)}")
         return texts
 
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
         try:
@@ -101,10 +99,8 @@ class GgufModel(SourceModel):
             raise ModelError(
                 f"{self.path}: transformers cannot read the tokenizer: {type(cause).__name__}: {cause} {PUBLISHER}"
             ) from cause
+        self._tokenizer = tokenizer
         return tokenizer
-
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self._tokenizer
 
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
         import transformers
