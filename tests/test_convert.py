@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from rlhf_cli.main import main
+from rlhf_plugin_jobs.gguf_model import GgufModel
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gguf_files import EOS, F32, PAD, Q8_0, TEMPLATE, TURN, write_gguf
@@ -104,11 +105,28 @@ def test_a_reward_model_keeps_its_class(say, tmp_path):
 
 
 def test_settings_beside_a_gguf_file_are_not_mixed_into_it(say, tmp_path):
-    write_gguf(tmp_path / "tiny.gguf")
+    write_gguf(tmp_path / "sha256-0f")  # as Ollama names its files
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "another", "tokenizer_class": "BertTokenizer"}')
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert say("convert", "tiny.gguf", "new")[0] == 0
+    assert say("convert", "sha256-0f", "new")[0] == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == TEMPLATE
+
+
+def test_a_written_model_that_computes_otherwise_is_refused(say, tmp_path, monkeypatch):
+    save = GgufModel.save
+
+    def save_otherwise(model: GgufModel, module: Any, folder: Path) -> None:
+        save(model, module, folder)
+        weights = load_file(folder / "model.safetensors")
+        weights["lm_head.weight"][7, 7] += 1
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    monkeypatch.setattr(GgufModel, "save", save_otherwise)
+    write_gguf(tmp_path / "tiny.gguf")
+    code, _, err = say("convert", "tiny.gguf", "new")
+    assert code == 1
+    assert "other outputs" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_what_transformers_does_not_read_of_a_gguf_is_noted(say, tmp_path):
@@ -189,9 +207,10 @@ BIN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weight": (lambda old: torch.save({}, old / "pytorch_model.bin"), "lacks"),
     "cut": (lambda old: damage(old / "pytorch_model.bin", 2000), "old"),
     "no config": (lambda old: (old / "config.json").unlink(), "config"),
-    "another config": (lambda old: set_config(old, intermediate_size=48), "gate_proj"),
+    "another config": (lambda old: set_config(old, intermediate_size=48), "mlp."),
     "an unknown class": (lambda old: set_config(old, architectures=["MyModel"]), "MyModel"),
     "quantised": (lambda old: set_config(old, quantization_config={"quant_method": "gptq"}), "quantised"),
+    "an encoder and a decoder": (lambda old: (old / "config.json").write_text('{"model_type": "t5"}'), "encoder"),
     "an adapter": (lambda old: (old / "adapter_config.json").write_text("{}"), "adapter"),
     "a missing part": (
         lambda old: (old / "pytorch_model.bin").rename(old / "pytorch_model.bin.index.json").write_text(

@@ -41,6 +41,8 @@ class BinModel(SourceModel):
             raise ModelError(
                 f"{self.path} holds quantised weights, which are not converted. Take the model without them."
             )
+        if config.is_encoder_decoder:
+            raise ModelError(f"{self.path} has an encoder and a decoder; only decoder-only models are trained here.")
         name = (config.architectures or [None])[0]
         cls = getattr(transformers, str(name), None) if name else transformers.AutoModelForCausalLM
         if cls is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,8 +58,7 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
     number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    model = open_source(source)
-    with quiet():
+    with closing(open_source(source)) as model, quiet():
         skeleton = model.skeleton()
         parameters = sum(weight.numel() for weight in skeleton.parameters())
         tokenizer = model.tokenizer()
@@ -161,8 +161,11 @@ def outputs(module: PreTrainedModel, who: Path) -> torch.Tensor:
 
     rows = module.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, TOKENS + 1)[None] * 37 % rows
-    with torch.no_grad():
-        logits = module(input_ids=ids).logits.float()
+    try:
+        with torch.no_grad():
+            logits = module(input_ids=ids)[0].float()
+    except Exception as cause:  # of many kinds: a model that needs more than text
+        raise ModelError(f"the model of {who} cannot compute: {type(cause).__name__}: {cause}") from cause
     values = logits.log_softmax(-1) if module.can_generate() else logits
     if not bool(values.isfinite().all()):
         raise ModelError(f"the model of {who} gives outputs that are no finite numbers; it cannot be used.")

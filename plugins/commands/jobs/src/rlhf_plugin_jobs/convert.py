@@ -46,7 +46,7 @@ class Convert(Command):
         )
         if model.generates:
             place = shlex.quote(str(folder))
-            sys.stdout.write(f"next: rlhf generate --model {place} --prompt 'The capital of France is'\n")
+            sys.stdout.write(f"next: rlhf generate --model {place} --prompt 'What is the capital of France?'\n")
         return 0
 
 

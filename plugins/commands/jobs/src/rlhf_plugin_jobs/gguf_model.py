@@ -49,6 +49,9 @@ class GgufModel(SourceModel):
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-convert-")
         (Path(self._folder.name) / NAME).symlink_to(path.absolute())
 
+    def close(self) -> None:
+        self._folder.cleanup()
+
     def _refuse_part(self) -> None:
         raise ModelError(
             f"{self.path} is one part of a split GGUF, and transformers reads whole files. Join them with llama.cpp's "
@@ -72,6 +75,7 @@ class GgufModel(SourceModel):
                 f"{self.path}: transformers makes no causal language model of a GGUF of the architecture "
                 f"{self.architecture!r}: {type(cause).__name__}: {cause} {PUBLISHER}"
             ) from cause
+        self._config = config
         return module
 
     def notes(self, skeleton: PreTrainedModel) -> list[str]:
@@ -105,7 +109,7 @@ class GgufModel(SourceModel):
     def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
         import transformers
 
-        options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+        options: dict[str, Any] = {"config": self._config, "dtype": dtype, "output_loading_info": True}
         if hasattr(transformers, "GgufConfig"):  # with the package kernels, weights would stay quantised
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         module, report = transformers.AutoModelForCausalLM.from_pretrained(**self._file, **options)

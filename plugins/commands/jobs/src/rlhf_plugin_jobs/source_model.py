@@ -17,6 +17,9 @@ class SourceModel(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    def close(self) -> None:  # noqa: B027 (most need nothing)
+        """Release what opening made."""
+
     @abstractmethod
     def skeleton(self) -> PreTrainedModel:
         """The model on the meta device. Raises ModelError where transformers makes none of it."""
