@@ -44,7 +44,7 @@ class BinModel(SourceModel):
         if config.is_encoder_decoder:
             raise ModelError(f"{self.path} has an encoder and a decoder; only decoder-only models are trained here.")
         name = (config.architectures or [None])[0]
-        cls = getattr(transformers, str(name), None) if name else transformers.AutoModelForCausalLM
+        cls: Any = getattr(transformers, str(name), None) if name else transformers.AutoModelForCausalLM
         if cls is None:
             raise ModelError(f"{self.path} is a {name}, which is no class of transformers {transformers.__version__}.")
         try:
@@ -54,7 +54,7 @@ class BinModel(SourceModel):
             raise ModelError(
                 f"{self.path}: transformers makes no model of the config: {type(cause).__name__}: {cause}"
             ) from cause
-        self._class = type(module)
+        self._class: Any = type(module)
         return module
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

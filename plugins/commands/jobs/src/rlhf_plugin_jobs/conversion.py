@@ -159,7 +159,8 @@ def outputs(module: PreTrainedModel, who: Path) -> torch.Tensor:
     not finite."""
     import torch
 
-    rows = module.get_input_embeddings().weight.shape[0]
+    embedding: Any = module.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     ids = torch.arange(1, TOKENS + 1)[None] * 37 % rows
     try:
         with torch.no_grad():

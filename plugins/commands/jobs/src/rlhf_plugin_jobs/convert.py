@@ -39,7 +39,7 @@ class Convert(Command):
         from rlhf_plugin_jobs.conversion import convert
 
         folder: Path = args.folder
-        model = convert(args.source, folder, args.dtype, lambda text: sys.stderr.write(f"note: {text}\n"))
+        model = convert(args.source, folder, args.dtype, _note)
         sys.stdout.write(
             f"{folder}: {model.architecture}, {model.parameters / 1e6:,.1f} M parameters in {args.dtype}, "
             f"{model.bytes / 1e9:.2f} GB, {model.texts}. It gives the same {model.outputs} as {args.source}.\n"
@@ -48,6 +48,10 @@ class Convert(Command):
             place = shlex.quote(str(folder))
             sys.stdout.write(f"next: rlhf generate --model {place} --prompt 'What is the capital of France?'\n")
         return 0
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
 
 
 @hookimpl

@@ -112,7 +112,8 @@ class GgufModel(SourceModel):
         options: dict[str, Any] = {"config": self._config, "dtype": dtype, "output_loading_info": True}
         if hasattr(transformers, "GgufConfig"):  # with the package kernels, weights would stay quantised
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(**self._file, **options)
+        auto: Any = transformers.AutoModelForCausalLM
+        module, report = auto.from_pretrained(**self._file, **options)
         return module.eval(), report
 
     def save(self, module: PreTrainedModel, folder: Path) -> None:
