@@ -91,8 +91,8 @@ class Worker(ABC):
         }
 
     def rendezvous(self) -> str:
-        """``tcp://HOST:PORT`` on this node. The port stays reserved until this process ends: a model may load for minutes
-        before a process listens there, and a component may join its group in a later call."""
+        """``tcp://HOST:PORT`` on this node. The port stays reserved until this process ends: a model may load
+        for minutes before a process listens, and a component may join its group in a later call."""
         address = self.address()
         host = f"[{address}]" if ":" in address else address
         self._reserved_port = reserve_port(address)
