@@ -1,41 +1,50 @@
-"""The parent process of one worker: ends the worker and all its descendants when the driver is gone, or asks for it.
+"""Processes that end their worker and all its descendants when the driver is gone, or asks for it.
 
-    python -I -S supervisor.py DRIVER_PID SOCKET COMMAND...
+    python -I -S supervisor.py DRIVER_PID --serve CHANNEL
+    python -I -S supervisor.py DRIVER_PID COMMAND...
 
-SOCKET is a descriptor for the worker alone; -1: there is none. In the driver, :func:`supervised` makes the command line
-and :func:`end` asks for the end.
+The first form is the supervisor of a driver, which :mod:`rlhf.children` starts once and asks for children. It forks a
+guard for each child, which is the parent of one worker. Guards only wait, so they share the supervisor's memory. The
+second form is one guard by itself, for libraries that start a process by its command line (:func:`supervised`). It
+exits as the worker did, with its exit status or by its signal.
 
-It uses the standard library only, so that it starts quickly and stays small. It exits as the worker did, with its exit
-status or by its signal. Descendants whose parents ended become children of this process (PR_SET_CHILD_SUBREAPER), so
-none can escape. If this process itself is killed, the worker is killed by the kernel (PR_SET_PDEATHSIG).
+Descendants whose parents ended become children of the guard (PR_SET_CHILD_SUBREAPER), so none can escape. If the guard
+itself is killed, the worker is killed by the kernel (PR_SET_PDEATHSIG). If the supervisor is killed, all guards end
+their workers. This file uses the standard library only, and few modules of it, so that it starts quickly and stays
+small.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 LOOK_SECONDS = 0.5
 """Between two looks whether the driver lives."""
+SERVE = "--serve"
+STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+MOST_DESCRIPTORS = 64
+"""In one request."""
 
 
-def supervised(command: Sequence[str], socket: int = -1) -> list[str]:
-    """The command line that runs ``command`` under a supervisor. Start it in a new session. On other systems than Linux
-    there is none."""
+def supervised(command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command`` under a guard of its own. SIGTERM ends the guard with all descendants. On
+    other systems than Linux there is no guard."""
     if sys.platform != "linux":
         return list(command)
-    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(socket), *command]
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def end(pid: int) -> None:
-    """End the worker whose supervisor is ``pid``, and all its descendants. Does not wait for it."""
+    """End the worker whose guard is ``pid``, and all its descendants. Does not wait for it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux":
             os.kill(pid, signal.SIGTERM)
@@ -43,42 +52,114 @@ def end(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def main(driver: int, socket: int, command: list[str]) -> None:
+def serve(driver: int, channel: int) -> None:
+    """Start a guard and its worker for each request, until the driver is gone.
+
+    A request is the length of its body (8 bytes, big endian) with descriptors as ancillary data, and the body: command,
+    environment and folder as bytes, and the numbers that the descriptors after the first have in the worker. The first
+    is the control of the guard: when it can be read, the guard ends its worker. The guard writes the worker's wait
+    status to it (4 bytes).
+    """
+    import marshal
+    import socket
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guards
+    requests, supervisor = socket.socket(fileno=channel), os.getpid()
+    while True:
+        if not select.select([requests], [], [], LOOK_SECONDS)[0]:
+            if os.getppid() != driver:
+                return
+            continue
+        header, descriptors, _, _ = socket.recv_fds(requests, 8, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        size = int.from_bytes(header, "big")
+        body = requests.recv(size, socket.MSG_WAITALL) if header else b""
+        if not header or len(body) < size:  # the driver is gone
+            return
+        command, environment, folder, numbers = marshal.loads(body)
+        control, *streams = descriptors
+        try:
+            child = os.fork()
+        except OSError as error:  # the limit of processes
+            os.write(2, os.fsencode(command[0]) + f" cannot be started: {error.strerror}\n".encode())
+            answer(control, 127 << 8)
+            child = -1
+        if child == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()  # the keys of a terminal (Ctrl-C) reach only the driver
+            status = guard(supervisor, command, environment, folder, dict(zip(numbers, streams, strict=True)), control)
+            answer(control, status)
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def answer(control: int, status: int) -> None:
+    with contextlib.suppress(OSError):  # the driver is gone
+        os.write(control, status.to_bytes(4, "big"))
+
+
+def guard(
+    parent: int,
+    command: list[bytes],
+    environment: Mapping[bytes, bytes],
+    folder: bytes = b".",
+    streams: Mapping[int, int] | None = None,
+    control: int = -1,
+) -> int:
+    """Run a worker. Returns its wait status after it and all its descendants have ended.
+
+    Args:
+        parent: this process's parent, with which the worker ends.
+        streams: descriptors that become the worker's, by their numbers there.
+        control: see :func:`serve`.
+    """
+    streams = streams or {}
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    awaited = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    supervisor = os.getpid()
+    awaited = {signal.SIGCHLD, signal.SIGIO, *STOPS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
+    own = os.getpid()
     worker = os.fork()
     if worker == 0:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor:  # it died before the line above
+        if os.getppid() != own:  # it died before the line above
             os._exit(1)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            os.write(2, f"{command[0]!r} cannot be started: {error.strerror}\n".encode())
-            os._exit(127)
-    if socket >= 0:
-        os.close(socket)
-    status = wait(driver, worker, awaited)
-    end_descendants()
-    if os.WIFSIGNALED(status):
-        end_by(os.WTERMSIG(status))
-    os._exit(os.WEXITSTATUS(status))
-
-
-def wait(driver: int, worker: int, awaited: set[signal.Signals]) -> int:
-    """The worker's wait status. It is killed when the driver is gone, or when this process gets a signal."""
-    while True:
-        got = signal.sigtimedwait(awaited, LOOK_SECONDS)
-        if os.getppid() != driver or (got is not None and got.si_signo != signal.SIGCHLD):
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        execute(command, environment, folder, streams)
+    for stream in streams.values():
+        os.close(stream)
+    if control >= 0:  # a signal when it can be read
+        fcntl.fcntl(control, fcntl.F_SETOWN, own)
+        fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+    controls = [control] if control >= 0 else []
+    signals: signal.struct_siginfo | None = None
+    while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
+        stopped = signals is not None and signals.si_signo in STOPS
+        if stopped or os.getppid() != parent or select.select(controls, [], [], 0)[0]:
             os.kill(worker, signal.SIGKILL)
-            return os.waitpid(worker, 0)[1]
-        pid, status = os.waitpid(worker, os.WNOHANG)
-        if pid:
-            return status
+            ended = os.waitpid(worker, 0)
+            break
+        signals = signal.sigtimedwait(awaited, LOOK_SECONDS)
+    end_descendants()
+    return ended[1]
+
+
+def execute(
+    command: list[bytes], environment: Mapping[bytes, bytes], folder: bytes, streams: Mapping[int, int]
+) -> None:
+    """Become the worker."""
+    try:
+        # above all numbers of the worker first, so that no stream takes the number of another one
+        first = max(streams, default=0) + 1
+        copies = {number: fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, first) for number, stream in streams.items()}
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+        os.chdir(folder)
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        os.write(2, os.fsencode(command[0]) + f" cannot be started: {error.strerror}\n".encode())
+        os._exit(127)
 
 
 def end_descendants() -> None:
@@ -99,27 +180,38 @@ def end_descendants() -> None:
 
 def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
+                parent = stat.read().rpartition(")")[2].split()[1]
         except OSError:  # it has ended
             continue
-        children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, new = [], [os.getpid()]
+        children.setdefault(int(parent), []).append(int(name))
+    pids, new = [], [os.getpid()]
     while new:
         new = [child for pid in new for child in children.get(pid, ())]
-        found += new
-    return found
+        pids += new
+    return pids
 
 
 def end_by(number: int) -> None:
     """End this process by the signal that ended the worker, without a core dump of its own."""
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
+def main(driver: int, words: list[str]) -> None:
+    if words[0] == SERVE:
+        serve(driver, int(words[1]))
+        return
+    status = guard(driver, [os.fsencode(word) for word in words], os.environb)
+    if os.WIFSIGNALED(status):
+        end_by(os.WTERMSIG(status))
+    os._exit(os.WEXITSTATUS(status))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

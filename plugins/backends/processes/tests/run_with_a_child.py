@@ -1,5 +1,5 @@
 """A driver with one rank that has a child of its own, run by test_ends.py. The first argument says how the driver
-ends; the second is ``torchrun`` for ranks on two machines."""
+ends, or is a statement that the rank executes; the second is ``torchrun`` for ranks on two machines."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class Parent(CountingTrainer):
     def says(self, text: str) -> None:
         print(text, flush=True)
 
+    def executes(self, statement: str) -> None:
+        exec(statement)
+        time.sleep(600)
+
     def leaves(self, code: int) -> None:
         os._exit(code)
 
@@ -38,6 +42,8 @@ class Parent(CountingTrainer):
 def main(how: str, launcher: WorkerLauncher, ranks: int) -> None:
     launcher.place({"policy": Place(ranks)})
     policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=ranks))
+    if how.startswith("exec"):
+        policy.call("executes", [(how,)] * ranks)
     print(json.dumps([pid for pids in policy.call("starts", [()] * ranks) for pid in pids]), flush=True)
     sys.stdin.readline()
     if how == "raises":

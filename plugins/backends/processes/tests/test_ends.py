@@ -18,6 +18,8 @@ from rlhf_plugin_processes.config import ProcessesConfig
 from rlhf_plugin_processes.launcher import ProcessesLauncher
 from run_with_a_child import Parent
 
+from tests import orphans
+
 HERE = Path(__file__).parent
 
 
@@ -36,12 +38,19 @@ def test_no_process_outlives_the_driver(how, code):
     run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     started = [psutil.Process(pid) for pid in json.loads(run.stdout.readline())]
     started += psutil.Process(run.pid).children()  # the supervisor
-    assert len(started) == 3
+    started.append(started[0].parent())  # the guard of the worker
+    assert len(started) == 4
     if how == "killed":
         run.kill()
     run.communicate("\n")
     assert run.returncode == code
     assert psutil.wait_procs(started, timeout=60)[1] == []
+
+
+def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path):
+    pids = tmp_path / "pids"
+    command = [sys.executable, str(HERE / "run_with_a_child.py"), orphans.leaving(pids)]
+    assert orphans.end_with(subprocess.Popen(command), pids)
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def test_a_killed_rank_is_named_and_its_children_end(pair):
 
 
 @pytest.mark.full
-def test_a_worker_ends_with_a_killed_supervisor(pair):
+def test_a_worker_ends_with_a_killed_guard(pair):
     started = [psutil.Process(pid) for pid in (pair.call("starts", [()] * 2)[0])]
     started[0].parent().kill()
     assert psutil.wait_procs(started[:1], timeout=60)[1] == []

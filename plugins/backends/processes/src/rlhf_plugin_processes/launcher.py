@@ -31,7 +31,7 @@ LOGS = "workers"
 class ProcessesLauncher(WorkerLauncher):
     """Starts one process per rank and per engine. Nothing is reserved: another run on this machine does not know of it.
 
-    Each process has a supervisor, which ends it with all its descendants when this process ends in any way.
+    Each process ends, with all its descendants, when this process ends in any way (:mod:`rlhf.children`).
     """
 
     name = "processes"

@@ -1,28 +1,27 @@
-"""One worker process of this machine under its supervisor."""
+"""One worker process of this machine."""
 
 from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf.supervisor import supervised
+from rlhf.children import Child
 
 from rlhf_plugin_processes.machine import Started
 from rlhf_plugin_processes.shared_values import Descriptor
 
 _FOLDER = Path(__file__).parent
 _END_SECONDS = 30.0
-"""Time for a supervisor to end its worker with all descendants."""
+"""Time for the end of a worker and all its descendants."""
 
 
 class Supervised(Started):
-    """The worker ends when this process ends (:mod:`rlhf.supervisor`)."""
+    """The worker ends when this process ends (:mod:`rlhf.children`)."""
 
     def __init__(
         self, end: socket.socket, env: Mapping[str, str], devices: Sequence[str] | None, log: Descriptor
@@ -40,26 +39,14 @@ class Supervised(Started):
         worker = [sys.executable, "-P", str(_FOLDER / "worker_program.py"), str(number)]
         if devices is not None:
             env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
-        self._supervisor = subprocess.Popen(
-            supervised(worker, number),
-            stdin=subprocess.DEVNULL,
-            stdout=log.number,
-            stderr=log.number,
-            env=env,
-            pass_fds=[number],
-            start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only this process
-        )
+        self._child = Child(worker, stdout=log.number, stderr=log.number, pass_fds=[number], env=env)
 
     def wait(self) -> str:
-        return _exit_cause(self._supervisor.wait())
+        return _exit_cause(self._child.wait())
 
     def kill(self) -> None:
-        if self._supervisor.poll() is None:
-            self._supervisor.send_signal(signal.SIGTERM)
-        try:
-            self._supervisor.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:  # a process waits in the kernel; it ends when the kernel lets it
-            self._supervisor.kill()
+        self._child.end()
+        self._child.ends_within(_END_SECONDS)  # a process may wait in the kernel for longer
 
     def beside(self, function: Callable[..., str], *arguments: Any) -> str:
         return function(*arguments)

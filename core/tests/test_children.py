@@ -1,0 +1,121 @@
+"""Child processes: what they get, how they end, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from rlhf.children import Child
+from rlhf.supervisor import supervised
+
+from tests import orphans
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere a child is a direct child")
+
+
+@pytest.fixture
+def pipe():
+    read, write = os.pipe()
+    yield read, write
+    os.close(read)
+    os.close(write)
+
+
+def python(text: str, stream: int, **options) -> Child:
+    return Child([sys.executable, "-S", "-c", text], stdout=stream, stderr=stream, **options)
+
+
+def test_a_child_gets_its_words_environment_folder_and_descriptors(pipe, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    read, write = pipe
+    given, giving = os.pipe()
+    os.write(giving, "grüße".encode())
+    text = f"import os; print(os.read({given}, 99).decode(), os.environ['NAME'], os.getcwd(), os.getsid(0))"
+    child = python(text, write, env={"NAME": "täglich", "PYTHONUTF8": "1"}, pass_fds=(given,))
+    for end in (given, giving):
+        os.close(end)
+    assert child.wait() == 0
+    *words, session = os.read(read, 999).decode().split()
+    assert words == ["grüße", "täglich", str(tmp_path)]
+    assert int(session) != os.getsid(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 11)", -11), ("import os; os.kill(0, 9)", -9)],
+)
+def test_how_a_child_ended(pipe, text: str, code: int) -> None:
+    child = python(text, pipe[1])
+    assert child.wait() == child.returncode == code
+    child.end()
+
+
+def test_a_program_that_cannot_be_started_is_said(pipe) -> None:
+    assert Child(["no-such-program"], stdout=pipe[1], stderr=pipe[1]).wait() == 127
+    assert os.read(pipe[0], 999) == b"no-such-program cannot be started: No such file or directory\n"
+
+
+@pytest.mark.parametrize("how", ["exits", "is ended", "is forgotten"])
+def test_what_a_child_started_ends_with_it(pipe, tmp_path, how: str) -> None:
+    pids = tmp_path / "pids"
+    child = python(orphans.leaving(pids) + ("" if how == "exits" else "\nimport time; time.sleep(600)"), pipe[1])
+    away = orphans.left(pids)
+    if how == "is ended":
+        assert child.returncode is None
+        assert not child.ends_within(0.01)
+        child.end()
+        assert child.wait() == -signal.SIGKILL
+        assert not away or not away[0].is_running()
+    elif how == "is forgotten":
+        del child
+    assert orphans.end(away)
+
+
+def test_several_coroutines_wait_for_a_child(pipe) -> None:
+    async def scenario() -> list[int]:
+        child = python("import time; time.sleep(600)", pipe[1])
+        asyncio.get_running_loop().call_later(0.1, child.end)
+        return [*await asyncio.gather(child.ended(), child.ended()), await child.ended()]
+
+    assert asyncio.run(scenario()) == [-signal.SIGKILL] * 3
+
+
+DRIVER = """
+import os, sys, time
+from rlhf.children import Child
+Child(["true"], stdout=1, stderr=2).wait()
+if sys.argv[2] == "fork" and os.fork():  # the fork has no supervisor yet
+    time.sleep(600)
+kept = Child([sys.executable, "-S", "-c", sys.argv[1] + "\\nimport time; time.sleep(600)"], stdout=1, stderr=2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["driver", "fork", "supervisor"])
+def test_nothing_outlives_a_driver_or_a_supervisor_that_is_killed(tmp_path, killed: str) -> None:
+    pids = tmp_path / "pids"
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, orphans.leaving(pids), killed])
+    if killed == "driver":
+        assert orphans.end_with(driver, pids)
+        return
+    away = orphans.left(pids, driver)
+    process = psutil.Process(driver.pid)
+    [victim] = [c for c in process.children() if ("supervisor.py" in str(c.cmdline())) == (killed == "supervisor")]
+    family = [*victim.children(recursive=True), *away]
+    victim.kill()
+    ended = orphans.end(family)
+    driver.kill()
+    driver.wait()
+    assert ended
+
+
+def test_a_guard_by_its_command_line_exits_as_its_worker_did_and_ends_what_that_started(tmp_path) -> None:
+    pids = tmp_path / "pids"
+    statement = f"{orphans.leaving(pids)}\nimport os; os.kill(os.getpid(), 11)"
+    assert subprocess.run(supervised([sys.executable, "-S", "-c", statement]), check=False).returncode == -11
+    assert not orphans.left(pids)
