@@ -1,21 +1,20 @@
 """Run a probe in a child process with a deadline.
 
 The child writes one JSON object per line to its standard output. Prints of libraries go to standard error. Both are
-files, not pipes, so that the doctor does not wait for a grandchild that outlives the probe.
+files, not pipes, because nobody would read these while the probe runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from typing import IO, Any
 
+from rlhf.children import Child
 from rlhf.interfaces import ProbeAnswer
 from rlhf.interfaces.check import Probe
 
@@ -29,21 +28,19 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
     Args:
         probe: a function at the top of an importable module.
         argument: a JSON value given to the probe.
-        timeout: seconds after which the child and the processes that it started are killed.
+        timeout: seconds after which the child and all processes that it started are killed.
     """
     # -P: like the program `rlhf`, do not import files of the current folder
     words = [probe.__module__, probe.__qualname__, json.dumps(argument)]
     command = [sys.executable, "-P", "-m", "rlhf_plugin_doctor.probe_process", *words]
     start = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
-        late = False
+        child = Child(command, stdout=out.fileno(), stderr=err.fileno())
         try:
-            child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            _end(child)
+            late = not child.ends_within(timeout)
+        finally:  # also when the doctor is interrupted
+            child.end()
+            code = child.wait()
         seconds = time.monotonic() - start
         lines, log = _lines(out), _tail(err)
     values = [line["value"] for line in lines if "value" in line]
@@ -52,21 +49,14 @@ def ask(probe: Probe, argument: Any = None, timeout: float = 120.0) -> ProbeAnsw
         error = raised[0]
     elif late:
         error = f"no answer within {timeout:g} s"
-    elif child.returncode < 0:
-        error = f"killed by {signal.Signals(-child.returncode).name}"
-    elif child.returncode:
+    elif code < 0:
+        error = f"killed by {signal.Signals(-code).name}"
+    elif code:
         error = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
-        error = error or f"ended with exit code {child.returncode}"
+        error = error or f"ended with exit code {code}"
     else:
         error = "" if values else "ended without an answer"
     return ProbeAnswer(seconds, error, log, values)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the probe's process group, also if the doctor itself is interrupted."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _lines(file: IO[bytes]) -> list[dict[str, Any]]:
