@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +22,8 @@ from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.workers.worker import Worker
 from rlhf_runtime.workers.worker_pool import WorkerPool
+
+from tests import orphans
 
 REWARD = """
 import os, sys, time, ctypes, subprocess
@@ -60,20 +62,21 @@ def gone(pid: int) -> bool:
     return False
 
 
-async def call(resolved: Resolved, group, deadline: float = 20.0) -> tuple[object, Worker]:
+async def call(resolved: Resolved, group, deadline: float = 20.0) -> Any:
     worker = Worker(resolved, None, RewardError)
     try:
         await worker.start()
-        return await worker.call("score", group, deadline=deadline), worker
+        return await worker.call("score", group, deadline=deadline)
     finally:
         worker.kill()
 
 
 def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_file, make_group, capfd) -> None:
-    (results, worker) = asyncio.run(call(from_file("reward", REWARD), make_group("2", act="print")))
+    results = asyncio.run(call(from_file("reward", REWARD), make_group("2", act="print")))
     assert results[0]["value"] == 1.0
     assert results[0]["info"]["torch"] is False
-    assert results[0]["info"]["pid"] == worker.pid != os.getpid()
+    assert gone(results[0]["info"]["pid"])
+    assert results[0]["info"]["pid"] != os.getpid()
     shown = capfd.readouterr().err
     assert "hello from the plugin" in shown
     assert "raw bytes" in shown
@@ -83,7 +86,7 @@ def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_f
 def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group) -> None:
     """The samples of a group run in different workers. An environment that draws from a set must give them one task."""
     resolved = from_file("reward", REWARD)
-    orders = [asyncio.run(call(resolved, make_group("2", act="set")))[0][0]["info"]["order"] for _ in range(2)]
+    orders = [asyncio.run(call(resolved, make_group("2", act="set")))[0]["info"]["order"] for _ in range(2)]
     assert orders[0] == orders[1]
 
 
@@ -100,7 +103,7 @@ def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> No
 
     worker, seconds = asyncio.run(scenario())
     assert 0.5 <= seconds < 3.0
-    assert gone(worker.pid)
+    assert not worker.running
 
 
 @pytest.mark.parametrize(
@@ -125,49 +128,36 @@ def test_a_kill_reaches_what_the_plugin_has_started(from_file, make_group, tmp_p
     assert gone(int(pid_file.read_text()))
 
 
-DETACHED = {
-    "session": 'subprocess.Popen(["sleep", "600"], start_new_session=True)',
-    "daemon": 'subprocess.run("setsid sleep 600 >/dev/null 2>&1 &", shell=True)',
-}
-STARTS = """
-import subprocess
+LEAVES = """
+import re
 def score(prompt, completion, row):
-    START
+    {leaving}
+    if row["act"] == "backtrack":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
     return 1.0
 """
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
 
 
-def holding(path: Path) -> list[int]:
-    """Processes that work in this folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(path) and process.name() == "sleep" and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+@LINUX
+@pytest.mark.parametrize("act", ["return", "backtrack"])
+def test_processes_that_a_worker_started_in_another_session_end_with_it(from_file, make_group, tmp_path, act) -> None:
+    """At its deadline, and at the end of the run."""
+    pids = tmp_path / "pids"
+    resolved = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids)))
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
-@pytest.mark.parametrize("way", DETACHED)
-def test_processes_that_a_worker_started_in_another_session_end_with_it(
-    from_file, make_group, tmp_path, monkeypatch, way: str
-) -> None:
-    monkeypatch.chdir(tmp_path)  # is that of every process that is started from here
-    resolved = from_file("reward", STARTS.replace("START", DETACHED[way]))
-
-    async def scenario() -> Worker:
+    async def scenario() -> None:
         worker = Worker(resolved, None, RewardError)
-        await worker.start()
-        await worker.call("score", make_group("2"), deadline=20.0)
-        return worker
+        try:
+            await worker.start()
+            await worker.call("score", make_group("2", act=act), deadline=60.0 if act == "return" else 2.0)
+            assert orphans.left(pids)[0].is_running()
+        finally:
+            worker.kill()
 
-    worker = asyncio.run(scenario())
-    try:
-        while not (left := holding(tmp_path)):
-            time.sleep(0.05)
-    finally:
-        worker.kill()
-    assert all(gone(pid) for pid in left)
+    with pytest.raises(RewardError, match="deadline") if act == "backtrack" else contextlib.nullcontext():
+        asyncio.run(scenario())
+    assert orphans.end(orphans.left(pids))
 
 
 def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
@@ -250,9 +240,9 @@ def test_a_class_of_this_process_only_is_copied_with_what_it_uses(make_group) ->
             return [RewardResult(float(gone(os.getpid() + 10**7)), info={"pid": os.getpid()})]
 
     resolved = Resolved("reward", "local", Local, "in process", "", "in process/local")
-    results, worker = asyncio.run(call(resolved, make_group("2")))
+    results = asyncio.run(call(resolved, make_group("2")))
     assert results[0]["value"] == 1.0
-    assert results[0]["info"]["pid"] == worker.pid
+    assert gone(results[0]["info"]["pid"])
 
 
 def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:
@@ -381,32 +371,22 @@ import asyncio, sys
 from rlhf_runtime.workers.worker import Worker
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
-from rlhf.types import Group, Row
+from rlhf.types import Group, Row, Trajectory, Turn
 async def main():
-    worker = Worker(Plugins.discover().resolve("reward", sys.argv[1]), None, RewardError)
+    reward, python = sys.argv[1:]
+    worker = Worker(Plugins.discover().resolve("reward", reward), None, RewardError, python=python or None)
     await worker.start()
-    print(worker.pid, flush=True)
-    await worker.call("score", Group(Row({"act": "backtrack"}, "s", 0), 0, []), deadline=600)
+    row = Row({"prompt": "1+1=", "act": "backtrack"}, "s", 0)
+    turns = [Turn([1], sampled=False, text="1+1="), Turn([2], sampled=True, text="2", finish="stop")]
+    await worker.call("score", Group(row, 0, [Trajectory(row, turns, (0, 0))]), deadline=600)
 asyncio.run(main())
 """
 
-BACKTRACK = """
-import re
-from rlhf.interfaces import Reward
-class Backtrack(Reward):
-    def score(self, group):
-        re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
-        return []
-"""
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: only its kernel ends a process that holds the GIL")
-def test_workers_die_with_a_driver_that_is_killed(from_file) -> None:
-    reference = from_file("reward", BACKTRACK).ref
-    with subprocess.Popen([sys.executable, "-c", DRIVER, reference], stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        pid = int(driver.stdout.readline())
-        time.sleep(0.5)
-        assert psutil.Process(pid).cpu_times().user > 0.2  # it is busy
-        os.kill(driver.pid, signal.SIGKILL)
-    assert gone(pid)
+@LINUX
+@pytest.mark.parametrize("python", ["", sys.executable], ids=["own", "another"])
+def test_nothing_outlives_a_driver_that_is_killed(from_file, tmp_path, python: str) -> None:
+    """Neither a worker that holds the interpreter's lock nor what it started in another session."""
+    pids = tmp_path / "pids"
+    reference = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids))).ref
+    assert orphans.end_with(subprocess.Popen([sys.executable, "-c", DRIVER, reference, python]), pids)

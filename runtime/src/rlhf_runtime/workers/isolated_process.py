@@ -1,7 +1,7 @@
 """The program of a worker process under another Python (:mod:`rlhf_runtime.workers.isolation`). It is run as a file,
 because the other Python has no ``rlhf_runtime``. Until :func:`lend` it imports the standard library only.
 
-``PYTHON isolated_process.py SOCKET LIFELINE LENT``: LENT is JSON of the packages that the run lends, and of the
+``PYTHON isolated_process.py SOCKET LENT``: LENT is JSON of the packages that the run lends, and of the
 plugin's metadata.
 """
 

@@ -13,17 +13,15 @@ import atexit
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
-from pathlib import Path
 from typing import Any
 
+from rlhf.children import Child
 from rlhf.errors import RlhfError, shown
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.plugins import Resolved
@@ -38,8 +36,6 @@ START_DEADLINE = 120.0
 KEPT_LINES = 12
 """Number of last lines of a worker's output that the error about its death shows."""
 
-MARK = "RLHF_WORKER"
-"""Environment variable that marks a worker and all processes that it started, in whatever session they are."""
 MOST_BYTES = 1 << 30
 """Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
 memory of the run."""
@@ -71,41 +67,28 @@ class Worker:
         self._resolved, self._python = resolved, python
         self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
         self._socket, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
         environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
-        self._mark = environment[MARK] = secrets.token_hex(16)
-        ends = (str(theirs.fileno()), str(lifeline))
-        program = [sys.executable, "-P", "-m", "rlhf_runtime.workers.worker_process", *ends]
+        end = str(theirs.fileno())
+        program = [sys.executable, "-P", "-m", "rlhf_runtime.workers.worker_process", end]
         if python is not None:
             environment = isolation.environment(python, environment)
-            program = isolation.command(resolved, python, *ends)
-        self._process = subprocess.Popen(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(), lifeline),
-            env=environment,
-            start_new_session=True,  # killing its group also kills what the plugin started
-        )
+            program = isolation.command(resolved, python, end)
+        read, write = os.pipe()
+        self._process = Child(program, stdout=write, stderr=write, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
-        os.close(lifeline)
+        os.close(write)
         self._socket.setblocking(False)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader = threading.Thread(target=self._read_output, args=(read,), daemon=True)
         self._reader.start()
         _alive.add(self)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def running(self) -> bool:
         """Whether the process itself is still running."""
-        return self.alive and self._process.poll() is None
+        return self.alive and self._process.returncode is None
 
     async def start(self) -> None:
         """Import the plugin in the process and build it with its config."""
@@ -150,12 +133,9 @@ class Worker:
         if not self.alive:
             return
         self.alive = False
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.end()
         self._process.wait()
-        kill_marked(f"{MARK}={self._mark}".encode())
         self._socket.close()
-        os.close(self._lifeline)
         self._reader.join(timeout=1.0)
 
     async def _exchange(self, request: bytes) -> dict[str, Any]:
@@ -188,7 +168,7 @@ class Worker:
     async def _ending(self) -> str:
         """How the process ended, in words."""
         for _ in range(100):
-            if self._process.poll() is not None:
+            if self._process.returncode is not None:
                 break
             await asyncio.sleep(0.01)
         code = self._process.returncode
@@ -200,34 +180,13 @@ class Worker:
         lines = "\n  ".join(self._lines)
         return f". Its last output:\n  {lines}" if lines else ""
 
-    def _read_output(self) -> None:
+    def _read_output(self, descriptor: int) -> None:
         """Show the plugin's output line by line, with the plugin's name, so that no ``print`` is lost."""
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
+        with open(descriptor, "rb") as stream:
             while line := stream.readline(8192).decode(errors="replace"):
                 self._lines.append(line.rstrip())
                 with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
                     sys.stderr.write(f"[{self.what}] {line.rstrip()}\n")
-
-
-def kill_marked(mark: bytes) -> None:
-    """Kill every process of this user whose environment holds ``mark`` (``NAME=VALUE``). This reaches processes that a
-    worker started in another session (``start_new_session``, ``setsid``), which are not in its group. Linux only: on
-    other systems, and for a process with a replaced environment, only the group is killed."""
-    for _ in range(10):  # the next pass finds processes that are started during this one
-        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if mark in _environment(path)]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def _environment(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().split(b"\0")
-    except OSError:  # the process has ended, or belongs to another user
-        return []
 
 
 @atexit.register

@@ -1,5 +1,5 @@
 """The program of a worker process: it serves one plugin over a socket. ``worker.py`` starts it as
-``python -m rlhf_runtime.workers.worker_process SOCKET LIFELINE``. It does not import torch by itself.
+``python -m rlhf_runtime.workers.worker_process SOCKET``. It does not import torch by itself.
 
 Requests are pickled by the driver. Replies are JSON, so that the driver executes nothing that plugin code returns. Each
 frame is its length (8 bytes, big endian) and its body.
@@ -12,12 +12,12 @@ import json
 import numbers
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
 import sys
 import threading
+import time
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -74,9 +74,10 @@ HOSTS: dict[str, type[RewardHost] | type[EnvHost]] = {"reward": RewardHost, "env
 
 def main() -> None:
     """Serve requests until the driver closes the connection."""
-    connection, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
-    die_with_driver(lifeline)
+    if sys.platform != "linux":
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     faulthandler.enable()
     host: Any = None
     own = os.getpid()
@@ -119,24 +120,12 @@ def plain(value: object) -> Any:
     raise InvalidResult(f"returned info with a {type(value).__name__}; allowed: numbers, text, lists and dicts of them")
 
 
-def die_with_driver(lifeline: int) -> None:
-    """Kill this process and its children as soon as the driver's end of ``lifeline`` closes, however the driver ended.
-    On Linux the kernel sends the signal, so code that never releases the interpreter's lock is killed too."""
-    if sys.platform == "linux":
-        import fcntl
-
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-        if select.select([lifeline], [], [], 0)[0]:  # the driver was gone before the signal was armed
-            os._exit(1)
-        return
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+def end_with(driver: int) -> None:
+    """Kill this process and its group when its parent, the driver, has ended. On Linux the driver's supervisor does
+    this, also for code that never releases the interpreter's lock (:mod:`rlhf.children`)."""
+    while os.getppid() == driver:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
 
 
 def send(connection: socket.socket, body: bytes) -> None:
