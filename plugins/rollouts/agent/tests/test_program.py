@@ -12,6 +12,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf_plugin_agent import Agent
 
+from tests import orphans
+
 ASKS = "ask(base_url, api_key)\n"
 
 
@@ -138,20 +140,10 @@ asyncio.run(main())
 
 
 def test_nothing_outlives_a_driver_that_is_killed(tmp_path):
-    """A program that ignores signals, and a child of it in another session."""
+    """A program that ignores signals, and what it started in another session."""
     pids = tmp_path / "pids"
-    program = (
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork() or os.setsid()\n"
-        f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, program])
-    deadline = time.monotonic() + 60
-    while not (pids.exists() and pids.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    driver.kill()
-    driver.wait()
-    assert all(gone(int(pid)) for pid in pids.read_text().split())
+    program = f"import signal, time\nsignal.signal(15, signal.SIG_IGN)\n{orphans.leaving(pids)}\ntime.sleep(600)"
+    assert orphans.end_with(subprocess.Popen([sys.executable, "-c", DRIVER, program]), pids)
 
 
 def test_any_amount_of_output_is_read(lab, program):

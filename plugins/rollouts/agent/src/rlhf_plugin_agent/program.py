@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import os
@@ -13,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.children import Child
 from rlhf.errors import RolloutError
-from rlhf.supervisor import end, supervised
 from rlhf_endpoint.child_process import Pipe, passed_environment
 
 from rlhf_plugin_agent.config import AgentConfig
@@ -25,8 +24,8 @@ _TAIL, _LONGEST_RESULT = 2000, 2**16
 
 
 class Program:
-    """A process under a supervisor (:mod:`rlhf.supervisor`): everything that it starts ends with it, in whatever
-    session. After :meth:`start`, ``async with`` ends them all.
+    """A process. Everything that it starts ends with it, in whatever session (:mod:`rlhf.children`). After
+    :meth:`start`, ``async with`` ends them all.
 
     Args:
         task: what the program gets, as JSON values.
@@ -43,7 +42,7 @@ class Program:
             "ANTHROPIC_API_KEY": secret,
             "RLHF_SEED": str(seed),
         }
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
 
     async def start(self) -> None:
         """Raises RolloutError: the process cannot be started."""
@@ -55,14 +54,13 @@ class Program:
             try:
                 if shutil.which(command[0], path=self._environment.get("PATH")) is None:
                     raise FileNotFoundError(f"no such program: {command[0]!r}")
-                self._process = await asyncio.create_subprocess_exec(
-                    *supervised(command),
-                    stdin=standard_input,
+                self._child = Child(
+                    command,
+                    stdin=standard_input.fileno(),
                     stdout=self._output.write_end,
                     stderr=self._output.write_end,
                     pass_fds=(self._result.write_end,),
                     env={**self._environment, "RLHF_RESULT_FD": str(self._result.write_end)},
-                    start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only the run
                 )
             except OSError as error:
                 self._close()
@@ -77,19 +75,18 @@ class Program:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._process is not None
-        if self._process.returncode is None:
-            end(self._process.pid)
+        assert self._child is not None
+        self._child.end()
         self._close()
-        await self._process.wait()
+        await self._child.ended()
 
     async def reward(self) -> float | None:
         """Wait for the end of the process. Returns the reward that it gave, if the option says that it gives one.
 
         Raises ProgramFailed, or RolloutError if it returned something else.
         """
-        assert self._process is not None
-        code = await self._process.wait()
+        assert self._child is not None
+        code = await self._child.ended()
         self._output.read()
         self._result.read()
         if code:
