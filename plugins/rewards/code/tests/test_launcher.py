@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +24,8 @@ from rlhf_plugin_code.launcher import Launcher
 from rlhf_plugin_code.probe import NAMES, probe
 from rlhf_plugin_code.reward import CodeReward
 from rlhf_plugin_code.seccomp import seccomp_filter
+
+from tests import orphans
 
 NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -108,6 +112,32 @@ def test_no_program_outlives_a_launcher_process_that_is_killed(sandbox: str) -> 
         assert asyncio.run(scenario())
     finally:
         one.close()
+
+
+DRIVER = """
+import asyncio, sys
+from dataclasses import replace
+from groups import LIMITS
+from rlhf_plugin_code.interpreter import interpreter
+from rlhf_plugin_code.launcher import Launcher
+asyncio.run(Launcher(sys.argv[1], interpreter(None), replace(LIMITS, wall_seconds=600.0)).run(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=NO_BWRAP), "sandlock", "limits"])
+def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(sandbox: str) -> None:
+    program = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ntime.sleep(600)"
+    command = [sys.executable, "-c", DRIVER, sandbox, program]
+    driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
+    try:
+        while not any(p.num_threads() > 1 for p in psutil.Process(driver.pid).children(recursive=True)[1:]):
+            assert driver.poll() is None
+            time.sleep(0.01)
+        family = psutil.Process(driver.pid).children(recursive=True)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert orphans.end(family)
 
 
 def test_a_launcher_process_that_dies_fails_its_samples_and_is_started_again(fresh) -> None:
