@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from rlhf.errors import ConfigError
+from rlhf.supervisor import supervised
 
 from rlhf_plugin_verifiers.config import VerifiersConfig, check_python, own_python
 from rlhf_plugin_verifiers.process import PROGRAM
@@ -31,7 +32,8 @@ def main() -> None:
         parser.error(str(error))
     rows = {"split": given.split, "first": given.first, "count": given.rows}
     about = json.dumps({"id": config.id, "args": dict(config.args), "rows": rows})
-    process = subprocess.Popen([own_python(config.python), str(PROGRAM), about], stdout=subprocess.PIPE, text=True)
+    command = supervised([own_python(config.python), str(PROGRAM), about])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process:
         for line in process.stdout:
