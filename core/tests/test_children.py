@@ -57,7 +57,7 @@ def test_how_a_child_ended(pipe, text: str, code: int) -> None:
 
 def test_a_program_that_cannot_be_started_is_said(pipe) -> None:
     assert Child(["no-such-program"], stdout=pipe[1], stderr=pipe[1]).wait() == 127
-    assert os.read(pipe[0], 999) == b"no-such-program cannot be started: No such file or directory\n"
+    assert os.read(pipe[0], 999) == b"'no-such-program' cannot be started: No such file or directory\n"
 
 
 @pytest.mark.parametrize("how", ["exits", "is ended", "is forgotten"])

@@ -80,7 +80,7 @@ def serve(driver: int, channel: int) -> None:
         try:
             child = os.fork()
         except OSError as error:  # the limit of processes
-            os.write(2, os.fsencode(command[0]) + f" cannot be started: {error.strerror}\n".encode())
+            os.write(2, f"{os.fsdecode(command[0])!r} cannot be started: {error.strerror}\n".encode())
             answer(control, 127 << 8)
             child = -1
         if child == 0:
@@ -158,7 +158,7 @@ def execute(
         os.chdir(folder)
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        os.write(2, os.fsencode(command[0]) + f" cannot be started: {error.strerror}\n".encode())
+        os.write(2, f"{os.fsdecode(command[0])!r} cannot be started: {error.strerror}\n".encode())
         os._exit(127)
 
 

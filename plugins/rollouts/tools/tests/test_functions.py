@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from rlhf.errors import ConfigError, PluginImportFailed, RolloutError
 from rlhf_plugin_tools.functions import PythonFunction, Source
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
+
+from tests import orphans
 
 FILE = Path(__file__).parent / "functions_under_test.py"
 
@@ -208,33 +209,20 @@ async def main():
 asyncio.run(main())
 """
 BUSY = """
-import os, re
+import re
 
 def busy() -> int:
     "Compute for ever without releasing the lock of the interpreter."
-    if os.fork() == 0:
-        os.setsid()
-    with open(PIDS, "a") as file:
-        file.write(f"{os.getpid()}\\n")
+    {leaving}
     return bool(re.match("(a|a)*b", "a" * 99))
 """
 
 
 def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path) -> None:
     pids = tmp_path / "pids"
-    (tmp_path / "busy.py").write_text(f"PIDS = {str(pids)!r}\n{BUSY}")
-    driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"file:{tmp_path / 'busy.py'}:busy"])
-    try:
-        while not (pids.exists() and pids.read_text().count("\n") == 2):
-            assert driver.poll() is None
-            time.sleep(0.01)
-    finally:
-        driver.kill()
-        driver.wait()
-    last = time.monotonic() + 20
-    while not all(map(ended, map(int, pids.read_text().split()))):
-        assert time.monotonic() < last
-        time.sleep(0.01)
+    (tmp_path / "busy.py").write_text(BUSY.format(leaving=orphans.leaving(pids)))
+    command = [sys.executable, "-c", DRIVER, f"file:{tmp_path / 'busy.py'}:busy"]
+    assert orphans.end_with(subprocess.Popen(command), pids)
 
 
 def test_a_worker_that_dies_is_a_failed_sample_and_is_replaced() -> None:

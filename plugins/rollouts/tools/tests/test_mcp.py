@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,8 @@ from rlhf_plugin_tools.options import McpServer, ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
 from server_under_test import FROZEN
 from server_under_test import server as server_under_test
+
+from tests import orphans
 
 FILE = Path(__file__).parent / "server_under_test.py"
 
@@ -237,3 +240,39 @@ def test_a_server_over_http_that_stops_fails_the_sample() -> None:
 
     with over_http("good") as (url, stop):
         run(check(url, stop))
+
+
+LEAVING = """
+import runpy, sys
+{leaving}
+sys.argv[:] = [{file!r}, "bad"]
+runpy.run_path({file!r}, run_name="__main__")
+"""
+DRIVER = """
+import asyncio, sys
+from rlhf_plugin_tools.mcp_server import Server
+from rlhf_plugin_tools.options import McpServer
+server = Server("leaving", McpServer(command=(sys.executable, "-c", sys.argv[1])))
+asyncio.run(server.call("slow", {}, 600.0))
+"""
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere no supervisor ends the server")
+
+
+@LINUX
+def test_what_a_server_started_ends_with_it(tmp_path) -> None:
+    pids = tmp_path / "pids"
+    text = LEAVING.format(leaving=orphans.leaving(pids), file=str(FILE))
+
+    async def check() -> None:
+        async with opened(one=McpServer(command=(sys.executable, "-c", text), tools=("slow",))):
+            assert orphans.left(pids)[0].is_running()
+
+    run(check())
+    assert orphans.end(orphans.left(pids))
+
+
+@LINUX
+def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(tmp_path) -> None:
+    pids = tmp_path / "pids"
+    text = LEAVING.format(leaving=orphans.leaving(pids), file=str(FILE))
+    assert orphans.end_with(subprocess.Popen([sys.executable, "-c", DRIVER, text]), pids)

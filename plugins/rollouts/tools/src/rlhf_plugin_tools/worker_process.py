@@ -62,8 +62,8 @@ def _send(stream: IO[str], answer: dict[str, Any]) -> None:
 
 
 def _read(stream: IO[str], lines: queue.SimpleQueue[str]) -> None:
-    """Pass requests on. The end of the stream means that the driver is gone: end this process, also during a call. Its
-    supervisor ends what it started."""
+    """Pass requests on. The end of the stream means that the driver is gone: end this process, also during a call. On
+    Linux the driver's supervisor ends it too, with what it started."""
     for line in stream:
         lines.put(line)
     os.kill(os.getpid(), signal.SIGKILL)

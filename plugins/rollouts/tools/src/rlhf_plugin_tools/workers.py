@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rlhf.children import Child
 from rlhf.errors import RolloutError
-from rlhf.supervisor import end, supervised
 
 from rlhf_plugin_tools.functions import PythonFunction, Source
 from rlhf_plugin_tools.output import Output
@@ -25,25 +26,26 @@ LONGEST_LINE = 1 << 26
 class Worker:
     """One process. After a failure it is killed, and another one takes its place."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
-        self._process, self._output = process, output
+    def __init__(
+        self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, output: Output
+    ) -> None:
+        self._child, self._reader, self._writer, self._output = child, reader, writer, output
 
     @classmethod
     async def start(cls, sources: Sequence[Source], longest: int) -> Worker:
         """Raises RolloutError."""
         output = Output("tools")
+        ours, theirs = socket.socketpair()
+        end, command = theirs.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process"]
         try:
-            process = await asyncio.create_subprocess_exec(
-                *supervised([sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process"]),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=output.stream,
-                start_new_session=True,  # the keys of a terminal (Ctrl-C) reach only the run
-                limit=LONGEST_LINE,
-            )  # fmt: skip
+            with theirs:
+                child = Child(command, stdin=end, stdout=end, stderr=output.stream.fileno())
         except OSError as error:
+            ours.close()
             output.close()
             raise RolloutError(f"the worker process of rollout.functions cannot start: {error}") from None
         output.started()
-        worker = cls(process, output)
+        worker = cls(child, *await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), output)
         listed = [[s.path, s.text, s.name] for s in sources]
         try:
             async with asyncio.timeout(START_DEADLINE):
@@ -62,13 +64,12 @@ class Worker:
     async def ask(self, request: dict[str, Any], doing: str) -> dict[str, Any]:
         """The answer to one request. Kills the process where it breaks or where this call is cancelled. Raises
         RolloutError where it broke."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            with contextlib.suppress(ConnectionError):  # the answer is then empty
-                await self._process.stdin.drain()
-            line = await self._process.stdout.readline()
+            self._writer.write(json.dumps(request).encode() + b"\n")
+            line = b""
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+                line = await self._reader.readline()
             if not line.endswith(b"\n"):
                 ending = await self._ending()
                 raise RolloutError(
@@ -82,22 +83,20 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
+        return self._child.returncode is None
 
     async def ended(self) -> None:
-        await self._process.wait()
+        await self._child.ended()
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            end(self._process.pid)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._child.end()
+        self._writer.close()
         self._output.close()
 
     async def _ending(self) -> str:
         try:
             async with asyncio.timeout(1.0):
-                code = await self._process.wait()
+                code = await self._child.ended()
         except TimeoutError:
             return "closed its connection"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
