@@ -129,10 +129,11 @@ def guard(
         execute(command, environment, folder, streams)
     for stream in streams.values():
         os.close(stream)
-    if control >= 0:  # a signal when it can be read
-        fcntl.fcntl(control, fcntl.F_SETOWN, own)
-        fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
     controls = [control] if control >= 0 else []
+    for descriptor in controls:
+        with contextlib.suppress(OSError):  # SIGIO when it can be read; without it the next look sees that
+            fcntl.fcntl(descriptor, fcntl.F_SETOWN, own)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signals: signal.struct_siginfo | None = None
     while not (ended := os.waitpid(worker, os.WNOHANG))[0]:
         stopped = signals is not None and signals.si_signo in STOPS
@@ -179,8 +180,13 @@ def end_descendants() -> None:
 
 
 def descendants() -> list[int]:
+    """Where /proc cannot be read: 0, which to a signal is this process and its group."""
     children: dict[int, list[int]] = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return [0]
+    for name in filter(str.isdigit, names):
         try:
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stat:
                 parent = stat.read().rpartition(")")[2].split()[1]

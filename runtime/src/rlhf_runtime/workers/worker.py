@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -87,8 +88,12 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the process itself is still running."""
-        return self.alive and self._process.returncode is None
+        """Whether the process itself is still running, between two calls."""
+        if not self.alive or self._process.returncode is not None:
+            return False
+        connection = select.poll()  # the end of the connection is seen before the exit code
+        connection.register(self._socket, select.POLLIN)
+        return not connection.poll(0)
 
     async def start(self) -> None:
         """Import the plugin in the process and build it with its config."""
