@@ -31,7 +31,7 @@ else:
 
 def leaving(pids: Path) -> str:
     """A statement of Python, on one line. It starts a process that nothing of its parents finds: in a session of its
-    own, without their environment, a child of nobody. The statement ends when its pid is a line of the file ``pids``."""
+    own, without their environment, a child of nobody. The statement ends when its pid is a line of the file."""
     return f"exec({_LEAVES!r}, {{'PIDS': {str(pids)!r}}})"
 
 
