@@ -141,6 +141,11 @@ class _Supervisor:
         socket.send_fds(self._channel, [len(request).to_bytes(8, "big")], descriptors)
         self._channel.sendall(request)
 
+    def forget(self) -> None:
+        """Called in a fork of this process, whose child it is not."""
+        self._channel.close()
+        self._process.returncode = 0
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # it has ended
             self._channel.shutdown(socket.SHUT_RDWR)  # a fork of this process may have the channel too
@@ -163,6 +168,8 @@ def _start(request: bytes, descriptors: Sequence[int]) -> None:
 def _forget() -> None:
     """A fork of this process has no supervisor, and the lock may be that of a thread that it does not have."""
     global _supervisor, _starting
+    if _supervisor is not None:
+        _supervisor.forget()
     _supervisor, _starting = None, threading.Lock()
 
 
