@@ -72,9 +72,7 @@ def test_ranks_fill_one_machine_after_the_other(launcher):
     policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=3))
     pids = [pid for pid, _ in policy.call("starts", [()] * 3)]
     [other] = launcher.machines.others
-    mine = [
-        os.getpid() in [p.pid for p in psutil.Process(pid).parents()[:3]] for pid in pids
-    ]  # the third
+    mine = [os.getpid() in [p.pid for p in psutil.Process(pid).parents()[:3]] for pid in pids]  # the third
     assert mine == [True, True, False]
     assert other.pid in [p.pid for p in psutil.Process(pids[2]).parents()]
     launcher.shutdown()
