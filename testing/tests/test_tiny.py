@@ -38,7 +38,7 @@ def test_the_chat_template_uses_one_token_per_marker(tmp_path):
 
 @pytest.mark.full
 def test_making_a_model_prints_nothing(tmp_path):
-    """Where DeepSpeed is installed, transformers imports it to save, and it warns of every CPU."""
+    """Where DeepSpeed is installed, transformers would import it to save, and it warns of every CPU."""
     code = f"from rlhf_testing.tiny import tiny_model; tiny_model({str(tmp_path)!r}, hidden=16, heads=2, kv_heads=1)"
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
