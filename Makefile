@@ -6,16 +6,17 @@ STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 BUILDER := $(VENV)/.builder
 
-.PHONY: help install quickstart test test-all lint docs wheels bench clean
+.PHONY: help install quickstart quickstart-tiny room test test-all lint docs wheels bench clean
 
 help:
-	@echo "make quickstart  train a tiny model on this machine and watch it learn"
-	@echo "make test        the tests, real Ray, vLLM and DeepSpeed among them"
-	@echo "make test-all    every test, those that take long too"
-	@echo "make lint        ruff and mypy"
-	@echo "make docs        the documentation as a site in site/; stops at a broken link"
-	@echo "make wheels      every distribution as a wheel in dist/"
-	@echo "make bench       benchmarks against peers (installs them into a virtual environment of their own)"
+	@echo "make quickstart       train a real chat model of 135 M parameters on this machine (downloads 93 MB)"
+	@echo "make quickstart-tiny  the same idea with a tiny model, which needs no download"
+	@echo "make test             the tests, real Ray, vLLM and DeepSpeed among them"
+	@echo "make test-all         every test, those that take long too"
+	@echo "make lint             ruff and mypy"
+	@echo "make docs             the documentation as a site in site/; stops at a broken link"
+	@echo "make wheels           every distribution as a wheel in dist/"
+	@echo "make bench            benchmarks against peers (installs them into a virtual environment of their own)"
 
 install: $(STAMP)
 
@@ -40,8 +41,15 @@ $(STAMP): $(METADATA) | $(BUILDER)
 		$(BIN)/python -c "import $$name" 2>/dev/null || $(BIN)/python -m pip uninstall -qq --yes $$name; done; fi
 	@touch $(STAMP)
 
-quickstart: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
+# Disk and memory are checked before anything is installed.
+room:
+	@$(PYTHON) examples/quickstart/room.py
+
+quickstart: room $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/quickstart.py
+
+quickstart-tiny: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
+	@$(BIN)/python examples/quickstart/tiny.py
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"

@@ -59,11 +59,11 @@ def test_the_tables_of_benchmarks_are_made_of_the_results(script):
 
 
 def test_the_learning_curve_is_drawn_from_a_run(shop, monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS / "images"))
-    drawing = importlib.import_module("learning_curve")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "quickstart"))
+    drawing = importlib.import_module("curve")
     run = shop.train("rloo", "run", data={"eval": [{"path": str(shop.data)}]}, eval={"at_start": True})
     [start] = json.loads((run.path / "manifest.json").read_text())["starts"]
-    picture = ElementTree.fromstring(drawing.draw(read_metrics(run.path / "metrics.jsonl"), start))
+    picture = ElementTree.fromstring(drawing.draw(read_metrics(run.path / "metrics.jsonl"), start, "A run"))
     lines = [e.get("points").split() for e in picture if e.tag.endswith("polyline")]
     assert [len(points) for points in lines] == [3, 3, 2], "rewards, their running mean, evaluations"
     assert start["environment"]["packages"]["torch"] in "".join(picture.itertext())

@@ -104,14 +104,15 @@ SMALL += ["--trainer.warmup_steps", "0", "--launcher.cpus", "2", "--generator.kv
 
 @pytest.fixture(scope="module")
 def kit(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """``pip install rlhf-kit``; beside it are a checkout's quick start, its data, and its model after a few steps."""
+    """``pip install rlhf-kit``; beside it are a checkout's examples, the tiny task, and its model after a few steps."""
     folder = tmp_path_factory.mktemp("kit")
     environment = Environment.make(folder / "venv", wheels, all_third_parties())
     environment.install("rlhf-kit")
     shutil.copytree(ROOT / "examples", folder / "venv" / "examples")
-    environment.run("python", "examples/quickstart/make_task.py", "runs/quickstart/task")
-    environment.run("rlhf", "train", "examples/quickstart/sft.toml", "--steps", "20", "--trainer.warmup_steps", "5")
-    shutil.copy(ROOT / "examples" / "quickstart" / "rloo.toml", folder / "venv" / "run.toml")
+    environment.run("python", "examples/quickstart/tiny_task.py", "runs/quickstart-tiny/task")
+    few = ("--steps", "20", "--trainer.warmup_steps", "5")
+    environment.run("rlhf", "train", "examples/quickstart/tiny_sft.toml", *few)
+    shutil.copy(ROOT / "examples" / "quickstart" / "tiny_rloo.toml", folder / "venv" / "run.toml")
     return environment
 
 
@@ -158,6 +159,6 @@ def test_the_command_of_the_readme_for_a_cluster_works(kit: Environment) -> None
     kit.install(extra)
     [words] = [words for words in commands(ROOT / "README.md") if "ray" in words]
     kit.run("rlhf", *words, *SMALL)
-    config = tomllib.loads((kit.folder / "runs" / "quickstart" / "rloo" / "config.toml").read_text())
+    config = tomllib.loads((kit.folder / "runs" / "quickstart-tiny" / "rloo" / "config.toml").read_text())
     parts = [config[section]["use"] for section in ("launcher", "trainer", "generator")]
     assert parts == ["ray", "deepspeed", "vllm"]

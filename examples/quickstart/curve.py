@@ -1,26 +1,27 @@
-"""Draw the learning curve of a quick start as SVG: ``python docs/images/learning_curve.py runs/quickstart/rloo``.
+"""Draw a run's learning curve as SVG: ``python examples/quickstart/curve.py RUN PICTURE.svg TITLE``.
 
-Reads ``metrics.jsonl`` and ``manifest.json`` of the run and writes ``learning-curve.svg`` beside this file.
+Reads ``metrics.jsonl`` and ``manifest.json`` of the run.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-OUTPUT = Path(__file__).parent / "learning-curve.svg"
-WIDTH, HEIGHT = 720, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 28, 40, 66
+WIDTH, HEIGHT = 720, 320
+LEFT, RIGHT, TOP, BOTTOM = 56, 28, 40, 86
 FONT = 'font-family="sans-serif" font-size="12"'
-SMOOTH = 10
+COLOURS = ("#d9541e", "#2e8b57")
+SMOOTH = 3
 """Steps of the running mean."""
 
 
-def draw(lines: list[dict[str, Any]], start: dict[str, Any]) -> str:
-    """The mean reward of each step, its running mean, and the held-out accuracy.
+def draw(lines: list[dict[str, Any]], start: dict[str, Any], title: str) -> str:
+    """The mean reward of each step, its running mean, and the accuracy on each source of held-out questions.
 
     Args:
         lines: of ``metrics.jsonl``.
@@ -36,36 +37,46 @@ def draw(lines: list[dict[str, Any]], start: dict[str, Any]) -> str:
     smooth = [
         (s, statistics.fmean(v for _, v in reward[max(0, i - SMOOTH + 1) : i + 1])) for i, (s, _) in enumerate(reward)
     ]
-    held_out = [(line["step"], line["eval/pass@1"]) for line in lines if "eval/pass@1" in line]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {FONT}>',
-        "<title>Learning curve of the quick start</title>",
+        f"<title>{title}</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="14">Two-digit addition: RLOO with a reward that checks results</text>',
+        f'<text x="{LEFT}" y="22" font-size="14">{title}</text>',
     ]
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
         (x, y), (end, _) = at(0, value).split(","), at(last, value).split(",")
         parts.append(f'<line x1="{x}" y1="{y}" x2="{end}" y2="{y}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{float(y) + 4:.1f}" text-anchor="end" fill="#555">{value:g}</text>')
-    for step in range(0, last + 1, 50):
+    for step in range(0, last + 1, max(1, last // 10)):
         x, y = at(step, 0).split(",")
         label = f"step {step}" if step == last else step
         parts.append(f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" fill="#555">{label}</text>')
     parts += [
         line_of(reward, at, "#b9cdea", 1),
         line_of(smooth, at, "#1f5fbf", 2),
-        line_of(held_out, at, "#d9541e", 2),
-        *(f'<circle cx="{p[0]}" cy="{p[1]}" r="4" fill="#d9541e"/>' for p in (at(*v).split(",") for v in held_out)),
-        key(0, "#1f5fbf", f"reward of the samples (mean of {SMOOTH} steps)"),
-        key(
-            340,
-            "#d9541e",
-            f"accuracy on {lines[-1]['eval/prompts']:.0f} held-out sums: {held_out[0][1]:.2f} to {held_out[-1][1]:.2f}",
-        ),
+        key(0, 0, "#1f5fbf", f"reward of the samples (mean of {SMOOTH} steps)"),
+    ]
+    for place, (name, colour) in enumerate(zip(sources(lines), COLOURS, strict=False)):
+        points = [(line["step"], line[f"{name}/pass@1"]) for line in lines if f"{name}/pass@1" in line]
+        count, label = lines[-1][f"{name}/prompts"], name.rpartition("/")[2].replace("_", " ")
+        text = f"{label}, {count:.0f} questions: {points[0][1]:.2f} to {points[-1][1]:.2f}"
+        dots = (at(*point).split(",") for point in points)
+        parts += [
+            line_of(points, at, colour, 2),
+            *(f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>' for x, y in dots),
+            key(340, 20 * place, colour, text),
+        ]
+    parts += [
         f'<text x="{LEFT}" y="{HEIGHT - 8}" fill="#555" font-size="11">{machine(start)}</text>',
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def sources(lines: list[dict[str, Any]]) -> list[str]:
+    """What stands before `/pass@1`: a name for each source of held-out questions, or one for all of them."""
+    names = [match[1] for match in (re.fullmatch(r"(eval/.+)/pass@1", name) for name in lines[-1]) if match]
+    return names or ["eval"]
 
 
 def line_of(points: list[tuple[int, float]], at: Any, colour: str, width: int) -> str:
@@ -74,8 +85,8 @@ def line_of(points: list[tuple[int, float]], at: Any, colour: str, width: int) -
     )
 
 
-def key(x: int, colour: str, text: str) -> str:
-    y = HEIGHT - 28
+def key(x: int, y: int, colour: str, text: str) -> str:
+    y += HEIGHT - 48
     bar = f'<rect x="{LEFT + x}" y="{y - 9}" width="18" height="4" fill="{colour}"/>'
     return f'{bar}<text x="{LEFT + x + 24}" y="{y - 3}">{text}</text>'
 
@@ -84,14 +95,15 @@ def machine(start: dict[str, Any]) -> str:
     """Hardware, versions and date of the run."""
     e = start["environment"]
     versions = ", ".join(f"{name} {e['packages'][name]}" for name in ("torch", "transformers"))
-    return f"{e['cores']} cores of an {e['cpu']} without a GPU, Python {e['python']}, {versions}; {start['time'][:10]}"
+    gpu = "" if e.get("gpus") else " without a GPU"
+    return f"{e['cores']} cores of an {e['cpu']}{gpu}, Python {e['python']}, {versions}; {start['time'][:10]}"
 
 
-def main() -> None:
-    run = Path(sys.argv[1])
+def write(run: Path, picture: Path, title: str) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    OUTPUT.write_text(draw(lines, json.loads((run / "manifest.json").read_text())["starts"][0]), encoding="utf-8")
+    start = json.loads((run / "manifest.json").read_text())["starts"][0]
+    picture.write_text(draw(lines, start, title), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -1,4 +1,4 @@
-"""Make the quick start's task and model: two-digit addition. Most of the demonstrations forget to carry.
+"""Make the tiny quick start's task and model: two-digit addition. Most of the demonstrations forget to carry.
 
 The demonstrations are flawed on purpose. A model that imitates them usually adds wrongly if a carry is needed.
 Reinforcement learning, with a reward that only checks results, then reinforces the few right answers.

