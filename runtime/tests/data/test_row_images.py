@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -360,7 +361,7 @@ def test_a_chat_with_images_goes_on_token_by_token(data):
     messages = template.prompt_messages(row)
     assert json.loads(json.dumps(messages))[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     first = template.encode_messages(messages)
-    assert first == template.encode_prompt(row)
+    assert replace(first, messages=()) == template.encode_prompt(row)
     more = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(RED)}}]}]
     answer = {"role": "assistant", "content": "a"}
     following = template.encode_following(messages, answer, more, closed=False)

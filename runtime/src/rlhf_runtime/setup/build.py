@@ -27,7 +27,7 @@ from rlhf_runtime.loop.online import online
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
-from rlhf_runtime.models.precompute import BATCHES, precompute
+from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.numbered_folders import link_latest
 from rlhf_runtime.observe.phases import phase
@@ -117,6 +117,8 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     precomputed = functools.partial(_precomputed, prepared, directory, store, progress, checked)
     roles = launch_roles(prepared, launcher, precomputed, directory.path)
     for role in roles.values():
+        if isinstance(role, PrecomputedRole):
+            continue  # it has no model
         if isinstance(role.group.worker, Trainer):  # in this process: nothing is sent to show its progress
             role.group.worker.progress = functools.partial(progress.count, "micro-batches")
     with phase("checking rows"):
