@@ -23,6 +23,8 @@ LAYERS = [
     "num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers",
     "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth",
 ]  # fmt: skip
+PARTS = {"attn_config", "ffn_config"}
+"""Tables of a config that are part of it, beside the configs that its class names."""
 TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "decoder_start_token_id": 1, "sep_token_id": 1}
 """Ids of special tokens; other fields that end in ``_token_id`` become 2."""
 
@@ -61,7 +63,7 @@ def merge(fields: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def shrink(config: Any) -> dict[str, Any]:
     """The fields of a config that are to be smaller, for its class."""
     fields = config if isinstance(config, dict) else config.to_dict()
-    subs = set(getattr(config, "sub_configs", None) or ()) | {"attn_config", "ffn_config"} & set(fields)
+    subs = set(getattr(config, "sub_configs", None) or ()) | PARTS & set(fields)
     out: dict[str, Any] = {}
     for key, value in fields.items():
         if key in subs:
@@ -122,7 +124,12 @@ def _numbered(values: Sequence[Any]) -> bool:
 
 
 def tiny_architecture(path: str | Path, name: str, seed: int = 0) -> Path:
-    """Save a random model of type ``name`` (or of a variant) with the tokenizer of :mod:`rlhf_testing.tiny`.
+    """Save a random model of type ``name`` (or of a variant). See :func:`random_model`."""
+    return random_model(path, tiny_config(name), seed)
+
+
+def random_model(path: str | Path, config: Any, seed: int = 0) -> Path:
+    """Save a random causal language model with the tokenizer of :mod:`rlhf_testing.tiny`.
 
     Its weights are large, so that log-probs depend visibly on every token before them. Returns ``path``.
     """
@@ -133,7 +140,6 @@ def tiny_architecture(path: str | Path, name: str, seed: int = 0) -> Path:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = tiny_config(name)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in parameters(model):
@@ -157,4 +163,4 @@ def draw(parameter: Any) -> None:
     if parameter.ndim < 2:
         parameter.add_(torch.randn_like(parameter), alpha=0.1)
     else:
-        parameter.normal_(0.0, 0.25)
+        parameter.normal_(0.0, 0.25 * (32 / max(32, parameter.shape[-1])) ** 0.5)

@@ -116,6 +116,43 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """Fields that :data:`SIZES` does not cover, by type."""
 
+_EVERY_FOURTH = ["sliding_attention"] * 3 + ["full_attention"]
+_HYBRID = ["conv", "conv", "full_attention", "conv"]
+_COMPASS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [32, 16, 16]}
+_QSA = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "cohere_compass_text": {
+        "layer_types": _EVERY_FOURTH * 10,
+        "rope_parameters": dict.fromkeys(SHORT_AND_FULL["layer_types"], _COMPASS),
+    },
+    "dbrx": {
+        "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768, "vocab_size": 100352,
+        "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    },
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+    "falcon_h1": {"lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
+    "gpt_neo": {"window_size": 256},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
+    "lfm2_moe": {"layer_types": _HYBRID * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": _QSA},
+    "qwen4_exp_text": _QSA,
+    "rembert": {"vocab_size": 250300, "num_attention_heads": 18, "input_embedding_size": 256},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+}  # fmt: skip
+"""What published configs say and the defaults of their classes do not, by type."""
+
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
