@@ -23,6 +23,7 @@ from rlhf_modeling.model import load_model
 from rlhf_modeling.skeleton import check_files, skeleton
 from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
+from rlhf_testing.tiny_architectures import tiny_architecture
 from safetensors.torch import load_file, save_file
 
 from tests.runs import Workshop
@@ -168,6 +169,19 @@ def test_refused_by_a_dry_run_and_by_a_plan(tiny, name):
         assert code == 2
         assert all(part in text for part in why.split(" ... "))
     assert not (tiny.folder / f"preflight {name}").exists()
+
+
+def test_a_model_whose_memory_cannot_be_estimated_is_trained(shop):
+    """BLT has four parts with layers of their own, and no number of layers in its config."""
+    model = tiny_architecture(shop.folder / "blt", "blt")
+    config = shop.config("sft", "blt run", policy={"model": str(model)}, run={"steps": 1})
+    arguments = shop.arguments(config)
+    code, text = said(*arguments, "--dry-run")
+    assert code == 0, text
+    assert "placement and memory: not estimated: cannot plan with BltForCausalLM" in text
+    assert said("plan", arguments[1])[0] == 1
+    code, text = said(*arguments)
+    assert code == 0, text
 
 
 def test_what_is_read_before_the_first_step_is_read_by_a_dry_run(shop):

@@ -84,30 +84,30 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     return logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
 
 
-def build(folder: Path, name: str) -> dict[str, Any]:
-    """Make the model of a type, at published proportions where it can be, else at set sizes.
-
-    Returns ``proportions``: ``published`` | ``set``, and in ``why`` what prevents the first.
-    """
-    if name not in VARIANTS:
+def build(folder: Path, name: str, published: bool) -> dict[str, Any]:
+    """Make the model of a type or a variant. Returns ``proportions``: ``published``, or ``set`` where the sizes are
+    those of :mod:`rlhf_testing.tiny_sizes`: for variants, and for types that cannot be small in proportion."""
+    if published and name not in VARIANTS:
         try:
             random_model(folder, small_config(published_fields(name)))
             return {"proportions": "published"}
         except NotImplementedError:
             raise
-        except Exception as error:
+        except Exception:  # any exception: sizes may depend on each other in any way
             shutil.rmtree(folder, ignore_errors=True)
-            tiny_architecture(folder, name)
-            return {"proportions": "set", "why": f"{type(error).__name__}: {first_line(error)}"}
     tiny_architecture(folder, name)
     return {"proportions": "set"}
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
-    """A row of the table, for a type of transformers or a variant of one. See :func:`compare`."""
+def measure(name: str, folder: Path, published: bool = False) -> dict[str, Any]:
+    """A row of the table, for a type of transformers or a variant of one. See :func:`compare`.
+
+    Args:
+        published: at the proportions of the published model; else at the smallest sizes.
+    """
     row: dict[str, Any] = {"name": name}
     try:
-        row |= build(folder, name)
+        row |= build(folder, name, published)
     except Exception as error:
         return row | failed("not built", error)
     return row | compare(folder, ATTENTION.get(name, "eager"))
@@ -218,7 +218,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def probe(name: str, folder: Path, parts: list[str], limit: float) -> dict[str, Any]:
     """The row of a type or a variant, with the runs of ``parts``."""
-    return with_runs({"name": name} | in_process(lambda: measure(name, folder), limit), folder, parts, limit)
+    return with_runs({"name": name} | in_process(lambda: measure(name, folder, True), limit), folder, parts, limit)
 
 
 def probe_config(path: Path, folder: Path, parts: list[str], limit: float) -> dict[str, Any]:

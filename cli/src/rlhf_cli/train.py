@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.errors import ModelError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
@@ -79,13 +80,17 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
 
 
 def _show_plan(run_file: str | None, given: list[tuple[str, str | None]], plugins: Plugins) -> None:
-    """Placement and memory in a few comments, from the command `plan` if it is installed."""
+    """Placement and memory in a few comments, from the command `plan` if it is installed. A run may train a model whose
+    memory cannot be estimated."""
     if "plan" not in command_names(plugins):
         install = plugins.how_to_install("rlhf-plugin-plan")
         sys.stdout.write(f"# placement and memory: not shown, as the command `plan` is not installed.{install}\n")
         return
     flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in given]
-    call("plan", [*([run_file] if run_file else []), *flags, "--summary"])
+    try:
+        call("plan", [*([run_file] if run_file else []), *flags, "--summary"])
+    except ModelError as error:
+        sys.stdout.write(f"# placement and memory: not estimated: {' '.join(str(error).split())}\n")
 
 
 @hookimpl

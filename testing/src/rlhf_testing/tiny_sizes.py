@@ -137,6 +137,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5},
         "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
     },
+    "deepseek_v2": {
+        "n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3,
+        "topk_method": "group_limited_greedy", "first_k_dense_replace": 1,
+    },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "falcon_h1": {"lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
     "gpt_neo": {"window_size": 256},

@@ -24,10 +24,11 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
         head: ``lm`` | ``scalar`` | ``classes:N``. A model without language head keeps its body and gets a new head.
         images: the run has images.
 
-    Raises ModelError if there is no config, or transformers makes no language model of it.
+    Raises ModelError if there is no config, transformers makes no language model of it, or its layers are not those of
+    a decoder of text.
     """
     import torch
-    from rlhf_modeling.images.architecture import has_vision, language_model, vision_parameters
+    from rlhf_modeling.images.architecture import language_model
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
@@ -40,6 +41,20 @@ def read_size(path: str, head: str = "lm", trust_remote_code: bool = False, imag
             module = language_model(config, images).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as cause:  # anything: configs are other people's files
         raise ModelError(f"cannot plan with the model {path!r}: {type(cause).__name__}: {cause}\n{EXPECTED}") from cause
+    try:
+        return _size(module, config, path, head, trust_remote_code, images)
+    except ModelError:
+        raise
+    except Exception as cause:  # any exception: a class of transformers may have other layers, its config other fields
+        raise ModelError(
+            f"cannot plan with {type(module).__name__} ({path!r}): its sizes are not those of a decoder of text "
+            f"({type(cause).__name__}: {cause}). A run may train it; measure its memory with a short one."
+        ) from cause
+
+
+def _size(module: Any, config: Any, path: str, head: str, trust_remote_code: bool, images: bool) -> ModelSize:
+    from rlhf_modeling.images.architecture import has_vision, vision_parameters
+
     text = config.get_text_config()
     decoder = module.get_decoder() if has_vision(module) else module
     layers = _decoder_layers(decoder, int(text.num_hidden_layers), path)
