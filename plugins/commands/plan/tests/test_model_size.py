@@ -112,6 +112,10 @@ SMALL = {
     "gemma2": BASE | {"head_dim": 24},
     "gemma3_text": BASE | {"head_dim": 24},
     "gemma3 with its eyes": {"text_config": BASE | {"head_dim": 24}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "gemma4_text with wider heads in a layer": BASE | {
+        "head_dim": 24, "per_layer_config": {"2": {"head_dim": 32}}, "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "deepseek_v3": BASE | MIXED | LATENT | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
     "glm4_moe": BASE | MIXED | {"n_group": 1, "topk_group": 1, "head_dim": 16},
     "phi": BASE,

@@ -221,8 +221,10 @@ def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
     """Raises CapabilityError if ``parts`` does not divide sizes in a model's config. ``who``: for the message."""
     config = settings.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = {name: getattr(config, name, 0) for name in names}
-    if uneven := ", ".join(f"{name} = {size}" for name, size in sizes.items() if size % parts):
+    # a field that differs between layers is refused by the config of the whole
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = dict.fromkeys((name, getattr(layer, name, 0)) for layer in layers for name in names)
+    if uneven := ", ".join(f"{name} = {size}" for name, size in sizes if size % parts):
         raise CapabilityError(
             f"tensor_parallel = {parts} does not divide {who}'s {uneven}: use a divisor of all of them"
         )

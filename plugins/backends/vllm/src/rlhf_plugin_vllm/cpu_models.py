@@ -43,6 +43,10 @@ def check_cpu_config(model: str, config: Any) -> None:
     Args:
         config: of the text model.
     """
+    if getattr(config, "is_heterogeneous", False):  # a field that differs between layers is refused by the whole
+        for layer in config.per_layer_config:
+            check_cpu_config(model, layer)
+        return
     size = getattr(config, "head_dim", None)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if size is None and isinstance(heads, int) and isinstance(hidden, int):

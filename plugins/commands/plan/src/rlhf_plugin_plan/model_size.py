@@ -61,7 +61,9 @@ def _size(module: Any, config: Any, path: str, head: str, trust_remote_code: boo
     embedding, own_head = module.get_input_embeddings().weight, module.get_output_embeddings()
     tied = own_head is not None and own_head.weight is embedding
     vocabulary, width = embedding.shape
-    sizes = tuple(layer_size(layer, text) for layer in layers)
+    # fields that differ between layers are refused by the config of the whole
+    configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * len(layers)
+    sizes = tuple(layer_size(layer, own) for layer, own in zip(layers, configs, strict=True))
     outputs = _outputs(head, int(vocabulary))
     total = sum(p.numel() for p in module.parameters())
     if head != "lm":
@@ -78,7 +80,7 @@ def _size(module: Any, config: Any, path: str, head: str, trust_remote_code: boo
         embedding=int(vocabulary * width),
         head=int(outputs * width),
         layers=sizes,
-        cache_elements=sum(cached(size, kind, text) for size, kind in zip(sizes, kinds, strict=True)),
+        cache_elements=sum(cached(*layer) for layer in zip(sizes, kinds, configs, strict=True)),
         cache_heads=1 if first(text, "kv_lora_rank") else max(1, sizes[0].key * sizes[0].heads // sizes[0].query),
         layer_class=type(layers[0]).__name__,
         softcap=bool(getattr(text, "attn_logit_softcapping", None)),
