@@ -30,13 +30,13 @@ def line(row: Mapping[str, Any], columns: Sequence[str] = COLUMNS, numbers: Mapp
 
 
 def verdict_of(row: Mapping[str, Any], column: str) -> tuple[str, str]:
-    """``yes``, ``refused``, ``WRONG``, ``error`` or ``not run``, and the reason. A model whose numbers are not those of
-    transformers alone is wrong with every trainer."""
+    """``yes``, ``refused``, ``WRONG``, ``error`` or ``not run``, and the reason. The comparison with transformers alone
+    is one of the trainer ``torch``: ``compared`` where it is right and no run was made."""
     run = row.get("runs", {}).get(column, {"verdict": "not run"})
-    if row["verdict"] in ("WRONG", "raw") and column == "torch":
+    if column == "torch" and (run["verdict"] == "not run" or row["verdict"] in ("WRONG", "raw")):
         run = row
-    verdict = {"raw": "error", "not built": "not run"}.get(run["verdict"], run["verdict"])
-    return verdict, reason(run)
+    words = {"raw": "error", "right": "compared", "not built": "not run"}
+    return words.get(run["verdict"], run["verdict"]), reason(run)
 
 
 def reason(run: Mapping[str, Any]) -> str:

@@ -72,7 +72,8 @@ def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
         "Then `rlhf train` made a dry run and one step with each trainer (`sft`, one rank) and with the generator "
         "`transformers` (`grpo`). `yes`: both succeeded, and the first loss and the norm of its gradients are those of "
         "the trainer `torch`. `refused`: the run said in words that it does not take the model; the number is that of "
-        "the reason below. `not run`: this trainer or sampler was not tried with the type.",
+        "the reason below. `not run`: this trainer or sampler was not tried with the type; `compared`: with "
+        "the trainer `torch` only the checks of a start and the comparison were made.",
         "The sizes are in proportion to those of the published model: the defaults of the type's config class, one "
         "layer of every kind, widths divided by common factors. " + sentence_of_others(kept),
         "A model that is not in the list is probed from its `config.json`, in about half a minute, with vLLM too where "

@@ -143,7 +143,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "falcon_h1": {"lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
-    "gpt_neo": {"window_size": 256},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8},
     "lfm2_moe": {"layer_types": _HYBRID * 8},
@@ -151,11 +150,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp": {"text_config": _QSA},
     "qwen4_exp_text": _QSA,
-    "rembert": {"vocab_size": 250300, "num_attention_heads": 18, "input_embedding_size": 256},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
 }  # fmt: skip
-"""What published configs say and the defaults of their classes do not, by type."""
+"""Fields that a model needs and the defaults of its class lack, by type: as published where that is known."""
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
@@ -182,7 +180,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phimoe with input jitter": ("phimoe", {"input_jitter_noise": 0.1}),
     "phimoe with router jitter": ("phimoe", {"router_jitter_noise": 0.1}),
-    "rembert with published proportions": ("rembert", {"input_embedding_size": 16, "output_embedding_size": 48}),
 }
 """Options of a config that matter for packing: {name: (type, fields)}."""
 
