@@ -50,6 +50,23 @@ def test_eval_takes_a_run_file_and_ignores_its_algorithm(shop: Workshop, say: Sa
     assert not (shop.folder / "unused").exists(), "nothing is trained and no run directory is made"
 
 
+def test_a_run_file_for_eval_needs_no_algorithm(shop: Workshop, say: Say) -> None:
+    path = shop.file("eval.toml", f'reward = ["math"]\n[data]\neval = "{shop.data}"\n')
+    code, out, err = say("eval", path, "--model", shop.model, *SHORT, "--json")
+    assert code == 0, err
+    assert json.loads(out)["prompts"] == 12
+
+
+def test_eval_prints_the_mean_of_each_of_several_rewards(shop: Workshop, say: Say) -> None:
+    reward = shop.file("long.py", "def score(prompt, completion, row):\n    return float(len(completion))\n")
+    words = ("eval", "--model", shop.model, "--data", shop.data, *SHORT, "--reward", f"file:{reward}", "--json")
+    alone = json.loads(say(*words)[1])
+    both = json.loads(say(*words, "--reward", "math", "--reward.math.weight", 0)[1])
+    assert not any(name.startswith("reward/") for name in alone), "it is the reward"
+    assert both["reward"] == both["reward/long/mean"] == alone["reward"] > 0
+    assert both["reward/math/mean"] == 0
+
+
 @pytest.mark.parametrize(
     ("algorithm", "changes"),
     [

@@ -177,6 +177,13 @@ def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Wor
     assert len(lines(out)) == 6, "a failed call does not change the existing file"
 
 
+def test_a_run_file_for_score_needs_no_algorithm(shop: Workshop, say: Say) -> None:
+    path, data = shop.file("score.toml", 'reward = ["math"]\n'), shop.rows("rows.jsonl", ROWS)
+    code, told, err = say("score", path, "--data", data, "--model", shop.model, "-o", shop.folder / "scored.jsonl")
+    assert code == 0, err
+    assert "7 answers of 3 rows" in told
+
+
 def test_answers_to_conversations_are_scored_and_exported_as_messages(shop: Workshop, say: Say) -> None:
     from transformers import AutoTokenizer
 

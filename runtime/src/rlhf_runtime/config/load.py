@@ -41,6 +41,7 @@ def load(
     overrides: Sequence[Override] = (),
     plugins: Plugins | None = None,
     left_out: list[str] | None = None,
+    algorithm: str | None = None,
 ) -> RunFile:
     """The run file with the flags applied to it.
 
@@ -53,6 +54,7 @@ def load(
         left_out: a list that gets the options of a launcher, trainer or generator that a flag replaces by a plugin
             without these options; they are left out. None: they are refused, unless they are the defaults of the plugin
             that is replaced, as in the file that a run writes.
+        algorithm: the algorithm where the file names none, for commands that do not use it.
 
     Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
     """
@@ -66,6 +68,8 @@ def load(
     _check_depth(data)
     plugins = plugins or Plugins.discover()
     overrides, data = _expand_backend(overrides, plugins), expand(data)
+    if algorithm is not None:
+        data = {"algorithm": {"use": algorithm}, **data}
     for kind in RUNTIME:
         _leave_out_unread(data.get(kind), kind, overrides, plugins, left_out)
     layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True))

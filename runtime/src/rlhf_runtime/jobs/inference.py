@@ -22,6 +22,7 @@ from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.phases import phase
+from rlhf_runtime.observe.source_rewards import source_metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
 from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
@@ -104,8 +105,8 @@ def evaluate_model(
     save: Path | None = None,
 ) -> tuple[Metrics, list[Group], TellPrompt]:
     """Answer and score every evaluation row; ``save``: a file for answers. Metrics without the ``eval/`` in front, and
-    ``left_out``, the number of rows that are not among them, where there are any; the groups, and the function that
-    gives the prompt of a sample."""
+    ``left_out``, the number of rows that are not among them, where there are any, and ``reward/SOURCE/mean``, where
+    there are several rewards; the groups, and the function that gives the prompt of a sample."""
     with answers(config, plugins) as (prepared, sampler):
         rows, prompt_of = prepared.data.eval_rows()[: config.eval.max_rows], prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
@@ -115,4 +116,6 @@ def evaluate_model(
             write_lines(save, groups, prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:
             metrics["eval/left_out"] = float(left_out)
+        means = {name: mean for name, mean in source_metrics(groups).items() if name.endswith("/mean")}
+        metrics |= {f"eval/{name}": mean for name, mean in means.items() if len(means) > 1}
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups, prompt_of

@@ -39,9 +39,7 @@ def load_for_answers(
     Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only the sampling
     of training reads.
     """
-    if run_file is None:
-        flags = [("algorithm.use", "answer"), *flags]
-    config = load(run_file, flags)
+    config = load(run_file, flags, algorithm="answer")
     for field, instead in INSTEAD.items():
         if config.origins.get(f"sampling.{field}", "").startswith("flag"):
             raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {instead}")

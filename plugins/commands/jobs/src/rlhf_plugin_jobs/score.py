@@ -45,7 +45,7 @@ class Score(Command):
         from rlhf_runtime.config.model_lookup import look_for_models
 
         flags = overrides(args, {"data": "data.eval"})
-        config = load(args.run_file, flags if args.run_file else [("algorithm.use", "score"), *flags])
+        config = load(args.run_file, flags, algorithm="score")
         if not config.data.eval:
             raise ConfigError("no data is named. Set --data FILE.")
         if not config.reward:

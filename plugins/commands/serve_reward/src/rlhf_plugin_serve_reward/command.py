@@ -68,7 +68,7 @@ class ServeReward(Command):
         if args.timeout == 0:
             raise ConfigError("--timeout 0: no request could be answered. Give a positive number of seconds.")
         flags = overrides(args)
-        config = load(args.run_file, flags if args.run_file else [("algorithm.use", "score"), *flags])
+        config = load(args.run_file, flags, algorithm="score")
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to serve. Set --reward plugin:NAME.")
         look_for_models(config)
