@@ -74,7 +74,8 @@ def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
         "the trainer `torch`. `refused`: the run said in words that it does not take the model; the number is that of "
         "the reason below. `not run`: this trainer or sampler was not tried with the type; `compared`: with "
         "the trainer `torch` only the checks of a start and the comparison were made.",
-        "The sizes are in proportion to those of the published model: the defaults of the type's config class, one "
+        "The sizes are in proportion to those of the published model: the defaults of the type's config class "
+        "(and values of ours for parts that the defaults lack: `PUBLISHED` in `rlhf_testing/tiny_sizes.py`), one "
         "layer of every kind, widths divided by common factors. " + sentence_of_others(kept),
         "A model that is not in the list is probed from its `config.json`, in about half a minute, with vLLM too where "
         "it is installed. The command prints the model's line and the reasons of what is refused. It needs a "
