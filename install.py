@@ -1,8 +1,9 @@
 """Installs the distributions of this repository in place, with what they require, into the Python that runs it.
 
 `make install` and `make quickstart` call it: ``python install.py`` or ``python install.py small``. It uses uv, which is
-several times faster than pip, where uv is at hand. With pip, one environment builds all distributions, in place of one
-for each; what they require comes after them, because some of it brings build tools of its own.
+several times faster than pip, where uv is at hand. Where uv fails it uses pip: uv does not read pip's configuration,
+such as further indexes. With pip, one environment builds all distributions, in place of one for each; what they require
+comes after them, because some of it brings build tools of its own.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ def run(command: list[str]) -> int:
 
 
 def main() -> int:
-    uv, start = shutil.which("uv"), time.monotonic()
-    sys.stdout.write(f"installing into {sys.prefix} with {'uv' if uv else 'pip'}, a few minutes ...\n")
-    sys.stdout.flush()
-    for command in commands(places("small" in sys.argv[1:]), uv):
-        if code := run(command):
-            return code
-    sys.stdout.write(f"installed in {time.monotonic() - start:.0f} s\n")
-    return 0
+    folders, uv, start = places("small" in sys.argv[1:]), shutil.which("uv"), time.monotonic()
+    failed = False
+    for tool in [uv, None] if uv else [None]:
+        sys.stdout.write(f"installing into {sys.prefix} with {'uv' if tool else 'pip'}, a few minutes ...\n")
+        sys.stdout.flush()
+        failed = any(run(command) for command in commands(folders, tool))
+        if not failed:
+            sys.stdout.write(f"installed in {time.monotonic() - start:.0f} s\n")
+            break
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,25 @@ def test_uv_gets_the_same_members_and_the_quick_start_fewer():
     assert not [place for place in install.places(small=True) if "vllm" in place or "ray" in place]
 
 
+@pytest.mark.parametrize(
+    ("failing", "tools", "code"), [("", ["uv"], 0), ("uv", ["uv", "pip"], 0), ("up", ["uv", "pip"], 1)]
+)
+def test_pip_installs_where_uv_fails(monkeypatch, capsys, failing, tools, code):
+    """uv does not read pip's configuration, so it may not have the index that a machine names there."""
+    used: list[str] = []
+
+    def run(command: list[str]) -> int:
+        tool = "uv" if command[0] == "uv" else "pip"
+        used.extend({tool} - {*used})
+        return int(tool[0] in failing)
+
+    monkeypatch.setattr(install, "run", run)
+    monkeypatch.setattr(install.shutil, "which", lambda name: name)
+    assert install.main() == code
+    assert used == tools
+    assert ("installed in" in capsys.readouterr().out) == (code == 0)
+
+
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
     third_parties, together = {"dev", "test", "lora", "qlora", "liger", "gguf", "mcp"}, {"cluster"}
