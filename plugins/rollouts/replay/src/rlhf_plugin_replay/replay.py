@@ -140,4 +140,5 @@ def _turn(recorded: dict[str, Any]) -> Turn:
     images = tuple(Image(**{**image, "data": b64decode(image["data"])}) for image in recorded.get("images") or ())
     turn = Turn(**{**recorded, "images": images})
     turn.versions = tuple((first, version) for first, version in recorded["versions"])
+    turn.messages = tuple((role, text) for role, text in recorded.get("messages") or ())
     return turn
