@@ -68,8 +68,8 @@ def write_rows(pairs: Path, folder: Path, count: int) -> None:
 
 def planned(flags: list[str], folder: Path) -> int:
     """The largest phase in bytes."""
-    said = subprocess.run(["rlhf", "plan", *flags, "--json", "--device", "cpu"], cwd=folder, stdout=subprocess.PIPE)
-    plan = json.loads(said.stdout)
+    answer = subprocess.run(["rlhf", "plan", *flags, "--json", "--device", "cpu"], cwd=folder, stdout=subprocess.PIPE)
+    plan = json.loads(answer.stdout)
     return max(phase["total"] for group in plan["groups"] for phase in group["phases"].values())
 
 
