@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -127,7 +128,8 @@ def test_a_connection_without_the_token_is_closed(launcher):
     for said in (b"{}\n", wrong, b"x" * 4096 + b"\n", b"[" * 4000 + b"\n", b"\xff\n", b"null\n"):
         with socket.create_connection(("127.0.0.1", port), timeout=10) as end:
             end.sendall(said)
-            assert end.recv(1) == b""
+            with suppress(ConnectionResetError):  # closed before the launcher had read all bytes
+                assert end.recv(1) == b""
 
 
 def test_a_killed_rank_of_another_machine_is_named(launcher):

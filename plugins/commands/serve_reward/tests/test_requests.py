@@ -231,9 +231,11 @@ def test_idle_connections_keep_no_client_out(file, tmp_path, monkeypatch) -> Non
             time.sleep(0.01)
         idle = [closing.enter_context(connected(server)) for _ in range(8)]
         for connection in idle:
-            connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-")
+            # The server may close the first of them while the last ones connect.
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-")
         assert server.ask(["2"]).json()["rewards"] == [2.0]
-        assert idle[0].recv(1) == b"", "closed"
+        assert received(idle[0]) == b"", "closed"
         wish.touch()
         assert slow.result().json()["rewards"] == [7.0]
 
@@ -247,8 +249,20 @@ def test_a_connection_that_sends_no_request_is_closed(file, monkeypatch) -> None
 def raw_idle(server: Served, start: bytes) -> bytes:
     """What a client gets that sends no further byte."""
     with connected(server) as connection:
-        connection.sendall(start)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(start)
+        return received(connection)
+
+
+def received(connection: socket.socket) -> bytes:
+    """The next bytes; none where the server closed the connection.
+
+    A close before the server has read all that came reaches the client as a reset in place of an end.
+    """
+    try:
         return connection.recv(4096)
+    except ConnectionResetError:
+        return b""
 
 
 def test_workers_do_not_inherit_the_token(tmp_path, monkeypatch) -> None:
