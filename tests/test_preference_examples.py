@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 from rlhf_cli.main import main as rlhf
 
-from examples.preferences import dialogues, marks, prepare, run, solutions, steps
+from examples.preferences import marks, prepare, run, solutions, steps
 
 pytestmark = pytest.mark.full
 
@@ -161,7 +160,7 @@ def test_solutions_whose_steps_cannot_be_judged_are_left_out_and_counted():
     assert counts == steps.Counts(rows=1, steps=1, wrong=1, found_wrong=1, without_marks=1, unreadable=1)
 
 
-# ------------------------------------------------------------------------------- solutions, dialogues
+# ------------------------------------------------------------------------------------------- solutions
 
 
 def graded(*grades: tuple[str, bool]) -> dict:
@@ -196,20 +195,6 @@ def test_a_text_that_is_graded_both_ways_is_left_out():
 def test_a_fifth_is_held_out_whatever_the_order():
     assert [i for i in range(12) if solutions.held_out(f"question {i}")] == [6]  # by sha256sum
     assert sum(solutions.held_out(f"question {i}") for i in range(2000)) == 388
-
-
-def test_dialogues_become_a_prompt_and_two_answers():
-    start = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: why\n\nAssistant:"
-    rows = [
-        {"chosen": f"{start} because", "rejected": f"{start} no "},
-        {"chosen": f"{start} because", "rejected": f"{start}"},
-        {"chosen": f"{start} same", "rejected": f"{start} same"},
-        {"chosen": f"{start} because", "rejected": "\n\nHuman: hi\n\nAssistant: go away"},
-    ]
-    left_out = Counter()
-    assert list(dialogues.pairs(rows, left_out)) == [{"prompt": start, "chosen": " because", "rejected": " no"}]
-    assert left_out == {"empty answer": 1, "equal answers": 1, "different prompts": 1}
-    assert dialogues.opening(start) == "hi"
 
 
 # ------------------------------------------------------------------------------------ the whole thing
@@ -256,18 +241,16 @@ def test_every_run_file_trains_on_the_real_data(ran, name):
     assert "eval/loss" in lines[-1] or name in ("sft", "rejection_sampling")
 
 
-def test_no_question_and_no_opening_is_on_both_sides(ran):
+def test_no_question_is_on_both_sides(ran):
     task = ran / "task"
-    for folder, column in (("graded/pairs", "question"), ("graded/labels", "question"), ("hh", "prompt")):
+    for folder in ("graded/pairs", "graded/labels"):
         train, held = (
-            {json.loads(line)[column] for line in (task / folder / f"{side}.jsonl").read_text().splitlines()}
+            {json.loads(line)["question"] for line in (task / folder / f"{side}.jsonl").read_text().splitlines()}
             for side in ("train", "held_out")
         )
         assert train
         assert held
         assert not train & held
-        if column == "prompt":
-            assert not {dialogues.opening(p) for p in train} & {dialogues.opening(p) for p in held}
 
 
 def test_missing_data_is_an_error_that_names_the_flag(tmp_path):

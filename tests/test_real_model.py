@@ -11,7 +11,6 @@ import gzip
 import itertools
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
 from examples.gsm8k.prepare import cleaned
-from examples.preferences import dialogues
 from tests.forks import Forks
 from tests.members import ROOT
 from tests.runs import Finished, Workshop, assert_same_run, merged
@@ -69,9 +67,9 @@ def chatml(messages: Sequence[Mapping[str, str]], answer: str) -> list[tuple[str
 
 
 def turns(prompt: str) -> list[dict[str, str]]:
-    """The messages of HH's prompt, without the last empty answer."""
+    """The messages of HH's text before the last answer."""
     roles = {"Human": "user", "Assistant": "assistant"}
-    parts = prompt.removesuffix(dialogues.ASSISTANT).split("\n\n")
+    parts = prompt.split("\n\n")
     messages: list[dict[str, str]] = []
     for part in parts[1:]:
         name, colon, text = part.partition(":")
@@ -90,8 +88,9 @@ def gsm8k() -> list[dict[str, Any]]:
 
 def hh() -> list[dict[str, Any]]:
     with gzip.open(DATA / "hh_harmless_pairs.jsonl.gz", "rt", encoding="utf-8") as file:
-        pairs = dialogues.pairs(map(json.loads, file), Counter())
-        return [{"prompt": turns(r["prompt"]), "response": r["chosen"].strip()} for r in itertools.islice(pairs, 200)]
+        parts = (json.loads(line)["chosen"].rpartition("\n\nAssistant:") for line in file)
+        rows = ({"prompt": turns(prompt), "response": answer.strip()} for prompt, _, answer in parts if answer.strip())
+        return list(itertools.islice(rows, 200))
 
 
 @has_rows

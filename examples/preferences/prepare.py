@@ -1,4 +1,4 @@
-"""Rows with preferences, labels and steps from GSM8K and HH, and two small untrained models to learn from them.
+"""Rows with preferences, labels and steps from GSM8K, and a small untrained model to learn from them.
 
 The output depends on the files and on --seed only. `baselines.json` has the accuracy of simple rules without a model on
 the held-out rows: a reward model is useful only above that.
@@ -7,11 +7,9 @@ the held-out rows: a reward model is useful only above that.
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +20,15 @@ from rlhf_testing.tiny import tiny_model
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
 
 from examples.gsm8k.prepare import cleaned, train_tokenizer
-from examples.preferences import dialogues, solutions, steps
+from examples.preferences import solutions, steps
 
 FILES = {
     "train": "gsm8k_train.jsonl",
     "test": "gsm8k_test.jsonl",
     "graded": "gsm8k_model_solutions.jsonl",
-    "hh": "hh_harmless_pairs.jsonl.gz",
 }
 SIZE = {"hidden": 192, "layers": 4, "heads": 6, "kv_heads": 3, "intermediate": 512, "std": 0.02}
-"""Size of both models: 2.0 M parameters with a vocabulary of 2,048, so that each run takes minutes on two cores."""
+"""2.0 M parameters with a vocabulary of 2,048, so that each run takes minutes on two cores."""
 SMALL_SIZE = {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "std": 0.02}
 SMALL_ROWS = 40
 Row = Mapping[str, Any]
@@ -46,12 +43,11 @@ def read(folder: Path, limit: int | None) -> dict[str, list[dict[str, Any]]]:
             f"{', '.join(missing)} not found in {folder}. Give --data a folder that holds {', '.join(FILES.values())} "
             "(README.md says where they are published)"
         )
-    found = {}
+    rows = {}
     for key, name in FILES.items():
-        path = folder / name
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            found[key] = [json.loads(line) for line in itertools.islice(file, limit)]
-    return found
+        with (folder / name).open(encoding="utf-8") as file:
+            rows[key] = [json.loads(line) for line in itertools.islice(file, limit)]
+    return rows
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
@@ -81,17 +77,6 @@ def graded(folder: Path, rows: Rows) -> dict[str, float]:
     }
 
 
-def hh(folder: Path, rows: Rows, size: Mapping[str, Any]) -> dict[str, float]:
-    """Pairs of dialogues, a tokenizer trained on those for training, and a model; returns their baseline."""
-    left_out = Counter[str]()
-    held = write_split(folder, dialogues.pairs(rows, left_out), lambda row: dialogues.opening(row["prompt"]))
-    print(f"{folder}: left out {dict(left_out) or 'nothing'}")
-    train = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    train_tokenizer([text for row in train for text in row.values()], folder / "model")
-    tiny_model(folder / "model", **size)
-    return {"hh: the shorter answer is the chosen one": shorter(held)}
-
-
 def stepwise(folder: Path, sources: Mapping[str, list[tuple[str, str]]], seed: int) -> dict[str, float]:
     """Steps of worked answers, for training and held out, and of the models' solutions. Returns the share of the more
     frequent label in the held-out files: the accuracy of always answering that label."""
@@ -118,12 +103,12 @@ def shorter(pairs: Rows) -> float:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for the rows and the untrained models")
+    parser.add_argument("output", type=Path, help="folder for the rows and the untrained model")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help=f"folder with {', '.join(FILES.values())}"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the steps that are corrupted")
-    parser.add_argument("--small", action="store_true", help="a few rows, models of one layer: to try the commands")
+    parser.add_argument("--small", action="store_true", help="a few rows, a model of one layer: to try the commands")
     arguments = parser.parse_args(words)
     output, size = arguments.output, SMALL_SIZE if arguments.small else SIZE
     data = read(arguments.data, SMALL_ROWS if arguments.small else None)
@@ -137,7 +122,6 @@ def main(words: Sequence[str] | None = None) -> None:
     baselines = {
         **graded(output / "graded", data["graded"]),
         **stepwise(output / "steps", answered, arguments.seed),
-        **hh(output / "hh", data["hh"], size),
     }
     (output / "baselines.json").write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
 

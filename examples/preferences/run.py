@@ -24,7 +24,6 @@ PARTS = {
     "graded": ("sft", "reward_model", "kto", "kto_pairs"),
     "steps": ("sft", "prm", "prm_solutions"),
     "sampling": ("sft", "rejection_sampling"),
-    "hh": ("hh_sft", "hh_reward_model", "hh_dpo"),
 }
 """The runs of each part, in order; a run that several parts need is made once."""
 SMALL = ("--run.steps", "2", "--data.batch_size", "4", "--trainer.warmup_steps", "0")
