@@ -5,7 +5,7 @@ Every type that is a causal language model is made small and random in the propo
 same weights in a module of their own, its own attention (``eager``), one sequence at a time, no cache. Then ``rlhf
 train`` makes a dry run and a step of it with each trainer and sampler. ``--write`` writes ``architectures.md``.
 
-    python docs/reference/architectures.py                        # all types and variants: half an hour
+    python docs/reference/architectures.py                        # all types and variants: 40 minutes
     python docs/reference/architectures.py --rows rows.json        # the same; a second start goes on where it stopped
     python docs/reference/architectures.py --only lfm2,mamba2 -v   # some of them, with the tracebacks of their errors
     python docs/reference/one_architecture.py CONFIG.json          # one model, from its config
@@ -72,8 +72,7 @@ def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
         "Then `rlhf train` made a dry run and one step with each trainer (`sft`, one rank) and with the generator "
         "`transformers` (`grpo`). `yes`: both succeeded, and the first loss and the norm of its gradients are those of "
         "the trainer `torch`. `refused`: the run said in words that it does not take the model; the number is that of "
-        "the reason below. `not run`: this trainer or sampler was not tried with the type; `compared`: with "
-        "the trainer `torch` only the checks of a start and the comparison were made.",
+        "the reason below.",
         "The sizes are in proportion to those of the published model: the defaults of the type's config class "
         "(and values of ours for parts that the defaults lack: `PUBLISHED` in `rlhf_testing/tiny_sizes.py`), one "
         "layer of every kind, widths divided by common factors. " + sentence_of_others(kept),
