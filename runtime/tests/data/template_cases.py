@@ -1,0 +1,68 @@
+"""Chat templates, a conversation, and what a sequence trains on, for the tests of templates."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Row
+from rlhf_runtime.config.data_section import DataSection
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}"
+    "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}{% else %}{% set r = '' %}{% endif %}"
+    "{{ '<|im_start|>assistant\\n' }}{% if loop.last %}{{ '<think>\\n' + r + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ c + '<|im_end|>\\n' }}{% else %}{{ '<|im_start|>' + m.role + '\\n' + c + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{% endif %}"
+)
+"""As Qwen3's: only the last answer keeps its reasoning, and an empty block stands where it has none."""
+
+TURNS = [
+    {"role": "user", "content": "user"},  # texts that also stand in the template's own words
+    {"role": "assistant", "content": "s"},
+    {"role": "user", "content": "im_start"},
+    {"role": "assistant", "content": "assistant\n"},
+]
+
+
+def row(**columns) -> Row:
+    return Row(columns, "data", 0)
+
+
+def section(**fields) -> DataSection:
+    return DataSection(**fields)
+
+
+def trained(tokenizer, sequence) -> str:
+    """Text of the tokens under the mask."""
+    ids = [i for i, on in zip(sequence.ids, sequence.loss_mask, strict=True) if on]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def runs(tokenizer, sequence) -> list[str]:
+    """Texts of the stretches under the mask."""
+    found, current = [], []
+    for token, on in [*zip(sequence.ids, sequence.loss_mask, strict=True), (0, False)]:
+        if on:
+            current.append(token)
+        elif current:
+            found.append(tokenizer.decode(current, skip_special_tokens=False))
+            current = []
+    return found
+
+
+def refused(call, error=DataError) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)

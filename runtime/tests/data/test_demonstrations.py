@@ -1,0 +1,198 @@
+"""Demonstrations and pairs: the tokens and masks of answers, and the templates that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf_runtime.data.template import Template
+
+from runtime.tests.data.template_cases import CHATML, GENERATION, THINKING, TURNS, refused, row, runs, section, trained
+
+
+def test_plain_completion_with_and_without_end_token(chars):
+    example = Template(chars, section()).encode_demonstration(row(prompt="1+1=", response="2"))
+    assert chars.decode(example.sequences[0].ids) == "1+1=2<eos>"
+    assert trained(chars, example.sequences[0]) == "2<eos>"
+    example = Template(chars, section(add_eos=False)).encode_demonstration(row(prompt="1+1=", response="2"))
+    assert trained(chars, example.sequences[0]) == "2"
+
+
+def test_prompt_tokens_are_those_that_sampling_sees(bpe):
+    """Byte pairs merge over the boundary when prompt and answer are tokenised together."""
+    template, prompt, answer = Template(bpe, section()), "Q: 2+2\nA:", " 4\nassistant"
+    together = bpe(prompt + answer, add_special_tokens=False)["input_ids"]
+    seen = template.encode_prompt(row(prompt=prompt)).ids
+    assert together[: len(seen)] != list(seen)  # the case is a real one
+    sequence = template.encode_demonstration(row(prompt=prompt, response=answer)).sequences[0]
+    assert sequence.ids[: len(seen)] == seen
+    assert trained(bpe, sequence) == answer + "<|im_end|>"
+    assert bpe.decode(sequence.ids) == prompt + answer + "<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_chat_completion_and_all_answers(with_template, template):
+    tokenizer = with_template(template)
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    for loss_on, expected in (
+        ("completion", ["assistant\n<|im_end|>"]),
+        ("assistant", ["s<|im_end|>", "assistant\n<|im_end|>"]),
+        ("all", [text]),
+    ):
+        encoder = Template(tokenizer, section(messages="m", loss_on=loss_on))
+        sequence = encoder.encode_demonstration(row(m=TURNS)).sequences[0]
+        # Behind the last end token stands what no sample ends with: a line break.
+        assert tokenizer.decode(sequence.ids) == (text if loss_on == "all" else text.removesuffix("\n"))
+        assert runs(tokenizer, sequence) == expected
+
+
+def test_chat_prompt_tokens_are_those_that_sampling_sees(with_template):
+    tokenizer = with_template(CHATML)
+    template = Template(tokenizer, section())
+    seen = template.encode_prompt(row(prompt="x")).ids
+    for answer in ("\nThe answer", "The answer is 42.", " 4", "\n\n"):
+        if not answer.strip():
+            continue
+        sequence = template.encode_demonstration(row(prompt="x", response=answer)).sequences[0]
+        assert sequence.ids[: len(seen)] == seen
+        assert not any(sequence.loss_mask[: len(seen)])
+
+
+def test_prompt_and_response_columns_may_hold_messages(chat):
+    template = Template(chat, section())
+    response = [{"role": "assistant", "content": "b"}]
+    example = template.encode_demonstration(row(prompt=[{"role": "user", "content": "a"}], response=response))
+    assert runs(chat, example.sequences[0]) == ["b<eos>"]
+
+
+def test_templates_that_trim_are_followed(with_template):
+    tokenizer = with_template(CHATML.replace("m.content", "m.content | trim"))
+    example = Template(tokenizer, section()).encode_demonstration(row(prompt=" a ", response=" b \n"))
+    assert runs(tokenizer, example.sequences[0]) == ["b<|im_end|>"]
+
+
+def test_reasoning_of_the_last_answer_is_trained_on(with_template):
+    tokenizer = with_template(THINKING)
+    template = Template(tokenizer, section())
+    full = "<think>\nI count.\n</think>\n\n4"
+    sequence = template.encode_demonstration(row(prompt="2+2", response=full)).sequences[0]
+    assert runs(tokenizer, sequence) == [full + "<|im_end|>"]
+    # Without reasoning the template writes an empty block, which the policy has to produce itself.
+    sequence = template.encode_demonstration(row(prompt="2+2", response="4")).sequences[0]
+    assert runs(tokenizer, sequence) == ["<think>\n\n</think>\n\n4<|im_end|>"]
+    # Where the generation prompt already holds the empty block, it is given and not trained on.
+    off = Template(tokenizer, section(template_kwargs={"enable_thinking": False}))
+    assert runs(tokenizer, off.encode_demonstration(row(prompt="2+2", response="4")).sequences[0]) == ["4<|im_end|>"]
+
+
+def test_stripped_reasoning_of_earlier_answers_is_refused_only_where_it_is_trained_on(with_template):
+    tokenizer = with_template(THINKING)
+    turns = [*TURNS[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\ns"}, *TURNS[2:]]
+    last = Template(tokenizer, section(messages="m")).encode_demonstration(row(m=turns)).sequences[0]
+    assert runs(tokenizer, last)[0].endswith("assistant\n<|im_end|>")
+    everything = Template(tokenizer, section(messages="m", loss_on="assistant"))
+    message = refused(lambda: everything.encode_demonstration(row(m=turns)))
+    assert "the chat template leaves out part of message 1 (assistant): 'hm'" in message
+    assert "strips the reasoning of earlier answers" in message
+    assert 'data.loss_on = "completion"' in message
+
+
+def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_template):
+    """Without thinking, Qwen3's empty block is part of what the policy is given, and only before the last answer."""
+    tokenizer = with_template(THINKING)
+    off = {"messages": "m", "template_kwargs": {"enable_thinking": False}}
+    last = Template(tokenizer, section(**off)).encode_demonstration(row(m=TURNS)).sequences[0]
+    assert runs(tokenizer, last) == ["assistant\n<|im_end|>"]
+    seen = Template(tokenizer, section(**off)).encode_prompt(row(prompt=TURNS[:3])).ids
+    assert last.ids[: len(seen)] == seen
+    message = refused(
+        lambda: Template(tokenizer, section(**off, loss_on="assistant")).encode_demonstration(row(m=TURNS))
+    )
+    assert "the policy is given '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
+    assert "writes message 1 (assistant) after " in message
+    both = Template(tokenizer, section(messages="m", loss_on="assistant")).encode_demonstration(row(m=TURNS))
+    assert runs(tokenizer, both.sequences[0]) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
+    # A head that opens the reasoning, and answers that are written without any.
+    opens = CHATML.replace(
+        "{{ '<|im_start|>assistant\\n' }}{% endif %}", "{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    )
+    assert opens != CHATML
+    tokenizer = with_template(opens)
+    message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
+    assert "the policy is given '<|im_start|>assistant\\n<think>\\n' before it answers" in message
+    assert Template(tokenizer, section()).end_token_ids == (tokenizer.eos_token_id,)  # sampling asks nothing of answers
+    given = "<think>\nhm\n</think>\n\n4"
+    whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]
+    assert runs(tokenizer, whole) == ["hm\n</think>\n\n4<|im_end|>"]
+
+
+def test_templates_that_change_the_text_are_refused(with_template):
+    tokenizer = with_template(CHATML.replace("m.content", "m.content | replace('4', 'four')"))
+    message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
+    assert "the chat template changes the text of messages" in message
+    assert "{% generation %}" in message
+
+
+def test_generation_blocks_must_be_one_per_answer(with_template):
+    tokenizer = with_template("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}x{% endgeneration %}")
+    message = refused(lambda: Template(tokenizer, section(messages="m")).encode_demonstration(row(m=TURNS)))
+    assert "marks 1 passages with {% generation %} for 2 assistant messages" in message
+
+
+def test_a_row_that_a_template_with_generation_blocks_refuses_is_bad(with_template):
+    """Not an error of its own kind: `data.bad_rows = "drop"` leaves it out, and else its file and line are named."""
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no ' + bos_token) }}{% endif %}" + GENERATION
+    template = Template(with_template(strict), section(messages="m", template_kwargs={"bos_token": "sy"}))
+    assert template.encode_demonstration(row(m=TURNS)).sequences[0].loss_mask[-1]
+    message = refused(lambda: template.encode_demonstration(row(m=[{"role": "system", "content": "s"}, *TURNS])))
+    assert "the chat template refuses the messages (system, user, assistant, user, assistant): TemplateError" in message
+    assert "no sy" in message
+
+
+def test_conversations_that_are_refused(chat):
+    template = Template(chat, section(messages="m"))
+    message = refused(lambda: template.encode_demonstration(row(m=TURNS[:3])))
+    assert "must end with the assistant's answer, got the roles user, assistant, user" in message
+    empty = [*TURNS[:3], {"role": "assistant", "content": " "}]
+    assert "message 3 (assistant): the answer is empty" in refused(lambda: template.encode_demonstration(row(m=empty)))
+
+
+def test_continued_pre_training_needs_no_prompt(chars):
+    sequence = Template(chars, section(loss_on="all")).encode_demonstration(row(response="abc")).sequences[0]
+    assert (chars.decode(sequence.ids), all(sequence.loss_mask)) == ("abc<eos>", True)
+
+
+def test_pairs(chat, chars):
+    for tokenizer, expected in ((chat, ["g<eos>", "b<eos>"]), (chars, ["g<eos>", "b<eos>"])):
+        example = Template(tokenizer, section()).encode_pair(row(prompt="p", chosen="g", rejected="b"))
+        assert [s.role for s in example.sequences] == [0, 1]
+        assert [trained(tokenizer, s) for s in example.sequences] == expected
+    whole = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "g"}]
+    example = Template(chat, section()).encode_pair(
+        row(chosen=whole, rejected=[*whole[:1], {**whole[1], "content": "b"}])
+    )
+    assert [trained(chat, s) for s in example.sequences] == ["g<eos>", "b<eos>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_sequence_ends_where_a_sample_would(with_template, template):
+    """A reward model reads its score at the last token: the same one in training and of what a policy sampled."""
+    tokenizer = with_template(template)
+    encoder = Template(tokenizer, section())
+    for sequence in encoder.encode_pair(row(prompt="p", chosen="g", rejected="b")).sequences:
+        assert sequence.ids[-1] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert sequence.loss_mask[-1]
+
+
+def test_answers_of_several_messages_that_differ_early_are_refused(chat):
+    """Behind a prompt as in whole conversations: only the last answers would be trained on, in contexts that differ."""
+    a, b, more = ({"role": r, "content": c} for r, c in (("assistant", "g"), ("assistant", "b"), ("user", "u")))
+    columns = {"prompt": "p", "chosen": [a, more, b], "rejected": [b, more, a]}
+    message = refused(lambda: Template(chat, section()).encode_pair(row(**columns)))
+    assert "the chosen and the rejected messages differ before their last answers" in message
+    assert 'data.loss_on = "assistant"' in message
+    every = Template(chat, section(loss_on="assistant")).encode_pair(row(**columns))
+    assert [runs(chat, s) for s in every.sequences] == [["g<eos>", "b<eos>"], ["b<eos>", "g<eos>"]]
+    same = {**columns, "rejected": [a, more, a]}
+    last = Template(chat, section()).encode_pair(row(**same))
+    assert [runs(chat, s) for s in last.sequences] == [["b<eos>"], ["g<eos>"]]
+    one = {**columns, "rejected": "b"}
+    assert "differ before their last answers" in refused(lambda: Template(chat, section()).encode_pair(row(**one)))
