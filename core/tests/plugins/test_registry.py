@@ -2,6 +2,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 
@@ -16,6 +17,7 @@ from rlhf.errors import (
 )
 from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
 from rlhf.plugins import Entry, Plugins, importing
+from rlhf.plugins.installed import entries
 from rlhf.types import RewardResult
 
 
@@ -45,6 +47,19 @@ class Thing(Reward, metaclass=Meta):
 THING = "class Thing(Reward):\n    name = 'x'\n    async def score(self, group): return []\n"
 
 # ------------------------------------------------------------------------------------- listing
+
+
+def test_metadata_is_read_once_until_a_distribution_comes_or_goes(site):
+    site.reward("first")
+    path = [str(site.path)]
+    (entry,) = entries(path)
+    assert entries(path)[0] is entry
+    site.reward("second")
+    assert [e.name for e in entries(path)] == ["first", "second"]
+    shutil.rmtree(next(site.path.glob("rlhf_plugin_first*.dist-info")))
+    assert [e.name for e in site.plugins().list()] == ["second"]
+    entries(path).clear()
+    assert [e.name for e in entries(path)] == ["second"], "a list of one's own"
 
 
 def test_list_reads_metadata_and_imports_nothing(site):
@@ -446,9 +461,9 @@ def test_a_resolved_plugin_pickles_as_its_reference(site):
     again = pickle.loads(data)
     assert again.cls.__name__ == "Thing"
     assert b"Thing" not in data, "no class travels, only what identifies it"
-    (site.path / "rlhf_plugin_good-0.1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: rlhf-plugin-good\nVersion: 0.2\n"
-    )
+    upgraded = site.path / "rlhf_plugin_good-0.2.dist-info"
+    (site.path / "rlhf_plugin_good-0.1.0.dist-info").rename(upgraded)
+    (upgraded / "METADATA").write_text("Metadata-Version: 2.1\nName: rlhf-plugin-good\nVersion: 0.2\n")
     with pytest.raises(PluginVersionMismatch, match=r"reward 'good' \(rlhf-plugin-good 0\.1\.0\) is version 0\.2 here"):
         pickle.loads(data)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -22,9 +23,28 @@ def entries(path: Sequence[str] | None = None) -> list[Entry]:
     Args:
         path: folders in which to look for distributions, in place of ``sys.path``.
     """
+    return list(_read(tuple(_folder(name) for name in (sys.path if path is None else path))))
+
+
+_Folder = tuple[str, tuple[int, ...]]
+"""A folder's name, and what tells its content from another: a distribution that is installed or removed changes it."""
+
+
+def _folder(name: str) -> _Folder:
+    try:
+        facts = os.stat(name or ".")
+    except OSError:
+        return name, ()
+    return name, (facts.st_dev, facts.st_ino, facts.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
+    """The entries in the folders. A command asks several times, and reading takes a fifth of a second."""
+    path = [name for name, _ in folders]
     offers: dict[str, tuple[list[str], list[Entry]]] = {}
     versions: dict[str, str] = {}
-    for found in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
+    for found in importlib.metadata.distributions(path=path):
         if "[rlhf." not in (found.read_text("entry_points.txt") or ""):  # nothing is parsed of hundreds of others
             continue
         points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
@@ -40,7 +60,7 @@ def entries(path: Sequence[str] | None = None) -> list[Entry]:
     for texts, own in offers.values():
         status = _unmet(texts, offers, version_of) or "ok"
         read += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
-    return read
+    return tuple(read)
 
 
 _requirement = cache(Requirement)
