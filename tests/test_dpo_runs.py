@@ -58,6 +58,7 @@ def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
     first, last = lines[0], lines[-1]
     assert first["policy/loss"] == pytest.approx(0.693147, abs=1e-5), "policy and reference are one model at first"
     assert first["policy/reward_margin"] == 0
+    assert first["policy/accuracy"] == 0.5, "policy and reference are one model"
     assert last["policy/reward_margin"] > 0.5
     assert last["policy/accuracy"] > 0.9
     assert last["policy/loss"] < 0.5

@@ -61,12 +61,12 @@ def test_losses_are_finite_at_margins_that_overflow_an_exponential(margin, loss,
     assert smoothed.item() == pytest.approx(1e3 if margin > 0 else 9e3)
 
 
-def test_metrics_of_a_pair():
-    metrics = pair_metrics(torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.0]))
+def test_metrics_of_pairs_of_which_one_is_a_tie():
+    metrics = pair_metrics(torch.tensor([1.0, 0.0, -1.0]), torch.tensor([0.5, 0.0, 2.0]))
     values = {name: (level, v.tolist()) for name, (level, v) in metrics.items()}
     assert values == {
-        "accuracy": ("unit", [1.0, 0.0]),
-        "reward_margin": ("unit", [0.5, 0.0]),
-        "chosen_reward": ("unit", [1.0, 0.0]),
-        "rejected_reward": ("unit", [0.5, 0.0]),
+        "accuracy": ("unit", [1.0, 0.5, 0.0]),
+        "reward_margin": ("unit", [0.5, 0.0, -3.0]),
+        "chosen_reward": ("unit", [1.0, 0.0, -1.0]),
+        "rejected_reward": ("unit", [0.5, 0.0, 2.0]),
     }

@@ -55,10 +55,10 @@ def hinge_loss(margin_U: Tensor) -> Tensor:
 
 
 def pair_metrics(chosen_reward_U: Tensor, rejected_reward_U: Tensor) -> dict[str, tuple[Level, Any]]:
-    """Metrics of the implicit rewards of each pair: ``accuracy`` (the chosen reward is larger; a tie counts as wrong),
-    ``reward_margin``, ``chosen_reward`` and ``rejected_reward``."""
+    """Metrics of the implicit rewards of each pair: ``accuracy`` (the chosen reward is larger; a tie counts as one
+    half), ``reward_margin``, ``chosen_reward`` and ``rejected_reward``."""
     return {
-        "accuracy": ("unit", (chosen_reward_U > rejected_reward_U).float()),
+        "accuracy": ("unit", (1 + (chosen_reward_U - rejected_reward_U).sign()) / 2),
         "reward_margin": ("unit", chosen_reward_U - rejected_reward_U),
         "chosen_reward": ("unit", chosen_reward_U),
         "rejected_reward": ("unit", rejected_reward_U),

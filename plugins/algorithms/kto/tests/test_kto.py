@@ -216,6 +216,11 @@ def test_apo_has_z_zero_and_reports_no_kl():
     assert "kl" not in metrics
 
 
+def test_an_answer_at_z_is_half_right():
+    labels = [True, False, True, False]
+    assert loss_of([0.0, 0.0, 1.0, 1.0], labels, [0.0] * 4)[2]["accuracy"] == (0.5 + 0.5 + 1 + 0) / 4
+
+
 @pytest.mark.parametrize(
     ("label", "present", "absent"), [(True, "desirable", "undesirable"), (False, "undesirable", "desirable")]
 )

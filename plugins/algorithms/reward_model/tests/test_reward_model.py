@@ -79,8 +79,8 @@ def test_centring_adds_the_squared_sum() -> None:
     assert metrics["loss/pairwise"] == pytest.approx(plain)
 
 
-def test_equal_scores_count_as_wrong() -> None:
-    assert loss_of([1.0, 1.0], [pair()])[2]["accuracy"] == 0.0
+def test_equal_scores_count_as_one_half() -> None:
+    assert loss_of([1.0, 1.0], [pair()])[2]["accuracy"] == 0.5
 
 
 def test_pairs_become_units_with_their_margins() -> None:

@@ -40,8 +40,9 @@ class DPOLoss(Loss):
     """Direct preference optimisation and its relatives; see the README for the table of types.
 
     Metrics, all means over pairs: ``chosen_reward`` and ``rejected_reward`` (beta times the log-ratio),
-    ``reward_margin``, ``accuracy`` (chosen above rejected), ``chosen_logprobs`` and ``rejected_logprobs`` (sums over an
-    answer's tokens), ``nll`` (mean over the chosen answer's tokens).
+    ``reward_margin``, ``accuracy`` (chosen above rejected; a tie, as at the first step, is one half),
+    ``chosen_logprobs`` and ``rejected_logprobs`` (sums over an answer's tokens), ``nll`` (mean over the chosen answer's
+    tokens).
 
     Deviations from TRL 1.16: (1) statistics of the batch (``aot``, ``aot_unpaired``, ``sft``) are of the whole
     optimizer batch, not of a micro-batch on one rank. (2) ``label_smoothing`` makes ``sigmoid`` conservative DPO; TRL

@@ -48,7 +48,8 @@ class KTOLoss(Loss):
 
     Metrics: ``kl`` (mean of z; not for APO); ``desirable_reward`` and ``undesirable_reward``, beta h, and
     ``desirable_logprobs`` and ``undesirable_logprobs``, means over the answers of a kind and absent where the batch has
-    none; ``accuracy``, the share of answers on the right side (h > z for desirable ones, h < z for others);
+    none; ``accuracy``, the share of answers on the right side (h > z for desirable ones, h < z for others; h = z
+    is one half);
     ``desirable``, the share of desirable answers.
 
     Deviations: (1) z is that of the optimizer batch, whatever its split into micro-batches and ranks. (2) No gradient
@@ -102,7 +103,7 @@ class KTOLoss(Loss):
             "undesirable_reward": ("unit", c.beta * h_U, ~desirable_U),
             "desirable_logprobs": ("unit", lp_U, desirable_U),
             "undesirable_logprobs": ("unit", lp_U, ~desirable_U),
-            "accuracy": ("unit", (gain_U > 0).float()),
+            "accuracy": ("unit", (1 + gain_U.sign()) / 2),
             "desirable": ("unit", desirable_U.float()),
         }
         if c.loss_type != "apo_zero_unpaired":

@@ -29,7 +29,8 @@ class Pairwise(Loss):
     finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also the
     mean over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
 
-    Metrics: ``accuracy`` (share of pairs with r_c > r_r, whatever the margin), ``margin`` (r_c - r_r),
+    Metrics: ``accuracy`` (share of pairs with r_c > r_r, whatever the margin; a tie is one half), ``margin``
+    (r_c - r_r),
     ``chosen_score``, ``rejected_score``; ``score_mean`` and ``score_square``, the mean of all scores and of their
     squares.
     """
@@ -66,7 +67,7 @@ class Pairwise(Loss):
         return LossOutput(
             terms,
             {
-                "accuracy": ("unit", (margin_U > 0).float()),
+                "accuracy": ("unit", (1 + margin_U.sign()) / 2),
                 "margin": ("unit", margin_U),
                 "chosen_score": ("unit", chosen_U),
                 "rejected_score": ("unit", rejected_U),
