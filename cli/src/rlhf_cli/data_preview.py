@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.interfaces import Command
@@ -48,7 +48,7 @@ class Preview(Command):
             )
         look_for_models(config)
         from rlhf.plugins import Plugins
-        from rlhf_runtime.config.components import build_algorithm
+        from rlhf_runtime.config.components import build_algorithm, select
         from rlhf_runtime.config.problems import raise_problems
         from rlhf_runtime.config.validation import ignored_fields
         from rlhf_runtime.data.dataset import TrainData
@@ -56,13 +56,19 @@ class Preview(Command):
         from rlhf_runtime.data.preview import preview, survey
         from rlhf_runtime.data.tokenizer import load_tokenizer
 
-        algorithm, _ = build_algorithm(Plugins.discover(), config.algorithm, config.origins)
+        plugins = Plugins.discover()
+        algorithm, _ = build_algorithm(plugins, config.algorithm, config.origins)
         form, answered = algorithm.data, algorithm.needs().given > 0
         raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
         tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
         images = image_tokens(config.policy.model, config.policy.trust_remote_code)
         data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered, images=images)
-        found = preview(data, args.rows)
+        tools: Sequence[Mapping[str, Any]] = ()
+        if form == "prompts":
+            rollout = select(plugins, "rollout", config.rollout, "rollout", config.origins).build()
+            data.template.shows_tools = not rollout.needs_messages
+            tools = rollout.tools()
+        found = preview(data, args.rows) | {"tools": list(tools)}
         if args.check:
             found["all"] = survey(data)
         if args.json:
@@ -101,6 +107,9 @@ def _show(found: dict[str, Any]) -> None:
         console.print(Text(line))
     if found["end_note"]:
         console.print(Text(f"note: {found['end_note']}"))
+    if found["tools"]:
+        console.print(Text("The rollout also shows these tools, which are not among the tokens below:"))
+        console.print(Text(json.dumps(found["tools"], ensure_ascii=False)))
     console.print(_legend(found["form"], found["answers"], colour))
     for row in found["shown"]:
         console.print()

@@ -172,6 +172,12 @@ class Rollout(Component):
         """Check before the run starts for causes that would fail every :meth:`run`, such as a missing file. Raises
         ConfigError."""
 
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """The descriptions that the first prompt of every sample shows, as :meth:`RolloutContext.encode_messages` takes
+        them: ``rlhf plan`` counts their tokens, ``rlhf data preview`` prints them. Empty: there are none, or samples
+        differ. Raises ConfigError."""
+        return ()
+
     @abstractmethod
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         """All turns of one sample.

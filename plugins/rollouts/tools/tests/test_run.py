@@ -39,6 +39,33 @@ def model(tmp_path_factory):
     return path
 
 
+def test_rows_for_fine_tuning_can_show_the_tools_of_a_run(tmp_path, capsys) -> None:
+    """`rlhf data preview` prints the descriptions; as a column of rows they make the prompt of a sample."""
+    path = tiny_model(tmp_path / "model", chat_template=HERMES)
+    (tmp_path / "tool.py").write_text(TOOL)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2+3?"}) + "\n")
+    words = ["--model", str(path), "--data", str(tmp_path / "rows.jsonl")]
+    run = ["--algo", "rloo", "--rollout.use", "tools", "--rollout.functions", f'["file:{tmp_path}/tool.py:add"]']
+    assert main(["data", "preview", *words, *run, "--json"]) == 0
+    tools = json.loads(capsys.readouterr().out)["tools"]
+    assert main(["data", "preview", *words, *run]) == 0
+    assert json.dumps(tools) in capsys.readouterr().out.splitlines()
+    row = {"prompt": "2+3?", "response": "5", "tools": tools}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["data", "preview", *words, "--algo", "sft", "--json"]) == 0
+    preview = json.loads(capsys.readouterr().out)
+    (sequence,) = preview["shown"][0]["sequences"]
+    text = AutoTokenizer.from_pretrained(path).apply_chat_template(
+        [{"role": "user", "content": "2+3?"}], tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert "".join(sequence["texts"]) == text + "5<eos>"
+    assert preview["tools"] == []
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "answer": "5"}) + "\n")
+    run += ["--reward", "math", "--sampling.samples_per_prompt", "2", "--data.max_tokens", "600"]
+    assert main(["train", *words, *run, "--run.output", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "has the column 'tools', which the rollout 'tools' does not read" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("chat_template", "message"),
     [(CHATML, "does not write the descriptions"), (HERMES.replace("tool_call>", "call>"), "no call")],

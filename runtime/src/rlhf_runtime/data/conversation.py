@@ -8,6 +8,7 @@ names the message. Tool calls have no markers. They follow the message's text, u
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -57,6 +58,33 @@ class ChatTemplate:
         """The time that the template reads as now; None if it does not read the clock."""
         self._head: str | None = None
         self._checked = set[tuple[Any, ...]]()
+
+    def for_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """A template that shows tools of rows, of which :meth:`with_tools` makes others. It is made anew, because a
+        tokenizer may have another template for tools.
+
+        Raises DataError: the template does not read tools, or shows those of its keyword arguments.
+        """
+        if "tools" in self._template.kwargs:
+            raise DataError(
+                "the row has tools in the column 'tools', and data.template_kwargs.tools has tools for all rows; "
+                "remove the column or the option"
+            )
+        if "tools" not in self._template.variables:
+            raise DataError(
+                "the row has tools in the column 'tools', but the chat template does not read tools, so the policy "
+                "would not know of them. Use a template that writes tools (data.chat_template), or take the column out"
+            )
+        chat = ChatTemplate(self._tokenizer, {**self._template.kwargs, "tools": [*tools]}, self._template.day)
+        _ = chat.answer_end, chat._generation_head()  # they do not depend on the tools, so they are computed once
+        return chat
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """A copy that shows other tools. It shares what is known of messages that were checked."""
+        chat = copy.copy(self)
+        chat._template = self._template.with_tools(tools)
+        chat.text = chat._template.text
+        return chat
 
     def check(self, messages: Sequence[Message], trained: Sequence[int] = (), source: str = "") -> None:
         """Raises DataError: the template leaves out a part of the messages. Messages of one form are checked once for

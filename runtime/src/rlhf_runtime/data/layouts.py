@@ -16,6 +16,9 @@ DEFAULTS: Mapping[str, str] = {
 }  # fmt: skip
 """{field of the run file's [data]: its default column}. It is used if the run file names none and the source has it."""
 
+TOOLS = "tools"
+"""The column of descriptions of functions that the chat template shows, and its field. No option names another."""
+
 ONE_IMAGE = "image"
 """The column of images in many published datasets, where there is no ``images``."""
 
@@ -54,7 +57,9 @@ class Layout:
 
     def name(self, field: str) -> str:
         """The column of a field, for messages; several columns if a conversion makes the field from several."""
-        return self.columns.get(field) or (", ".join(self.columns.values()) if self.conversion else DEFAULTS[field])
+        return self.columns.get(field) or (
+            ", ".join(self.columns.values()) if self.conversion else DEFAULTS.get(field, field)
+        )
 
     def __str__(self) -> str:
         how = f" ({convert.describe(self.conversion)})" if self.conversion else ""

@@ -17,11 +17,12 @@ from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
-from rlhf_runtime.data.layouts import DEFAULTS, Layout, named_columns
+from rlhf_runtime.data.layouts import DEFAULTS, TOOLS, Layout, named_columns
 from rlhf_runtime.data.messages import Messages, as_api_writes, as_people_read, as_template_reads
 from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
+from rlhf_runtime.data.row_tools import RowTools
 from rlhf_runtime.data.template_choice import named_template, uses_chat
 from rlhf_runtime.data.template_frame import Frame, frame
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
@@ -58,16 +59,20 @@ class Prompts:
         if section.chat_template is not None:
             tokenizer.chat_template = named_template(section)
         self.chat: ChatTemplate | None = None
+        self._row_tools: RowTools
         if uses_chat(tokenizer, section):
             self.chat = ChatTemplate(tokenizer, section.template_kwargs, day)
             check_options(self.chat.text, section)
+            self._row_tools = RowTools(self.chat)
         if section.input_template is not None:
             template_columns(section.input_template)
-        self.layout = Layout({**DEFAULTS, **named_columns(section)}, chat=self.chat is not None)
-        """System message of rows without their own."""
+        self.layout = Layout({**DEFAULTS, TOOLS: TOOLS, **named_columns(section)}, chat=self.chat is not None)
+        """How rows without a layout are read."""
         self.tokens = TextTokens(tokenizer)
         self.require_text = False
         """Whether an empty prompt is refused, because the policy reads nothing else of a row."""
+        self.shows_tools = True
+        """Whether prompts show the tools of their rows. A rollout that encodes messages shows tools of its own."""
         self._frames: dict[int, Frame] = {}
         self._prompts: dict[tuple[str, int], tuple[Mapping[str, Any], Turn, memoryview]] = {}
         self._cached_bytes = 0
@@ -110,7 +115,8 @@ class Prompts:
             messages[-1] = {**messages[-1], "content": with_text(content, f"\n\n{text}") if content else text}
         else:
             messages.append({"role": "user", "content": text})
-        return [self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images, as_people_read(messages))]
+        opened = self._chat_of(cells).text(messages, answer=True)
+        return [self._turn(self.tokens.ids(opened), images, as_people_read(messages))]
 
     def encode_observation(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
         """An observation, as the chat template writes a user's message after an answer.
@@ -210,6 +216,10 @@ class Prompts:
         layout = cast(Layout | None, row.layout)  # TrainData gave it to the row
         return Cells(row, layout or self.layout)
 
+    def _chat_of(self, cells: Cells) -> ChatTemplate:
+        """The chat template with the tools of the row."""
+        return self._row_tools.template(cells.tools() if self.shows_tools else ())
+
     def _prompt_turn(self, row: Row) -> Turn:
         cells = self._cells(row)
         if self.chat is None:
@@ -222,8 +232,9 @@ class Prompts:
         has_text = any(text_of(m.get("content")).strip() for m in messages if m["role"] != "system")
         if self.require_text and not has_text and not images:
             raise DataError(f"{EMPTY}: {cells.name('prompt')} has no text; there is nothing to answer")
-        self.chat.check(messages, source=row.source)
-        return self._turn(self.tokens.ids(self.chat.text(messages, answer=True)), images)
+        chat = self._chat_of(cells)
+        chat.check(messages, source=row.source)
+        return self._turn(self.tokens.ids(chat.text(messages, answer=True)), images)
 
     def _read(self, messages: Sequence[Message], cells: Cells) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Messages of a row as the chat template reads them, and their images with those of the row's column."""

@@ -15,7 +15,7 @@ from rlhf.errors import DataError, did_you_mean
 from rlhf.types import DataForm
 
 from rlhf_runtime.data import conversions as convert
-from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, Layout
+from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, TOOLS, Layout
 from rlhf_runtime.data.row_fields import as_label
 
 PROMPTS = ("question", "problem", "query", "instruction", "input")
@@ -54,7 +54,7 @@ def recognise(
     if not found and case.text():
         found = [Layout({"text": "text"}, given=False)]
     if len(found) == 1:
-        return _with_images(_with_system(found[0], case), case)
+        return _with_tools(_with_images(_with_system(found[0], case), case), case)
     if found:
         raise DataError(
             "the columns can be read in several ways: "
@@ -271,6 +271,14 @@ def _with_images(layout: Layout, case: _Case) -> Layout:
         why = f"{did_you_mean(column, case.columns)} Name the right one with --data.images."
         raise DataError(f"has no column {column!r} of images; {case.present()}{why}")
     return layout
+
+
+def _with_tools(layout: Layout, case: _Case) -> Layout:
+    """The layout with the column of tools, if the source has one and the template of chats may show them."""
+    free = case.chat and TOOLS in case.columns and TOOLS not in layout.columns.values()
+    if not free or "text" in layout.columns or layout.conversion in ("marked_steps", "prm800k"):
+        return layout
+    return replace(layout, columns={**layout.columns, TOOLS: TOOLS})
 
 
 def _flags(layout: Layout) -> str:

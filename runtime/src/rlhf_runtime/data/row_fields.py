@@ -10,8 +10,9 @@ from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
 
 from rlhf_runtime.data.conversions import is_turns, turns
-from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.layouts import TOOLS, Layout
 from rlhf_runtime.data.messages import read_messages
+from rlhf_runtime.data.strict_json import STRICT
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and further fields that a chat template reads."""
@@ -85,6 +86,27 @@ class Cells:
         if value is None or (isinstance(value, str) and not value):
             return []
         return list(value) if isinstance(value, list | tuple) else [value]
+
+    def tools(self) -> list[Mapping[str, Any]]:
+        """Descriptions of functions, as they are; they may be JSON as text. Empty: the row has none."""
+        value, name = self.values.get(TOOLS), self.name(TOOLS)
+        if isinstance(value, str) and value:
+            try:
+                value = STRICT.decode(value)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{name}: must be a list of tools, or its JSON as text: {error}") from None
+        if value in (None, ""):
+            return []
+        if not isinstance(value, list):
+            raise DataError(f"{name}: must be a list of tools, or its JSON as text, got {shown(value)}")
+        for number, tool in enumerate(value):
+            function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise DataError(
+                    f"{name}, tool {number}: must be {{type, function: {{name, description, parameters}}}} or {{name, "
+                    f"description, parameters}}, got {shown(tool)}"
+                )
+        return value
 
     def label(self) -> bool:
         """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""

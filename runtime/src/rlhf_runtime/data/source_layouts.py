@@ -13,13 +13,13 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data.image_columns import image_folder, with_image_files
 from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import ONE_IMAGE, Layout, named_columns
+from rlhf_runtime.data.layouts import ONE_IMAGE, TOOLS, Layout, named_columns
 from rlhf_runtime.data.recognise import recognise
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
-_OF_TEMPLATES = ("tools", "chat_template_kwargs")
+_OF_TEMPLATES = (TOOLS, "chat_template_kwargs")
 """Columns that TRL passes to the chat template, row by row."""
 
 

@@ -193,8 +193,9 @@ class Template(Prompts):
             prompt, images = self._plain_prompt(cells), self.images.of_row(cells)
         else:
             messages, images = self._read(self._prompt_messages(cells), cells)
-            self.chat.check(messages, source=cells.row.source)
-            prompt = self.chat.text(messages, answer=True)
+            chat = self._chat_of(cells)
+            chat.check(messages, source=cells.row.source)
+            prompt = chat.text(messages, answer=True)
         ids, mask = self._masked(prompt + text, [(len(prompt), len(prompt) + len(text))])
         begin = self.tokens.begin(ids) if self.chat is None else []
         return self._sequence([*begin, *ids], [*(False for _ in begin), *mask], images)
@@ -205,14 +206,14 @@ class Template(Prompts):
         return TokenSequence(whole, kept, images=placed)
 
     def _conversation(self, given: Sequence[Message], cells: Cells) -> TokenSequence:
-        assert self.chat is not None
+        chat = self._chat_of(cells)
         messages, images = self._read(given, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         untrained = {i for i, m in enumerate(given) if UNTRAINED in m}
         _check_weights(untrained, answers, self.section.loss_on)
         if self.section.loss_on == "all":
-            self.chat.check(messages, source=cells.row.source)
-            text = self.chat.text(messages, answer=False)
+            chat.check(messages, source=cells.row.source)
+            text = chat.text(messages, answer=False)
             end = self._missing_end(text.rstrip()) if messages[-1]["role"] == "assistant" else []
             ids = [*self.tokens.ids(text), *end]
             return self._sequence(ids, [True] * len(ids), images)
@@ -225,8 +226,8 @@ class Template(Prompts):
         for i in trained:
             if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
-        render = self.chat.render(messages, trained)
-        self.chat.check(messages, trained, cells.row.source)
+        render = chat.render(messages, trained)
+        chat.check(messages, trained, cells.row.source)
         ids, mask = self._masked(render.text, render.answers)
         # A sample ends with the answer's end token. Text that a template writes after it is dropped: samples do not
         # have it, so it must not be trained on, and scores must not be read there.

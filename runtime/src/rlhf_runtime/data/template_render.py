@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,11 +40,12 @@ class TemplateRender:
     """
 
     def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any], day: datetime) -> None:
-        self._tokenizer, self._kwargs, self.day = tokenizer, dict(kwargs), day
+        self._tokenizer, self.kwargs, self.day = tokenizer, dict(kwargs), day
         self._parts_only = False
         """Whether the template reads content as a list of parts only, as those of some image-text models do."""
         try_template(str(tokenizer.chat_template), self._try)
-        self._variables = _variables(tokenizer.chat_template)
+        self.variables = _variables(tokenizer.chat_template)
+        """The names that the template reads."""
         self._check_kwargs()
         self._source: str = tokenizer.get_chat_template(tools=kwargs.get("tools"))
         self.has_generation = _GENERATION.search(self._source) is not None
@@ -53,7 +55,13 @@ class TemplateRender:
     @property
     def dated(self) -> bool:
         """Whether the template reads the clock."""
-        return _CLOCK in self._variables
+        return _CLOCK in self.variables
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateRender:
+        """A copy that shows other tools."""
+        other = copy.copy(self)
+        other.kwargs = {**self.kwargs, "tools": [dict(tool) for tool in tools]}
+        return other
 
     def text(self, messages: Sequence[Message], answer: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """One render. Raises DataError with the template's message.
@@ -62,7 +70,7 @@ class TemplateRender:
             answer: with the generation prompt.
             tools: descriptions of functions, in place of those in the keyword arguments.
         """
-        kwargs = {**self._kwargs, "tools": [dict(t) for t in tools]} if tools else self._kwargs
+        kwargs = {**self.kwargs, "tools": [dict(t) for t in tools]} if tools else self.kwargs
 
         def apply(read: list[dict[str, Any]]) -> str:
             text: str = self._tokenizer.apply_chat_template(
@@ -79,7 +87,7 @@ class TemplateRender:
         def apply(read: list[dict[str, Any]]) -> tuple[str, list[Span]]:
             rendered: Any = render_jinja_template(
                 [read], chat_template=self._source, return_assistant_tokens_mask=True,
-                **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self._kwargs},
+                **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self.kwargs},
             )  # fmt: skip
             texts, spans = rendered
             return texts[0], [(int(start), int(end)) for start, end in spans[0]]
@@ -114,13 +122,13 @@ class TemplateRender:
         return self.text(messages, answer=True)
 
     def _check_kwargs(self) -> None:
-        if taken := sorted(_NOT_OF_TEMPLATES & set(self._kwargs)):
+        if taken := sorted(_NOT_OF_TEMPLATES & set(self.kwargs)):
             raise ConfigError(
                 f"data.template_kwargs: {', '.join(taken)} controls how the template is applied, which is fixed here; "
                 "allowed are variables that the template itself reads (enable_thinking, tools, ...)."
             )
-        names = sorted(self._variables - _NOT_OF_TEMPLATES - {"raise_exception", _CLOCK})
-        for name in self._kwargs:
+        names = sorted(self.variables - _NOT_OF_TEMPLATES - {"raise_exception", _CLOCK})
+        for name in self.kwargs:
             if name not in names:
                 raise ConfigError(
                     f"data.template_kwargs: the chat template does not read {name!r}, so it would change nothing. It "

@@ -37,7 +37,7 @@ from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
 from rlhf_runtime.setup.reward_columns import check_columns, check_texts
 from rlhf_runtime.setup.role_checks import check_roles
-from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes
+from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes, tool_notes
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Prepared(Placed):
         """The start-up warnings."""
         launcher, generator = (self.parts[n].resolved.cls if n in self.parts else None for n in ("launcher", GENERATOR))
         idle = idle_engine_notes(self.config, launcher, generator)
-        return (*self.data.notes, *stream_notes(self.config, self.algorithm), *idle)
+        unread = [] if self.rollout is None else tool_notes(self.rollout, self.data)
+        return (*self.data.notes, *unread, *stream_notes(self.config, self.algorithm), *idle)
 
 
 def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
@@ -115,6 +116,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.template.check_multi_turn()
     if rollout is not None and rollout.needs_messages:
         data.template.check_messages()
+        data.template.shows_tools = False
     if rollout is not None and rollout.needs_tools:
         data.template.check_tools()
     # An environment, or a program that speaks the chat API, may give the policy what a row does not have.

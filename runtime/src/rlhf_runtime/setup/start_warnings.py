@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rlhf.interfaces import GENERATOR, Advantage, Algorithm, Generator, Launcher, Loss
+from rlhf.interfaces import GENERATOR, Advantage, Algorithm, Generator, Launcher, Loss, Rollout
 
 from rlhf_runtime.config.online_validation import CORRECTION
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.stream_validation import ANSWERS
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.layouts import TOOLS
 
 
 def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
@@ -46,6 +48,17 @@ def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generato
     return [
         f"stream.staleness = {stream.staleness} and stream.mode = 'waves': the engines wait while the policy learns. "
         "With --stream.mode continuous they go on. The run then depends on the clock; `rlhf replay` repeats it."
+    ]
+
+
+def tool_notes(rollout: Rollout, data: TrainData) -> list[str]:
+    """A note where rows have tools and the rollout shows others."""
+    return [
+        f"data.{use} {source.name!r} has the column {TOOLS!r}, which the rollout {rollout.name!r} does not read: it "
+        "shows the policy tools of its own"
+        for use, sources in data.sources.items()
+        for source in sources
+        if rollout.needs_messages and source.layout is not None and TOOLS in source.layout.columns
     ]
 
 

@@ -52,18 +52,22 @@ class ToolsRollout(Rollout):
         self._toolbox: asyncio.Task[Toolbox] | None = None
 
     def check(self) -> None:
-        async def start() -> list[str]:
+        _LOG.info("rollout 'tools': %s", ", ".join(tool["function"]["name"] for tool in self.tools()))
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools and servers are started, because servers describe their tools themselves."""
+
+        async def start() -> list[dict[str, Any]]:
             toolbox = self._new()
             await toolbox.start()
             await toolbox.close()
-            return list(toolbox.tools)
+            return toolbox.schemas
 
         try:
             with ThreadPoolExecutor(1) as thread:  # this thread may have an event loop that runs, as in a notebook
-                names = thread.submit(asyncio.run, start()).result()
+                return thread.submit(asyncio.run, start()).result()
         except RolloutError as error:
             raise ConfigError(f"rollout 'tools': {error}") from None
-        _LOG.info("rollout 'tools': %s", ", ".join(names))
 
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         toolbox = await self._started()

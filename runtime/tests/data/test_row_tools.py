@@ -1,0 +1,140 @@
+"""Tools in the column of that name: every form of rows shows them to the model as the chat template writes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rlhf.errors import DataError
+from rlhf.types import Row
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.template import Template
+from rlhf_testing.chat_templates import CHATML, HERMES
+from rlhf_testing.tiny import tiny_tokenizer
+
+
+def tool(name):
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    return {"type": "function", "function": {"name": name, "description": f"It can {name}.", "parameters": parameters}}
+
+
+ADD, LOOK_UP = tool("add"), tool("look_up")
+ASK, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+OTHER = {"role": "assistant", "content": "3"}
+ROWS = {
+    "prompts": {"prompt": [ASK]},
+    "demonstrations": {"prompt": [ASK], "response": "2"},
+    "pairs": {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
+    "labels": {"prompt": [ASK], "response": [ANSWER], "label": True},
+    "steps": {"prompt": "1+1?", "completions": ["a", "b"], "labels": [1, 0]},
+}
+TEMPLATE_WITH_BLOCKS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<eos>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_with(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def load(template):
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return load
+
+
+def tokens(template, form, columns):
+    """The tokens and masks of each sequence of a row."""
+    row = Row(columns, "rows", 0)
+    if form == "prompts":
+        return [(list(template.encode_prompt(row).ids), [])]
+    return [(list(s.ids), list(s.loss_mask)) for s in template.encode(form, row).sequences]
+
+
+@pytest.mark.parametrize("template", [HERMES, TEMPLATE_WITH_BLOCKS], ids=["plain", "generation blocks"])
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_with_tools_are_those_of_a_run_with_these_tools_for_all_rows(tokenizer_with, template, form):
+    own = Template(tokenizer_with(template), DataSection())
+    for tools in ([ADD], [LOOK_UP, ADD], [{"name": "add", "description": "Adds.", "parameters": {}}]):
+        option = Template(tokenizer_with(template), DataSection(template_kwargs={"tools": tools}))
+        expected = tokens(option, form, ROWS[form])
+        for value in (tools, json.dumps(tools)):
+            assert tokens(own, form, {**ROWS[form], "tools": value}) == expected
+    bare = tokens(own, form, ROWS[form])
+    assert bare != expected
+    for none in (None, "", [], "[]"):
+        assert tokens(own, form, {**ROWS[form], "tools": none}) == bare
+
+
+def test_a_demonstration_with_tools_is_one_render_of_the_tokenizer(tokenizer_with):
+    tokenizer = tokenizer_with(HERMES)
+    ((ids, _),) = tokens(
+        Template(tokenizer, DataSection()), "demonstrations", ROWS["demonstrations"] | {"tools": [ADD]}
+    )
+    text = tokenizer.apply_chat_template([ASK, ANSWER], tools=[ADD], tokenize=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text.rstrip()
+
+
+def test_a_tokenizer_may_have_another_template_for_tools(tokenizer_with):
+    tokenizer = tokenizer_with({"default": CHATML, "tool_use": HERMES})
+    row = {**ROWS["prompts"], "tools": [ADD]}
+    ((ids, _),) = tokens(Template(tokenizer, DataSection()), "prompts", row)
+    assert "<tools>" in tokenizer.decode(ids)
+    ((ids, _),) = tokens(Template(tokenizer, DataSection()), "prompts", ROWS["prompts"])
+    assert "<tools>" not in tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "value", "words"),
+    [
+        (CHATML, {}, [ADD], "the chat template does not read tools"),
+        (f"{{% if tools %}}{{{{ tools[0].function.name }}}}{{% endif %}}{CHATML}", {}, [ADD, LOOK_UP],
+         "leaves out the tool 'look_up'"),
+        (HERMES, {"tools": [ADD]}, [ADD], r"data\.template_kwargs\.tools"),
+        (HERMES, {}, "[{", "JSON as text"),
+        (HERMES, {}, {"add": 1}, "must be a list of tools"),
+        (HERMES, {}, [ADD, "look_up"], "tool 1: must be .* got str 'look_up'"),
+        (HERMES, {}, [{"type": "function", "function": {}}], "tool 0: must be"),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_shown_are_refused_with_the_row(tmp_path, tokenizer_with, template, kwargs, value, words):
+    path = tmp_path / "rows.jsonl"
+    rows = [ROWS["demonstrations"] | {"tools": []}, ROWS["demonstrations"] | {"tools": value}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, template_kwargs=kwargs)
+    data = TrainData(section, tokenizer_with(template), "demonstrations", 0)
+    assert data.notes == []
+    assert len(data.take(1)) == 1
+    with pytest.raises(DataError, match=rf"line 2.*{words}"):
+        data.take(1)
+
+
+def test_rows_of_a_parquet_file_have_no_arguments_of_other_tools(tmp_path, tokenizer_with):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    text = tool("text")
+    text["function"]["parameters"]["properties"] = {"b": {"type": "string"}}
+    rows = [ROWS["demonstrations"] | {"tools": [one]} for one in (ADD, text)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    section = DataSection(train=(SourceSection(path=str(tmp_path / "rows.parquet")),), shuffle=False)
+    tokenizer = tokenizer_with(HERMES)
+    data = TrainData(section, tokenizer, "demonstrations", 0)
+    option = Template(tokenizer_with(HERMES), DataSection(template_kwargs={"tools": [text]}))
+    example = data.examples(data.take(2))[1]
+    expected = tokens(option, "demonstrations", ROWS["demonstrations"])
+    assert [list(example.sequences[0].ids)] == [ids for ids, _ in expected]
+
+
+def test_a_rollout_with_tools_of_its_own_does_not_show_those_of_rows(tokenizer_with):
+    template = Template(tokenizer_with(HERMES), DataSection())
+    template.shows_tools = False
+    row = {**ROWS["prompts"], "tools": [ADD]}
+    assert tokens(template, "prompts", row) == tokens(template, "prompts", ROWS["prompts"])
