@@ -20,7 +20,9 @@ from rlhf_plugin_plan.row_lengths import limits, read_lengths
 from rlhf_plugin_plan.shortages import make_plan
 from rlhf_runtime.config.load import load
 from rlhf_runtime.setup.plugins import run_plugins
+from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
+from transformers import AutoTokenizer
 
 GIB = 2**30
 ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
@@ -111,14 +113,41 @@ def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
     assert (pairs.unit, pairs.longest, pairs.prompt, pairs.siblings) == (2048, 1024, 512, 2)
 
 
-def measured(tmp_path, plugins, algorithm, *rows, **options):
+def measured(tmp_path, plugins, algorithm, *rows, chat_template=None, **options):
     """The lengths of these rows, and the run's plugins."""
-    model = tiny_model(tmp_path / "model")
+    model = tiny_model(tmp_path / "model", chat_template=chat_template)
     for name, own in (("train", rows), ("held_out", rows[:1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     given = {"algorithm.use": algorithm, "policy.model": str(model), "data.train": str(tmp_path / "train.jsonl")}
     parts = run_plugins(load(None, list((given | options).items())), plugins)
     return read_lengths(parts), parts
+
+
+def test_prompts_of_the_rollout_tools_have_the_descriptions_of_the_tools(tmp_path, plugins):
+    """Those of a column `tools` are not shown beside them."""
+    (tmp_path / "tool.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    rows = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "10+10?", "answer": "20"}]
+    options = {
+        "reward": "math",
+        "sampling.samples_per_prompt": "4",
+        "rollout.use": "tools",
+        "rollout.functions": f'["file:{tmp_path}/tool.py:add"]',
+        "data.eval": str(tmp_path / "held_out.jsonl"),
+    }
+    found, parts = measured(tmp_path, plugins, "grpo", *rows, chat_template=HERMES, **options)
+    tokenizer, tools = AutoTokenizer.from_pretrained(tmp_path / "model"), parts.rollout.tools()
+
+    def tokens(row):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    assert found.prompt == tokens(rows[1])
+    assert found.held_out_prompt == tokens(rows[0])
+    assert found.longest == parts.config.data.max_tokens, "turns of several calls"
+    assert "of tools" in found.source
+    with_column = [row | {"tools": tools} for row in rows]
+    assert measured(tmp_path, plugins, "grpo", *with_column, chat_template=HERMES, **options)[0] == found
 
 
 def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhf.errors import RlhfError
+from rlhf.interfaces import Rollout
 from rlhf_runtime.data.early_row_check import CHECKED
 from rlhf_runtime.setup.plugins import RunPlugins
+
+if TYPE_CHECKING:
+    from rlhf_runtime.data.dataset import TrainData
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ def _measured(made: RunPlugins) -> Lengths:
     config, form = made.config, made.algorithm.data
     tokenizer = load_tokenizer(made.model("policy"), made.section("policy").trust_remote_code)
     data = TrainData(config.data, tokenizer, form, config.run.seed, made.algorithm.needs().given > 0, made.commits)
+    tools = _tokens_of_tools(data, made.rollout) if made.online and made.rollout is not None else 0
 
     def sizes(count: int, order: Iterator[object], most: int | None = None) -> list[tuple[int, int, int]]:
         """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``most`` usable rows."""
@@ -115,7 +121,7 @@ def _measured(made: RunPlugins) -> Lengths:
             sequences = [] if verdict.example is None else verdict.example.sequences
             unit = sum(len(s.ids) for s in sequences) or verdict.tokens
             prompt = min((s.loss_mask.index(True) for s in sequences), default=verdict.tokens)
-            lengths.append((unit, prompt, verdict.tokens))
+            lengths.append((unit + tools, prompt + tools, verdict.tokens + tools))
         return lengths
 
     rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
@@ -143,6 +149,8 @@ def _measured(made: RunPlugins) -> Lengths:
         computed, size = [unit - prompt * (form == "pairs") for unit, prompt, _ in train], config.data.batch_size
         step = max(sum(computed[i : i + size]) for i in range(0, len(computed), size))
     what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
+    if tools:
+        what += f" with {tools} of tools"
     evaluated = min(len(held_out), config.eval.max_rows or len(held_out))
     return Lengths(
         prompt,
@@ -156,6 +164,19 @@ def _measured(made: RunPlugins) -> Lengths:
         held_out_prompt=held_out_prompt,
         held_out_longest=held_out_longest,
     )
+
+
+def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
+    """The tokens by which the tools of a rollout lengthen the first prompt."""
+    if not rollout.needs_messages:
+        return 0
+    data.template.shows_tools = False
+    tools, source = rollout.tools(), data.sources["train"][0]
+    if not tools or not len(source):
+        return 0
+    messages = data.template.prompt_messages(source[0])
+    bare, shown = (data.template.encode_messages(messages, shown) for shown in ((), tools))
+    return len(shown.ids) - len(bare.ids)
 
 
 def _rows_of_steps(made: RunPlugins) -> int | None:
