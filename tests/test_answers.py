@@ -67,6 +67,21 @@ def test_eval_prints_the_mean_of_each_of_several_rewards(shop: Workshop, say: Sa
     assert both["reward/math/mean"] == 0
 
 
+def test_the_scores_of_a_reward_model_pass_only_a_threshold_that_is_set(shop: Workshop, say: Say) -> None:
+    judge = tiny_model(shop.folder / "judge", hidden=16, heads=2, kv_heads=1, head="scalar", seed=3)
+    words = ("eval", "--model", shop.model, "--data", shop.data, *SHORT, "--json", "--reward")
+    of_model = json.loads(say(*words, f"model:{judge}")[1])
+    assert "reward" in of_model
+    assert not any("@" in name for name in of_model)
+    with_threshold = json.loads(say(*words, f"model:{judge}", "--eval.pass_threshold", "-100")[1])
+    assert with_threshold == {**of_model, "pass@1": 1.0}
+    both = json.loads(say(*words, "math", "--reward", f"model:{judge}")[1])
+    assert "pass@1" not in both, "the sum of a verdict and a score"
+    assert json.loads(say(*words, "math")[1])["pass@1"] == 0
+    code, _, err = say(*words[:-2], "--eval.samples", "2", "--eval.temperature", "1", "--reward", f"model:{judge}")
+    assert code == 0, err
+
+
 @pytest.mark.parametrize(
     ("algorithm", "changes"),
     [

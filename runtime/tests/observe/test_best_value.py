@@ -40,10 +40,13 @@ def test_other_metrics_improve_upwards(metric):
     assert [tracker.update(step, {metric: v})[0] for step, v in enumerate([2.0, 1.0, 3.0])] == [True, False, True]
 
 
-def test_pass_at_1_is_preferred_over_loss():
-    tracker = BestTracker()
-    tracker.update(1, {"eval/loss": 2.0, "eval/pass@1": 0.5})
-    assert tracker.metric == "eval/pass@1"
+def test_pass_at_1_is_preferred_over_reward_and_this_over_loss():
+    numbers = {"eval/loss": 2.0, "eval/reward": 0.3, "eval/pass@1": 0.5}
+    for metric in ("eval/pass@1", "eval/reward", "eval/loss"):
+        tracker = BestTracker()
+        tracker.update(1, numbers)
+        assert tracker.metric == metric
+        del numbers[metric]
 
 
 def test_nan_never_improves():
@@ -115,8 +118,8 @@ def test_a_missing_metric_names_those_present():
         ConfigError, match=r"'pas@1', which the evaluation does not have; there are eval/pass@1\. Did you mean 'pass@1'"
     ):
         BestTracker("pas@1").update(1, {"eval/pass@1": 0.5, "loss": 1.0})
-    with pytest.raises(ConfigError, match=r"neither pass@1 nor a loss; set eval\.metric to one of \['eval/reward'\]"):
-        BestTracker().update(1, {"eval/reward": 0.5})
+    with pytest.raises(ConfigError, match=r"neither pass@1, a reward nor a loss; set eval\.metric to .*eval/length"):
+        BestTracker().update(1, {"eval/length": 3.0})
     with pytest.raises(ConfigError, match=r"eval\.mode is 'up'; allowed"):
         BestTracker("a", "up")
     with pytest.raises(ConfigError, match=r"eval\.patience is 0; allowed"):

@@ -3,6 +3,7 @@ import itertools
 import pytest
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_runtime.observe import evaluation_metrics, pass_at_k
+from rlhf_runtime.observe.evaluation_statistics import metric_names
 
 
 def group(rewards, source="a", lengths=None, finish="stop", number=0):
@@ -101,6 +102,16 @@ def test_a_sample_that_failed_before_it_was_written_has_no_length():
     assert metrics["unscored"] == 0.5
     some.trajectories = some.trajectories[3:]
     assert not {"length", "truncated"} & set(evaluation_metrics([some], samples=4))
+
+
+def test_without_a_threshold_no_answer_passes_or_fails():
+    groups = [group([0.0, 2.5]), group([-1.0, None])]
+    bare = evaluation_metrics(groups, 2, None)
+    assert bare == {k: v for k, v in evaluation_metrics(groups, 2, 1.0).items() if "@" not in k}
+    assert bare["reward"] == 0.125
+    names = metric_names(2, [], True, passes=False)
+    assert "reward" in names
+    assert not any("@" in name for name in names)
 
 
 def test_nothing_to_evaluate():

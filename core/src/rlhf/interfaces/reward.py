@@ -81,6 +81,10 @@ class Reward(Component):
     """Largest number of calls of ``score`` under way at once, where the reward's section does not say; None: the
     runtime's default. An instance may set it. Time spent waiting for a free call does not count for the deadline, so a
     reward whose calls keep a processor busy says here how many it can serve at once."""
+    passes_at_one: bool = True
+    """Whether an answer with a value of 1 or more passes. False: values are scores without such a mark, as those of a
+    reward model. An evaluation then has pass@k and avg@k only if ``eval.pass_threshold`` is set. An instance may set
+    it."""
     reads: Literal["text", "tokens"] = "tokens"
     """What ``score`` reads of the turns. ``text``: their texts only (prompt, completion, answer). Such a reward scores
     answers where no tokenizer is known. ``Turn.ids`` is empty there, so it has no roles and does not use

@@ -185,8 +185,9 @@ class EvalSection(ComponentConfig):
     """0 = greedy."""
     max_new_tokens: Count | None = None
     """Largest number of tokens in a sampled turn. Default: ``sampling.max_new_tokens``."""
-    pass_threshold: float = 1.0
-    """An answer passes if its reward is at least this."""
+    pass_threshold: float | None = None
+    """An answer passes if its reward is at least this. Default: 1; where a reward is a score without such a mark (a
+    reward model), no answer passes or fails, and there is no pass@k."""
     max_rows: Count | None = None
     """Use only the first rows."""
     weights: Literal["exported", "live"] = "exported"
@@ -194,7 +195,7 @@ class EvalSection(ComponentConfig):
     will hold. ``live``: the weights that are trained."""
     metric: str | None = None
     """Metric that selects the best checkpoint: a metric of the evaluation, with or without the prefix ``eval/``, such
-    as ``reward`` or ``env/KEY``. Default: pass@1 if it exists, else the loss."""
+    as ``reward`` or ``env/KEY``. Default: the first that exists of pass@1, reward and loss."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Direction in which the metric improves; ``auto``: down for losses, up for other metrics."""
     patience: Count | None = None

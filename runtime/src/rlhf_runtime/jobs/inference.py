@@ -111,7 +111,7 @@ def evaluate_model(
         rows, prompt_of = prepared.data.eval_rows()[: config.eval.max_rows], prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
         with phase("answering prompts") as count:
-            metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, config.eval, count=count)
+            metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)
         if save is not None:
             write_lines(save, groups, prompt_of)
         if left_out := prepared.data.eval_dropped + prepared.data.eval_bad_rows:

@@ -76,7 +76,8 @@ def check_metric(
             names, so it is called once if ``eval.metric`` is no other known name.
     """
     metric = section.metric
-    names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored)] if sources else []
+    passes = section.pass_threshold is not None
+    names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored, passes)] if sources else []
     wanted = {metric, f"eval/{metric}"}
     if metric is None or (sources and is_number_of_samples(metric)):
         return

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 
-DEFAULT_METRICS = ("eval/pass@1", "eval/loss")
+DEFAULT_METRICS = ("eval/pass@1", "eval/reward", "eval/loss")
 """Used where the run file sets no ``eval.metric``: the first of these metrics that the evaluation has."""
 _LOWER_IS_BETTER = ("loss", "nll", "perplexity", "error", "divergence", "kl", "truncated", "unscored")
 
@@ -17,7 +17,7 @@ class BestTracker:
     """Follows one metric over the evaluations.
 
     Args:
-        metric: its name, with or without ``eval/``; None: the first of pass@1 and loss that exists.
+        metric: its name, with or without ``eval/``; None: the first of pass@1, reward and loss that exists.
         mode: ``max``, ``min`` or ``auto``. ``auto`` decides by the metric's name: ``min`` for losses, terms of losses
             (``loss/<term>``), divergences and the shares of truncated or unscored answers, ``max`` for all others.
         patience: stop after this many evaluations in a row without improvement; None: never.
@@ -116,7 +116,9 @@ class BestTracker:
                 return name
         present = sorted(name for name in metrics if name.startswith("eval/")) or sorted(metrics)
         if self.metric is None:
-            raise ConfigError(f"the evaluation has neither pass@1 nor a loss; set eval.metric to one of {present}")
+            raise ConfigError(
+                f"the evaluation has neither pass@1, a reward nor a loss; set eval.metric to one of {present}"
+            )
         raise unknown_metric(self.metric, present)
 
 

@@ -27,19 +27,19 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - missed
 
 
-def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: float = 1.0) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: float | None = 1.0) -> dict[str, float]:
     """The numbers of one evaluation.
 
     Args:
         groups: one per prompt, with its answers.
         samples: answers requested per prompt. It is the k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
-        threshold: an answer passes if its reward is at least this.
+        threshold: an answer passes if its reward is at least this; None: no reward says that an answer passes.
 
     Returns these metrics over all prompts. Where the prompts have several data sources, it also returns them for each
     source, with the prefix ``<source>/``:
 
-    ``pass@k``     mean over prompts of the unbiased estimate
-    ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1)
+    ``pass@k``     mean over prompts of the unbiased estimate; with a threshold only
+    ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1); likewise
     ``reward``     mean over prompts of the mean reward of their answers
     ``score``      the same mean of the scores; present where a score differs from its reward (a reward source that
                    gives its own score, or step rewards that are placed at their tokens)
@@ -62,21 +62,22 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     return metrics
 
 
-def metric_names(samples: int, sources: Collection[str], scored: bool) -> list[str]:
+def metric_names(samples: int, sources: Collection[str], scored: bool, passes: bool = True) -> list[str]:
     """Every name that :func:`evaluation_metrics` can give, but those of ``Trajectory.info``, which no run file knows.
 
     Args:
         sources: data sources of the prompts.
         scored: whether answers get a reward.
+        passes: whether an answer can pass by its reward.
     """
     names = ["length", "truncated", "unscored", "prompts"]
     if scored:
-        names += ["reward", "score", *(f"pass@{k}" for k in _ks(samples))]
-        names += [f"avg@{samples}"] if samples > 1 else []
+        names += ["reward", "score", *(f"pass@{k}" for k in _ks(samples) if passes)]
+        names += [f"avg@{samples}"] if samples > 1 and passes else []
     return [*names, *(f"{source}/{name}" for source in sorted(sources) for name in names if len(sources) > 1)]
 
 
-def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, float]:
+def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[str, float]:
     answers = [t for group in groups for t in group.trajectories]
     apart = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)
@@ -87,8 +88,10 @@ def _of(groups: Sequence[Group], samples: int, threshold: float) -> dict[str, fl
         if apart:
             scored = [t for t in group.trajectories if _scored(t)]
             values["score"].append(_mean((t.reward if t.score is None else t.score) or 0.0 for t in scored))
-        n, passed = len(rewards), sum(r >= threshold for r in rewards)
         values["reward"].append(_mean(rewards))
+        if threshold is None:
+            continue
+        n, passed = len(rewards), sum(r >= threshold for r in rewards)
         if samples > 1:
             values[f"avg@{samples}"].append(passed / n)
         for k in _ks(samples):

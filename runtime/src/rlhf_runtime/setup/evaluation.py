@@ -40,7 +40,7 @@ def make_evaluation(
         rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
 
         def answer(done: int) -> Metrics:
-            metrics, groups = evaluate_rollouts(rollouts, rows, settings, config.eval, count=count)
+            metrics, groups = evaluate_rollouts(rollouts, rows, settings, prepared.evaluation, count=count)
             save(done, groups)
             return metrics
 
@@ -50,7 +50,7 @@ def make_evaluation(
         losses = functools.partial(evaluate_loss, prepared.algorithm, roles, examples)
         if not config.run.resume:
             sources = {row.source for row in rows} if sampler is not None else ()
-            check_metric(config.eval, sources, is_scored(prepared), losses)
+            check_metric(prepared.evaluation, sources, is_scored(prepared), losses)
         parts.append(lambda done: losses())
 
     def compute(done: int) -> Metrics:

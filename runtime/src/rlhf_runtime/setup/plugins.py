@@ -18,7 +18,7 @@ from rlhf_hub.published import pinned
 from rlhf_runtime.config.components import Selection, build_algorithm, resolved_run, select
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import Choice, ModelSection
+from rlhf_runtime.config.sections import Choice, EvalSection, ModelSection
 from rlhf_runtime.config.validation import check
 from rlhf_runtime.rewards.scoring import ActiveReward
 
@@ -54,6 +54,15 @@ class RunPlugins:
         """The class of the trainer of every role."""
         cls: type[Trainer] = self.parts["trainer"].resolved.cls
         return cls
+
+    @property
+    def evaluation(self) -> EvalSection:
+        """``[eval]`` with the threshold of passing that the rewards have, where the section sets none."""
+        section = self.config.eval
+        marked = all(reward.instance.passes_at_one for reward in self.rewards)
+        return (
+            section.model_copy(update={"pass_threshold": 1.0}) if section.pass_threshold is None and marked else section
+        )
 
     def trainer(self, role: str) -> Selection:
         """The trainer, with the role's own options."""

@@ -148,7 +148,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if algorithm.data != "prompts":
         _check_eval_rows(algorithm, len(held_out))
     elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
-        check_metric(config.eval, {row.source for row in held_out}, is_scored(made), None)
+        check_metric(made.evaluation, {row.source for row in held_out}, is_scored(made), None)
     selected = [*parts.values(), *observers.values()]
     used = [*made.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
     return Prepared(

@@ -72,6 +72,7 @@ class ProcessReward(Reward):
     name = "prm"
     source = "Lightman et al. 2023, arXiv:2305.20050; Wang et al. 2023, arXiv:2312.08935"
     Config = ProcessRewardConfig
+    passes_at_one = False  # nearly all probabilities are below 1
 
     def __init__(self, config: ProcessRewardConfig | None = None) -> None:
         if config is None:

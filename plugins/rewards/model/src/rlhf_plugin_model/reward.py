@@ -38,6 +38,7 @@ class ModelReward(Reward):
     name = "model"
     source = "Ouyang et al. 2022, arXiv:2203.02155"
     Config = ModelConfig
+    passes_at_one = False
 
     def __init__(self, config: ModelConfig | None = None) -> None:
         if config is None:
