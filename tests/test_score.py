@@ -67,6 +67,17 @@ def test_several_rewards_score_every_answer_and_exports_read_them(shop: Workshop
     assert [r["completion"] for r in lines(pairs)] == ["3", "4", "7"]
 
 
+def test_the_first_rows_of_each_source_are_scored(shop: Workshop, say: Say) -> None:
+    files = [str(shop.rows(f"{name}.jsonl", ROWS)) for name in ("one", "two")]
+    sources = tuple(word for n, file in enumerate(files) for word in (f"--data.eval.{n}.path", file))
+    words = ("score", "--model", shop.model, *sources, "--reward", f"file:{shop.file('size.py', LENGTH)}")
+    code, told, err = say(*words, "--eval.max_rows", 2, "-o", shop.folder / "scored.jsonl", "--json")
+    assert code == 0, err
+    assert (json.loads(told)["rows"], json.loads(told)["answers"]) == (4, 10)
+    rows = dict.fromkeys((s["row"]["source"], s["row"]["index"]) for s in lines(shop.folder / "scored.jsonl"))
+    assert list(rows) == [("one", 0), ("one", 1), ("two", 0), ("two", 1)]
+
+
 def test_a_reward_model_reads_prompt_and_answer_with_its_end_token(shop: Workshop, say: Say) -> None:
     """Scores equal those of transformers, one sequence at a time. Without --model its tokenizer is used."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

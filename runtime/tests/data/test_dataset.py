@@ -167,6 +167,15 @@ def test_eval_rows_are_complete_in_order_and_their_own(write, chars):
     assert data.template.encode_prompt(rows[0]).text == "e"
 
 
+def test_each_source_gives_its_first_usable_rows_to_an_evaluation(write, chars):
+    rows = {name: [{"prompt": f"{name}{i}", "response": "x" * (9 if i == 0 else 1)} for i in range(4)] for name in "ab"}
+    held = tuple(write(f"{name}.jsonl", column) for name, column in rows.items())
+    section = DataSection(train=held[:1], eval=held, max_tokens=8, too_long="drop")
+    data = TrainData(section, chars, "demonstrations", 0)
+    assert [row["prompt"] for row in data.eval_rows(2)] == ["a1", "a2", "b1", "b2"]
+    assert [row["prompt"] for row in data.eval_rows()] == ["a1", "a2", "a3", "b1", "b2", "b3"]
+
+
 def test_pairs(write, chars):
     rows = [{"prompt": "p", "chosen": "g", "rejected": "bb"}]
     data = TrainData(DataSection(train=(write("a.jsonl", rows),)), chars, "pairs", 0)

@@ -189,7 +189,7 @@ class EvalSection(ComponentConfig):
     """An answer passes if its reward is at least this. Default: 1; where a reward is a score without such a mark (a
     reward model), no answer passes or fails, and there is no pass@k."""
     max_rows: Count | None = None
-    """Use only the first rows."""
+    """Use only the first rows of each source."""
     weights: Literal["exported", "live"] = "exported"
     """Weights that are evaluated if the trainer keeps a moving average. ``exported``: the average, which ``model/``
     will hold. ``live``: the weights that are trained."""

@@ -161,13 +161,20 @@ class TrainData:
             for e, r in zip(found, rows, strict=True)
         ]
 
-    def eval_rows(self) -> list[Row]:
-        """All usable evaluation rows, source by source, in the order of the files.
+    def eval_rows(self, most: int | None = None) -> list[Row]:
+        """The usable evaluation rows, source by source, in the order of the files.
+
+        Args:
+            most: the first rows of each source; None: all.
 
         Raises DataError: a row is not usable and such rows are not left out; or no row is usable.
         """
-        if self._held_out is not None:
-            return list(self._held_out)
+        if self._held_out is None:
+            self._held_out = self._usable_for_evaluation()
+        of_sources = itertools.groupby(self._held_out, key=lambda row: row.source)
+        return [row for _, rows in of_sources for row in itertools.islice(rows, most)]
+
+    def _usable_for_evaluation(self) -> list[Row]:
         kept: list[Row] = []
         self.eval_dropped = self.eval_bad_rows = 0
         for row in (source[i] for source in self._eval for i in range(len(source))):
@@ -181,8 +188,7 @@ class TrainData:
                 f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
                 f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
             )
-        self._held_out = kept
-        return list(kept)
+        return kept
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""

@@ -108,7 +108,7 @@ def evaluate_model(
     ``left_out``, the number of rows that are not among them, where there are any, and ``reward/SOURCE/mean``, where
     there are several rewards; the groups, and the function that gives the prompt of a sample."""
     with answers(config, plugins) as (prepared, sampler):
-        rows, prompt_of = prepared.data.eval_rows()[: config.eval.max_rows], prepared.data.template.prompt_of
+        rows, prompt_of = prepared.data.eval_rows(config.eval.max_rows), prepared.data.template.prompt_of
         settings = evaluation_settings(config, evaluation_failures(config, _say))
         with phase("answering prompts") as count:
             metrics, groups = evaluate_rollouts(sampler.rollouts, rows, settings, prepared.evaluation, count=count)

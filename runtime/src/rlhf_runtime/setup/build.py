@@ -138,7 +138,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
         stream = training_stream(prepared, sampler, failures[0], timeline, progress.count)
         resources.callback(stream.close)
     evaluation: Evaluation | None = None
-    if rows := data.eval_rows()[: config.eval.max_rows]:
+    if rows := data.eval_rows(config.eval.max_rows):
         if sampler is not None:
             failures.append(evaluation_failures(config, progress.note))
         evaluation = make_evaluation(

@@ -142,7 +142,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     if env is not None and config.env is not None:
         episodes = Episodes(env.resolved, env.config, config.env)
     with phase("tokenising held-out rows") if config.data.eval else nullcontext():
-        held_out = data.eval_rows()[: config.eval.max_rows]  # read in any case, so that invalid rows are refused
+        held_out = data.eval_rows(config.eval.max_rows)  # read in any case, so that invalid rows are refused
     # `rlhf eval` has no updates, and answers held-out rows only
     check_columns(made, data, held_out, made.online and bool(updates) and config.stream.replay is None)
     if algorithm.data != "prompts":

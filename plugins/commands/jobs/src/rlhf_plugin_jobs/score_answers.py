@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ def score_answers(
         note(text)
     sources = prepared.data.sources["eval"]
     answers = GivenAnswers(sources, columns, prepared.data.template, prepared.config.data)
-    total = min(len(answers), config.eval.max_rows or len(answers))
+    rows = _first_rows(sources, config.eval.max_rows)
+    total = len(rows)
     file = PartialFile(output, _about(prepared, answers.columns))
     if force:
         file.discard()
@@ -98,7 +99,7 @@ def score_answers(
     if scores.rows:
         note(f"continuing after {scores.rows} of {total} rows, from {file.partial}")
     with ExitStack() as closing:
-        numbers = iter(range(scores.rows, total))
+        numbers = iter(rows[scores.rows :])
         if scores.rows < total:
             main = MainThread()
             closing.callback(main.close)
@@ -170,8 +171,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     data = TrainData(
         placed.config.data, placed.tokenizer, "prompts", config.run.seed, commits=placed.commits, images=images
     )
-    scored = list(_first(data.sources["eval"], config.eval.max_rows))
-    refuse(column_problems(placed.rewards, scored, "eval"))
+    refuse(column_problems(placed.rewards, data.sources["eval"], "eval"))
     if data.has_images:
         images_of = {name: placed.spec(name, images=True).images for name in placed.specs}
         specs = {name: replace(spec, images=images_of[name]) for name, spec in placed.specs.items()}
@@ -188,10 +188,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     )
 
 
-def _first(sources: Sequence[Source], rows: int | None) -> Iterator[Source]:
-    """The sources that hold the first ``rows`` rows."""
-    for source in sources:
-        if rows is not None and rows <= 0:
-            return
-        yield source
-        rows = None if rows is None else rows - len(source)
+def _first_rows(sources: Sequence[Source], most: int | None) -> list[int]:
+    """The numbers, counted over all sources, of the first rows of each."""
+    starts = accumulate((len(source) for source in sources), initial=0)
+    return [start + row for start, source in zip(starts, sources, strict=False) for row in range(len(source))[:most]]
