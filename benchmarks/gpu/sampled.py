@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def engine(model: Any, dtype: str, **options: Any) -> Iterator[Generator]:
     from rlhf_plugin_vllm.generator import VllmGenerator
 
     config = VllmGenerator.Config(**{"eager": True, "max_sequences": 64, **options})
-    generator = VllmGenerator(config, generator_spec(model, dtype))
+    spec = replace(generator_spec(model, dtype), shares_devices=True)  # the policy is in this process
+    generator = VllmGenerator(config, spec)
     try:
         yield generator
     finally:

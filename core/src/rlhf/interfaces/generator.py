@@ -45,6 +45,9 @@ class GeneratorSpec:
     them."""
     max_images: int = 0
     """Most images of a request (capability ``images``)."""
+    shares_devices: bool = False
+    """Roles of the run are on the engine's devices. They are loaded before the engine starts, and the engine may
+    be told to sleep while they compute (capability ``sleep``)."""
 
 
 @dataclass(frozen=True, slots=True)

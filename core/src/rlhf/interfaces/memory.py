@@ -147,6 +147,8 @@ class SamplingWork:
     longest_prompt: int
     images: int = 0
     """Images of a prompt; 0: the run has none."""
+    occupied: int | None = None
+    """Bytes of a device that roles and processes hold when the engine starts; None: no role shares its devices."""
 
 
 @dataclass(frozen=True, slots=True)

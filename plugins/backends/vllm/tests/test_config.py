@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
-from rlhf.errors import CapabilityError, PluginError
+from rlhf.errors import CapabilityError, ModelError, PluginError
 from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.interfaces.memory import LayerSize, ModelSize, SamplingWork
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
+from rlhf_plugin_vllm.engine import device_memory
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
@@ -61,6 +63,15 @@ def test_invalid_options_are_refused(options, named):
 def test_unsupported_options_are_refused_with_the_reason(options, where, named):
     with pytest.raises(CapabilityError, match=named):
         check(config(**options), where)
+
+
+def test_stages_that_would_give_tokens_to_later_weights_are_refused():
+    """A batch is on its way through the stages while weights are loaded."""
+    stages = config(pipeline_parallel=2)
+    with pytest.raises(CapabilityError, match=r"pipeline_parallel = 2 .*sync\.keys = 'keep'"):
+        VllmGenerator.check(stages, spec(keys="keep"), [], None)
+    VllmGenerator.check(stages, spec(), [], None)
+    VllmGenerator.check(config(tensor_parallel=2), spec(keys="keep"), [], None)
 
 
 def test_supported_options_pass():
@@ -118,9 +129,20 @@ def test_options_become_arguments_of_vllm():
     assert arguments(config(eager=False), spec(), CPU, "fp32")["enforce_eager"] is False
 
 
-def test_on_gpus_memory_is_shared_and_graphs_are_captured():
+@pytest.fixture
+def free(monkeypatch):
+    """free(gib, of): a stand-in for GPUs with this much free memory."""
+
+    def say(gib: float, of: float = 80.0) -> None:
+        monkeypatch.setattr(device_memory, "free_and_total", lambda devices: (int(gib * 2**30), int(of * 2**30)))
+
+    say(79.5)
+    return say
+
+
+def test_on_gpus_of_a_stand_in_memory_is_divided_and_graphs_are_captured(free):
     told = arguments(config(memory_share=0.4, tensor_parallel=2), spec(), GPUS, "bf16")
-    assert (told["gpu_memory_utilization"], told["enable_sleep_mode"], told["enforce_eager"]) == (0.4, True, False)
+    assert (told["gpu_memory_utilization"], told["enforce_eager"]) == (0.4, False)
     assert (told["dtype"], told["distributed_executor_backend"]) == ("bfloat16", "mp")
     assert "kv_cache_memory_bytes" not in told
     assert "enable_chunked_prefill" not in told
@@ -130,7 +152,65 @@ def test_on_gpus_memory_is_shared_and_graphs_are_captured():
     assert arguments(config(eager=True), spec(), GPUS, "bf16")["enforce_eager"] is True
 
 
-def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu():
+def test_on_gpus_of_a_stand_in_the_engine_sleeps_only_beside_roles_and_never_schedules_ahead(free):
+    for shared in (False, True):
+        told = arguments(config(), spec(shares_devices=shared), GPUS, "bf16")
+        assert told["enable_sleep_mode"] is shared
+        assert told["async_scheduling"] is False, "Turn.versions would be a token early"
+    assert arguments(config(), spec(), CPU, "fp32")["async_scheduling"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "shared", "gib", "fraction"),
+    [
+        ({}, False, 79.5, 0.9),
+        ({}, True, 40.0, 0.45),  # the policy holds half of the device
+        ({"memory_share": 0.5}, True, 40.0, 0.5),
+        ({"kv_cache_gib": 4.0}, False, 40.0, 0.25),
+        ({"kv_cache_gib": 4.0}, True, 5.0, 0.03125),
+    ],
+)
+def test_vllm_gets_a_fraction_that_is_free_by_a_stand_in_for_the_allocator(options, shared, gib, fraction, free):
+    """vLLM refuses to start where less than the fraction is free, also if the size of the cache is given."""
+    utils = pytest.importorskip("vllm.v1.worker.utils")
+    free(gib)
+    told = arguments(config(**options), spec(shares_devices=shared), GPUS, "bf16")
+    assert told["gpu_memory_utilization"] == pytest.approx(fraction)
+    assert ("kv_cache_memory_bytes" in told) is ("kv_cache_gib" in options)
+    snapshot = SimpleNamespace(total_memory=80 * 2**30, free_memory=int(gib * 2**30), device_="cuda:0")
+    utils.request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=told["gpu_memory_utilization"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "shared", "gib", "of", "words"),
+    [
+        ({}, False, 20.0, 80.0, ["0.9", "72.0 GiB", "20.0 GiB are free", "hold 60.0 GiB", "memory_share = 0.22"]),
+        ({"memory_share": 0.5}, True, 20.0, 80.0, ["0.5", "40.0 GiB", "20.0 GiB are free", "kv_cache_gib"]),
+        ({"kv_cache_gib": 4.0}, True, 3.0, 80.0, ["4.0 GiB for the cache", "3.0 GiB of 80.0 GiB", "hold 77.0 GiB"]),
+        ({}, True, 1e-6, 80.0, ["0.0 GiB for weights", "does not fit", "tensor_parallel"]),
+    ],
+)
+def test_a_gpu_that_is_too_full_by_a_stand_in_is_refused_with_figures(options, shared, gib, of, words, free):
+    free(gib, of)
+    with pytest.raises(CapabilityError) as raised:
+        arguments(config(**options), spec(shares_devices=shared), GPUS, "bf16")
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_free_memory_is_that_of_the_fullest_device_by_a_stand_in_for_torch(monkeypatch, tmp_path):
+    """Several devices are measured by another process, which leaves no context on them."""
+    monkeypatch.setattr(device_memory.torch.cuda, "mem_get_info", lambda device: (3, 4))
+    assert device_memory.free_and_total(1) == (3, 4)
+    (tmp_path / "torch.py").write_text("class cuda:\n    mem_get_info = staticmethod(lambda device: (7 - device, 8))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert device_memory.free_and_total(3) == (5, 8)
+    (tmp_path / "torch.py").write_text("raise RuntimeError('no driver')\n")
+    with pytest.raises(ModelError, match="3 GPUs could not be measured: RuntimeError: no driver"):
+        device_memory.free_and_total(3)
+
+
+def test_a_sequence_of_full_length_fits_into_one_pass_on_a_cpu(free):
     assert arguments(config(), spec(max_tokens=9000), CPU, "fp32")["max_model_len"] == 4096, "the model's positions"
     assert arguments(config(max_batched_tokens=257), spec(), CPU, "fp32")["max_num_batched_tokens"] == 257
     with pytest.raises(CapabilityError, match="max_batched_tokens = 256 does not hold a sequence of 257 tokens"):
@@ -164,6 +244,12 @@ def test_the_memory_estimate_depends_on_the_options():
     assert (on_gpu.phases["asleep"].device, on_gpu.sleeps) == ({}, True)
     assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two key heads cannot be divided over four devices"
     assert on_gpu.arithmetic["weights"] == "1 G parameters x 2 bytes / 4 devices"
+    work = SamplingWork(1, 1, 512, 256, occupied=4 * 10**9)
+    beside = VllmGenerator.memory(config(), "bf16", SIZE, work, "cuda", 10**10)
+    assert beside.cache == int(0.9 * 6 * 10**9) - 2 * 10**9, "roles hold the rest when it starts"
+    assert "free at its start" in beside.arithmetic["cache"]
+    explicit = VllmGenerator.memory(config(memory_share=0.5), "bf16", SIZE, work, "cuda", 10**10)
+    assert explicit.cache == 5 * 10**9 - 2 * 10**9
     assert held(four, "auto", "cuda").cache == 512 * on_gpu.cache_token, "one sequence, if the memory is not known"
     assert held(config(kv_cache_gib=2.0), "bf16", "cuda").cache == 2**31
     assert VllmGenerator.parallel_sizes(config(tensor_parallel=4, pipeline_parallel=2)) == (4, 2)

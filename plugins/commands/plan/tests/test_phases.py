@@ -9,7 +9,7 @@ from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import EngineMemory, Held, TrainerMemory
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout
 from rlhf_plugin_plan.model_size import read_size
-from rlhf_plugin_plan.phases import PROCESS_BYTES, TOKENIZER_BYTES
+from rlhf_plugin_plan.phases import PROCESS_BYTES, TOKENIZER_BYTES, occupied
 from rlhf_plugin_plan.shortages import make_plan
 from rlhf_testing.tiny import tiny_model
 
@@ -121,6 +121,29 @@ def test_engine_and_trainer_take_turns_on_shared_devices(size):
     assert moments["sync"].rows[GENERATOR]["cache"], "canaries are scored after a sync"
     quiet = replace(engines(size), canaries=False)
     assert "cache" not in only(Layout((policy(size),), quiet, GPU))["sync"].rows[GENERATOR]
+
+
+def test_an_engine_starts_beside_the_models_that_were_loaded_before(size):
+    layout = Layout((policy(size),), engines(size), GPU)
+    moments, process = only(layout), PROCESS_BYTES["cuda"]
+    assert GENERATOR not in moments["load"].busy
+    assert moments["load"].rows[GENERATOR] == {"process": process}, "it starts after the load"
+    assert moments["start"].rows["policy"] == {"weights": 100, "working": 1, "process": process}
+    assert moments["start"].rows[GENERATOR] == {"weights": 40, "cache": 400, "process": process}
+    assert occupied(layout) == 100 + 1 + 2 * process
+    alone = replace(layout, machine=replace(GPU, processes=False))
+    assert occupied(alone) == 100 + 1 + process, "one process"
+    for other in (replace(layout, machine=CPU), replace(layout, engines=engines(size, Place(1)))):
+        assert all("start" not in group.moments for group in make_plan(other).groups)
+
+
+def test_an_engine_that_does_not_fit_at_its_start_is_a_shortage(size):
+    """Later phases may need less: the engine sleeps while the policy computes, and its states are on the host."""
+    loaded = {**TRAINED.phases, "rest": Held({"weights": 4 * GIB}), "offloaded": Held({"weights": GIB})}
+    held = Held({"weights": 3 * GIB})
+    memory = {"phases": {"rest": held, "asleep": Held({}), "generate": held}}
+    plan = make_plan(Layout((policy(size, memory=replace(TRAINED, phases=loaded)),), engines(size, memory=memory), GPU))
+    assert [(s.phase, s.missing) for s in plan.shortages] == [("start", GIB)]
 
 
 def test_an_engine_on_devices_of_its_own_never_sleeps(size):

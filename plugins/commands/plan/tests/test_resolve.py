@@ -382,6 +382,20 @@ def test_an_engine_and_its_devices_must_agree(published, plugins):
     assert layout(published, plugins, alone).engines.place.workers is None, "the devices that this process sees"
 
 
+def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(published, plugins):
+    """vLLM would refuse to start where nine tenths of a device are not free."""
+    shared = {key: value for key, value in CLUSTER.items() if key != "generator.memory_share"}
+    alone = {key: value for key, value in shared.items() if key != "placement.generator.share"}
+    beside = layout(published, plugins, shared, model="8B")
+    group = make_plan(beside).groups[0]
+    start = group.moments["start"]
+    engine = start.rows[GENERATOR]["weights"] + start.rows[GENERATOR]["cache"]
+    assert engine == pytest.approx(0.9 * (80 * GIB - (start.total - engine)), abs=2)
+    assert start.total < 80 * GIB
+    own = layout(published, plugins, alone, model="8B").engines.memory.phases["generate"].device
+    assert sum(own.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
+
+
 def test_planning_starts_and_loads_nothing(published):
     code = (
         "import sys\nfrom rlhf_cli.main import main\n"

@@ -18,6 +18,7 @@ from rlhf.interfaces import (
     ScoreWithRole,
 )
 
+from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.data.tokenizer import Decoder, tokens_of
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_devices import Phases
@@ -109,6 +110,7 @@ def launch_sampler(
         config.sync.in_flight,
         config.sync.keys,
         min(template.images.limit, prepared.engine_images(policy.spec)),
+        shares_devices=_shares_devices(prepared, launcher),
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
@@ -143,6 +145,12 @@ def launch_sampler(
         timeline=timeline,
     )
     return Sampler(rollouts, weights, phases)
+
+
+def _shares_devices(prepared: Prepared, launcher: Launcher) -> bool:
+    """Whether a role is on the devices of the generator: by the placement, or because all are in one process."""
+    places = prepared.places
+    return GENERATOR in places and ("in_process" in launcher.capabilities or bool(neighbours(places, GENERATOR)))
 
 
 def make_scorer(prepared: Placed, score: ScoreWithRole, read: ReadRole) -> Scorer:

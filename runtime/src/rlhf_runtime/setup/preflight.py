@@ -41,6 +41,8 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
             policy.trust_remote_code,
             data.max_tokens,
             config.run.seed,
+            in_flight=config.sync.in_flight,
+            keys=config.sync.keys,
             max_images=made.engine_images(policy),
         )
         samplings = [evaluation_sampling(config)] if data.eval else []

@@ -16,7 +16,8 @@ class VllmGeneratorConfig(ComponentConfig):
     pipeline_parallel: int = Field(1, ge=1)
     """Number of groups of workers that the layers are distributed over; GPUs only."""
     memory_share: float | None = Field(None, gt=0, le=1)
-    """Fraction of each GPU's memory that the engine takes in total; absent: 0.9. GPUs only."""
+    """Fraction of each GPU's memory that the engine takes in total; absent: 0.9, and where the run's roles are on the
+    GPU, 0.9 of what they leave free when the engine starts. GPUs only."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """GiB of key-value cache per worker; absent: 1 on a CPU, what ``memory_share`` leaves on a GPU."""
     eager: bool | None = None

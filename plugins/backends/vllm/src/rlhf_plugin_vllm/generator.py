@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from rlhf.errors import ModelError, boundary
+from rlhf.errors import CapabilityError, ModelError, boundary
 from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
@@ -68,6 +68,7 @@ class VllmGenerator(WeightLoading):
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
         for sampling in samplings:
             check_sampling(sampling, LOWEST_TEMPERATURE)
+        _check_kept_keys(config, spec)
         if device is not None:
             where = platform()
             check_platform(config, where)
@@ -80,8 +81,9 @@ class VllmGenerator(WeightLoading):
         self.spec = spec
         where = platform()
         check_platform(self.config, where)
+        _check_kept_keys(self.config, spec)
         self._names = count()
-        super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu)
+        super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
         """Tokens of the longest sequence, prompt and completion together."""
 
@@ -202,3 +204,15 @@ class VllmGenerator(WeightLoading):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+
+
+def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
+    """Raises CapabilityError where ``Turn.versions`` would be wrong: with several stages, batches are on their way
+    through them while weights are loaded. Their tokens would count to the weights that come; without ``keep`` vLLM
+    drops and samples them again."""
+    if config.pipeline_parallel > 1 and spec.keys == "keep":
+        raise CapabilityError(
+            f"the generator 'vllm' with pipeline_parallel = {config.pipeline_parallel} cannot say which weights "
+            "sampled a token if keys are kept (sync.keys = 'keep'). Set sync.keys = 'recompute', or pipeline_parallel "
+            "= 1 and a larger tensor_parallel."
+        )

@@ -13,6 +13,7 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass where ``max_batched_tokens`` is absent."""
 MEMORY_SHARE = 0.9
+"""Of a GPU where ``memory_share`` is absent; where roles share the GPU, of what is free when the engine starts."""
 CPU_WORKING = 150 * 2**20
 """On a CPU, beyond weights and cache (measured with 100 M parameters)."""
 KV_CACHE_GIB = 1.0
@@ -27,8 +28,9 @@ def engine_memory(
     device: str,
     device_bytes: int | None,
 ) -> EngineMemory:
-    """See :meth:`rlhf.interfaces.Generator.memory`. On a GPU an engine claims a share of the device: weights first, the
-    cache gets the rest. On a CPU the cache has a fixed size, and a tied head is held twice, packed for its kernel."""
+    """See :meth:`rlhf.interfaces.Generator.memory`. On a GPU an engine claims a share of the device, or of what is free
+    at its start where roles are on the device: weights first, the cache gets the rest. On a CPU the cache has a fixed
+    size, and a tied head is held twice, packed for its kernel."""
     element = 2.0 if computes_bf16(config.dtype if config.dtype != "auto" else dtype, device) else 4.0
     tensor, pipeline = config.tensor_parallel, config.pipeline_parallel
     parts, token = tensor * pipeline, size.cache_bytes(element, tensor, pipeline)
@@ -36,12 +38,14 @@ def engine_memory(
     weights = int(count * element / parts)
     working = CPU_WORKING if device == "cpu" else 0
     space = config.kv_cache_gib if device == "cuda" or config.kv_cache_gib is not None else KV_CACHE_GIB
-    share = config.memory_share or MEMORY_SHARE
     if space is not None:
         cache, how = int(space * 2**30), "reserved at the start"
     elif device_bytes is not None:
-        cache = max(0, int(share * device_bytes) - weights - working)
-        how = f"what {share:g} of the device leaves, {token / 1024:.4g} KiB a token"
+        share, base, what = config.memory_share or MEMORY_SHARE, device_bytes, "the device"
+        if config.memory_share is None and work.occupied is not None:
+            base, what = max(0, device_bytes - work.occupied), "what is free at its start"
+        cache = max(0, int(share * base) - weights - working)
+        how = f"what {share:g} of {what} leaves, {token / 1024:.4g} KiB a token"
     else:
         cache, how = int(work.longest * token), "one sequence, as the device's memory is not known"
     held = {"weights": weights, "working": working, "cache": cache}

@@ -144,8 +144,8 @@ class WeightLoading(ReceivesOverLinks, Generator):
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        """On a GPU weights and cache leave the device (``sleep_level``). On a CPU no memory is freed: cached keys and
-        values are dropped, and nothing is sampled until :meth:`wake`, as on a GPU."""
+        """On a GPU that the run's roles share, weights and cache leave the device (``sleep_level``). Elsewhere no
+        memory is freed: cached keys and values are dropped, and nothing is sampled until :meth:`wake`."""
         if self._asleep:
             return
         if self._live:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rlhf.interfaces import GENERATOR, Place
 from rlhf.interfaces.memory import SamplingWork, TrainerWork
@@ -17,6 +18,7 @@ from rlhf_runtime.setup.preflight import check_parts, idle_options
 
 from rlhf_plugin_plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf_plugin_plan.model_size import read_size
+from rlhf_plugin_plan.phases import occupied, starts_beside_roles
 from rlhf_plugin_plan.row_lengths import Lengths, read_lengths
 
 _STEPS = (0, 1, 1_000_000)
@@ -51,7 +53,10 @@ def resolve(config: RunFile, plugins: Plugins, machine: Machine, lengths: Length
         own = [name for name, view in views.items() if view.of == source]
         roles[source] = _role(made, source, places[source], machine, lengths, own)
     held = tuple(role for name, role in roles.items() if name not in views)
-    return Layout(held, _engines(made, places, machine, lengths), machine, views, lengths)
+    layout = Layout(held, _engines(made, places, machine, lengths), machine, views, lengths)
+    if starts_beside_roles(layout):
+        layout = replace(layout, engines=_engines(made, places, machine, lengths, occupied(layout)))
+    return layout
 
 
 def _views(made: RunPlugins, places: dict[str, Place], roles: dict[str, RoleLayout]) -> dict[str, View]:
@@ -141,7 +146,10 @@ def _name(output: str | Head) -> str:
     return output if isinstance(output, str) else output.name
 
 
-def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine, lengths: Lengths) -> EngineLayout | None:
+def _engines(
+    made: RunPlugins, places: dict[str, Place], machine: Machine, lengths: Lengths, held: int | None = None
+) -> EngineLayout | None:
+    """``held``: bytes that roles and processes hold on an engine's device when it starts; None: no role is there."""
     if GENERATOR not in places:
         return None
     config, selection, place = made.config, made.parts["generator"], places[GENERATOR]
@@ -157,7 +165,7 @@ def _engines(made: RunPlugins, places: dict[str, Place], machine: Machine, lengt
     longest_prompt = min(longest, config.data.max_prompt_tokens or longest)
     if lengths.measured and made.online:
         longest_prompt = max(lengths.prompt, lengths.held_out_prompt)
-    work = SamplingWork(samples, prompts, longest, longest_prompt, images)
+    work = SamplingWork(samples, prompts, longest, longest_prompt, images, held)
     size = read_size(policy.path, "lm", policy.trust_remote_code, policy.images)
     tensor, pipeline = generator.parallel_sizes(selection.config)
     return EngineLayout(

@@ -11,8 +11,9 @@ from rlhf.interfaces.memory import Held
 from rlhf_plugin_plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
 MIB = 2**20
-PHASES = ("precompute", "load", "generate", "sync", "forward", "train")
-"""precompute: frozen roles read all rows and are removed; load: models are read; generate: samples are drawn and
+PHASES = ("precompute", "load", "start", "generate", "sync", "forward", "train")
+"""precompute: frozen roles read all rows and are removed; load: models are read; start: engines start on GPUs that hold
+the models; generate: samples are drawn and
 scored; sync: engines that hold a copy get new weights; forward: the batch is annotated; train: forward, backward and
 step."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
@@ -74,12 +75,32 @@ def phases_of(layout: Layout) -> list[str]:
     have = {
         "precompute": len(roles) < len(layout.roles),
         "load": True,
+        "start": starts_beside_roles(layout),
         "generate": engines is not None,
         "sync": engines is not None and engines.memory.copy,
         "forward": any(r.annotates for r in roles),
         "train": any(r.trained for r in roles),
     }
     return [phase for phase in PHASES if have[phase]]
+
+
+def starts_beside_roles(layout: Layout) -> bool:
+    """Whether engines take memory of GPUs that hold roles already."""
+    engines, machine = layout.engines, layout.machine
+    if engines is None or not engines.memory.copy or machine.device != "cuda":
+        return False
+    return not machine.processes or _shares_with_engines(layout, GENERATOR)
+
+
+def occupied(layout: Layout) -> int:
+    """Bytes that roles and processes hold when engines start, on the fullest of the engines' devices."""
+    groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
+    held = 0
+    for group in groups:
+        moment = _at(layout, group, "start", ())
+        engine = moment.rows[GENERATOR]
+        held = max(held, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
+    return held
 
 
 def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
@@ -94,12 +115,13 @@ def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
 
 def _works(layout: Layout, name: str, phase: str) -> bool:
     if name == GENERATOR:
-        return phase == "generate"
+        return phase in ("start", "generate")
     role = layout.role(name)
     if role.precomputed or phase == "precompute":
         return role.precomputed and phase == "precompute"
     return {
         "load": True,
+        "start": False,
         "generate": role.rewards,
         "sync": name == "policy",
         "forward": role.annotates,
@@ -156,7 +178,7 @@ def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
 
 def _held(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
     known = role.memory.phases
-    if phase == "load":
+    if phase in ("load", "start"):
         resting = {part: size for part, size in known["rest"].device.items() if part in ("weights", "working")}
         return Held(known["load"].device if busy else resting, known["rest"].host)
     if busy and phase == "train":
@@ -171,6 +193,8 @@ def _engine(layout: Layout, phase: str, busy: bool) -> Held:
     engines = layout.engines
     assert engines is not None
     known, turns = engines.memory.phases, engines.memory.sleeps and _shares_with_engines(layout, GENERATOR)
+    if phase == "load":  # engines start after the models are loaded
+        return Held({})
     if busy:
         return known["generate"]
     if phase == "sync":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CapabilityError
@@ -9,15 +10,19 @@ from rlhf.interfaces import GeneratorSpec
 from rlhf_hub.published import model_folder
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.memory import KV_CACHE_GIB, MEMORY_SHARE, PREFILL_TOKENS
+from rlhf_plugin_vllm.engine.device_memory import memory_fraction
+from rlhf_plugin_vllm.memory import KV_CACHE_GIB, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import Platform
 
 WORKER = "rlhf_plugin_vllm.worker.extension.WeightReceiver"
 
 
 def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform, dtype: str) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs``. vLLM gets no tokenizer: the run encodes and decodes text. Only processors of
-    images need one."""
+    """Arguments for vLLM's ``EngineArgs``, for an engine that starts now. vLLM gets no tokenizer: the run encodes and
+    decodes text. Only processors of images need one.
+
+    Raises CapabilityError where the model, or a part of a sequence, does not fit.
+    """
     length, tokens = prefill_tokens(config, spec, where)
     chosen: dict[str, Any] = {
         "model": model_folder(spec.path, weights=True, code=spec.trust_remote_code),
@@ -38,6 +43,9 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "worker_extension_cls": WORKER,
+        # With it the next tokens are computed before the last ones are known here. A sync between two steps would give
+        # them to the weights that come after it (``Turn.versions``).
+        "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -51,8 +59,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
     else:
         if config.chunked_prefill is not None:
             chosen["enable_chunked_prefill"] = config.chunked_prefill
-        chosen["gpu_memory_utilization"] = config.memory_share or MEMORY_SHARE
-        chosen["enable_sleep_mode"] = True
+        chosen["gpu_memory_utilization"] = memory_fraction(config, spec, Path(chosen["model"]), dtype)
+        chosen["enable_sleep_mode"] = spec.shares_devices  # its allocator costs time and memory
     if config.tensor_parallel * config.pipeline_parallel > 1:
         chosen["distributed_executor_backend"] = "mp"
     return chosen
