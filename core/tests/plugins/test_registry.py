@@ -18,6 +18,7 @@ from rlhf.errors import (
 from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
 from rlhf.plugins import Entry, Plugins, importing
 from rlhf.plugins.installed import entries
+from rlhf.plugins.requirements import unmet_optional
 from rlhf.types import RewardResult
 
 
@@ -257,9 +258,47 @@ def test_the_version_of_the_core_is_that_of_the_running_code(site):
     assert site.plugins().list()[0].status == "needs rlhf-core>=9, found 0.1.0"
 
 
-def test_requirements_of_extras_other_platforms_and_third_parties_are_not_checked(site):
-    site.reward("x", requires=["rlhf-core>=9; extra == 'dev'", "rlhf-core>=9; python_version < '3'", "numpy>=99"])
+def test_requirements_of_extras_and_other_platforms_are_not_checked(site):
+    optional = ["rlhf-core>=9; extra == 'dev'", "rlhf-core>=9; python_version < '3'", "numpy>=99; extra == 'dev'"]
+    site.reward("x", requires=optional)
     assert site.plugins().resolve("reward", "x").name == "x"
+
+
+@pytest.mark.parametrize(
+    ("requires", "words"),
+    [
+        (
+            ["pair-of-arms>=2.13"],
+            r"needs pair-of-arms>=2\.13, found 2\.11\.0\+cu130\. Try: pip install 'pair-of-arms>=2\.13'",
+        ),
+        (
+            ["pair-of-arms>=2,<3", "no-such-thing>=1"],
+            r"needs no-such-thing>=1, which is not installed\. Try: pip install",
+        ),
+        (
+            ["pair-of-arms>=3", "no-such-thing"],
+            r"found 2\.11.*; needs no-such-thing, .* 'pair-of-arms>=3' no-such-thing$",
+        ),
+    ],
+)
+def test_requirements_on_third_parties_are_checked_when_the_plugin_is_chosen(site, requires, words):
+    site.add("pair-of-arms", {}, version="2.11.0+cu130")
+    site.reward("new", source="raise RuntimeError('imported')", requires=requires)
+    site.reward("other", requires=["pair-of-arms>=2,<3"])
+    plugins = site.plugins()
+    assert plugins.resolve("reward", "other").name == "other", "plugins that are not chosen do not matter"
+    with pytest.raises(PluginVersionMismatch, match=r"reward 'new' \(rlhf-plugin-new 0\.1\.0\) .*" + words):
+        plugins.resolve("reward", "new")
+    assert plugins.list("reward")[0].status == "ok", "a list reads no metadata of third parties"
+
+
+def test_a_version_that_an_extra_excludes_is_named(site):
+    site.reward("x", requires=["Pair_of.arms>=2,<3; extra == 'two'"])
+    assert unmet_optional("rlhf-plugin-x", "pair-of-arms", "2.5+cpu") == ""
+    assert unmet_optional("rlhf-plugin-x", "pair-of-arms", "1.9").startswith(
+        "needs Pair_of.arms<3,>=2, found 1.9. Try: "
+    )
+    assert unmet_optional("rlhf-plugin-gone", "pair-of-arms", "1.9") == "", "a checkout that is not installed"
 
 
 # ---------------------------------------------------------------------------- broken plugins

@@ -22,7 +22,7 @@ from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
-from rlhf.plugins.requirements import META, check_requirements, pip_words, published
+from rlhf.plugins.requirements import META, check_requirements, pip_words, published, unmet_requirements
 from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved, source_sha256
 
 Entries = list[Entry]
@@ -174,6 +174,8 @@ class Plugins:
             raise PluginInvalid(f"{entry}: its entry point is {entry.module!r}; it must name a module, without ':'")
         key = (entry.kind, entry.module)
         if key not in self._classes:
+            if problem := unmet_requirements(entry.distribution, self._path):
+                raise PluginVersionMismatch(f"{entry} {problem}")
             module = import_plugin(entry.module, str(entry))
             with boundary(PluginInvalid, str(entry)):  # a metaclass may raise anything
                 self._classes[key] = registered_classes(module, entry.kind, str(entry))

