@@ -11,7 +11,8 @@ from rlhf_modeling.config import TrainingConfig
 
 class ShardedConfig(TrainingConfig):
     timeout: float = Field(1800.0, gt=0)
-    """Seconds that a rank waits for the others before it raises."""
+    """Seconds that a rank waits for the others before it raises. On GPUs NCCL ends the process instead; what the rank
+    was doing is on its standard error."""
     sequence_parallel: int = Field(1, ge=1)
     """This many neighbouring ranks divide the tokens of every micro-batch among them: each computes its part, and
     attention for some heads of the whole. A divisor of the number of ranks and of the model's attention heads."""

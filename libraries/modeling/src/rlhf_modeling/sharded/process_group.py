@@ -15,6 +15,8 @@ import torch.distributed as dist
 from rlhf.errors import CapabilityError, ConfigError, RlhfError, WorkerError
 from rlhf.interfaces import ModelSpec
 
+from rlhf_modeling.sharded.hang_watch import watched
+
 _joined: tuple[str, int, int] | None = None
 """(rendezvous, rank, ranks) of the group of several ranks that this process is in."""
 
@@ -86,9 +88,11 @@ def agree_on_role(spec: ModelSpec, who: str) -> None:
 
 @contextmanager
 def collective(spec: ModelSpec, call: str, seconds: float) -> Iterator[None]:
-    """A context that raises WorkerError, naming role, rank and call, if a collective inside loses the other ranks."""
+    """A context that raises WorkerError, naming role, rank and call, if a collective inside loses the other ranks.
+    Under NCCL a rank that waits in vain is ended; then the same is printed before (:func:`watched`)."""
     try:
-        yield
+        with watched(spec, call, seconds):
+            yield
     except RlhfError:
         raise
     except (RuntimeError, dist.DistError) as cause:
