@@ -23,6 +23,7 @@ from rlhf_plugin_vllm.engine.isolation import (
     isolated,
     preserved_random_state,
     skip_numa_binding,
+    use_exact_products,
 )
 from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
@@ -81,6 +82,8 @@ class Engine:
     def _start(self, config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> Any:
         if where.cpu and config.eager is not False:
             disable_small_compiles()
+        if not where.cpu and self.dtype == "fp32":
+            use_exact_products()
         import vllm.envs
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

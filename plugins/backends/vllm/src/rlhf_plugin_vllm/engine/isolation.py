@@ -19,6 +19,9 @@ import torch
 
 LEVEL = "RLHF_VLLM_LOG"
 """Environment variable with vLLM's log level (``INFO``, ``DEBUG``, ...). Without it and vLLM's own: errors only."""
+PRODUCTS = "TRITON_F32_DEFAULT"
+"""Triton's environment variable: how a kernel that does not say it multiplies fp32 numbers. It is a part of the names
+under which Triton keeps compiled kernels."""
 KEPT = ("VLLM_", "TORCHINDUCTOR_", "TRITON_")
 """Prefixes of variables that are not restored, because vLLM reads them later."""
 
@@ -74,3 +77,13 @@ def disable_small_compiles() -> None:
     from vllm.platforms import current_platform
 
     current_platform.simple_compile_backend = "eager"
+
+
+def use_exact_products() -> None:
+    """Let Triton's kernels of this process, and of workers that it starts, multiply fp32 numbers as fp32. On GPUs
+    vLLM computes attention in fp32 by a Triton kernel, whose products are in TF32 unless something else is asked for:
+    log-probs would differ from the trainer's by more than ``sync.tolerance`` allows.
+
+    Kernels are compiled when they are first used, so the variable stays. A value of the user's counts.
+    """
+    os.environ.setdefault(PRODUCTS, "ieee")
