@@ -36,23 +36,39 @@ def choose_precision(dtype: str, device: torch.device, on_processor: Precision |
         return on_processor if on_processor is not None and device.type == "cpu" else _automatic(device.type)
     if dtype not in ("fp32", "bf16"):
         raise ConfigError(f"dtype = {dtype!r} is not known: use 'auto', 'fp32' or 'bf16'")
+    if dtype == "bf16":
+        _require_bf16(device, "dtype", "Set dtype = 'fp32'")
     return Precision(dtype == "bf16", f"{dtype} on {device.type}: asked for")
 
 
 def precision_of(spec: ModelSpec, device: torch.device) -> Precision:
     """The precision to compute a role's model in. Weights that are stored in bf16 are computed with in bf16."""
     if spec.storage == "bf16" and spec.dtype == "auto":
+        _require_bf16(device, "storage", "Leave storage out")
         return Precision(True, f"bf16 on {device.type}: the weights are stored in bf16")
     return choose_precision(spec.dtype, device, spec.on_processor)
+
+
+def _without_bf16() -> str:
+    """Why the GPU does not compute in bf16; empty if it does. torch emulates bf16 on older GPUs, which is slow."""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and bf16 arithmetic needs 8.0"
+
+
+def _require_bf16(device: torch.device, option: str, cure: str) -> None:
+    """Raises CapabilityError on a GPU without bf16, which ``option`` chooses."""
+    if device.type == "cuda" and (lacking := _without_bf16()):
+        raise CapabilityError(f"{option} = 'bf16': {lacking}. {cure}, or use a newer GPU.")
 
 
 @cache
 def _automatic(device_type: str) -> Precision:
     """Measured once per process, as a second measurement could give another answer."""
     if device_type == "cuda":
-        supported = torch.cuda.is_bf16_supported()
-        why = "the GPU supports bf16" if supported else "the GPU does not support bf16"
-        return Precision(supported, f"{'bf16' if supported else 'fp32'} on cuda: {why}")
+        lacking = _without_bf16()
+        return Precision(not lacking, f"fp32 on cuda: {lacking}" if lacking else "bf16 on cuda: the GPU supports bf16")
     flags = bf16_flags()
     if not flags:
         return Precision(False, "fp32 on cpu: the processor has no bf16 arithmetic (avx512_bf16, amx_bf16, bf16)")

@@ -30,11 +30,13 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 def traces():
     told = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TORCHINDUCTOR_", "TRITON_"))}
     draws = (str(random.getstate()), str(numpy.random.get_state()), torch.get_rng_state().tolist())
-    return told, draws, torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    products = torch.get_float32_matmul_precision()
+    return told, draws, products, torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
 
 path = sys.argv[1]
 weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
 torch.set_num_threads(2)
+torch.set_float32_matmul_precision("high")
 sys.stderr.write("BEGIN\\n")
 before = traces()
 spec = GeneratorSpec((1,), str, path, "fp32", max_tokens=64)

@@ -19,7 +19,7 @@ from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
-from rlhf_plugin_vllm.engine.engine import Engine
+from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
@@ -75,6 +75,8 @@ class VllmGenerator(WeightLoading):
             prefill_tokens(config, spec, where)
             if where.cpu:
                 check_cpu_config(spec.path, text_config(spec))
+            else:
+                engine_precision(config, spec, where)
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: VllmGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.engine.images import ImagePrompts
 from rlhf_plugin_vllm.engine.isolation import (
     disable_small_compiles,
+    engine_state,
     isolated,
     preserved_random_state,
     skip_numa_binding,
@@ -45,9 +46,7 @@ class Engine:
         self.where = where
         self.images = spec.max_images
         """Most images of a request."""
-        self.dtype = choose_precision(
-            config.dtype if config.dtype != "auto" else spec.dtype, torch.device(where.device)
-        ).name
+        self.dtype = engine_precision(config, spec, where)
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if where.cpu else None
         apart = config.tensor_parallel * config.pipeline_parallel > 1
@@ -124,7 +123,7 @@ class Engine:
 
     def step(self) -> list[Any]:
         """Run one scheduler step; returns vLLM's outputs."""
-        with preserved_random_state(), self._workers.needed():
+        with engine_state(), preserved_random_state(), self._workers.needed():
             return self._llm.step()
 
     def abort(self, names: Sequence[str]) -> None:
@@ -141,7 +140,7 @@ class Engine:
 
     def rpc(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         """Call a method of :class:`~rlhf_plugin_vllm.worker.extension.WeightReceiver` on every worker."""
-        with self._workers.needed():
+        with engine_state(), self._workers.needed():
             return self._llm.collective_rpc(method, timeout=timeout, args=arguments)
 
     def drawn(self, names: Sequence[str]) -> list[int]:
@@ -159,11 +158,11 @@ class Engine:
                 self._llm.reset_encoder_cache()
 
     def sleep(self, level: int) -> None:
-        with self._workers.needed():
+        with engine_state(), self._workers.needed():
             self._llm.sleep(level)
 
     def wake(self, tags: Sequence[str]) -> None:
-        with self._workers.needed():
+        with engine_state(), self._workers.needed():
             self._llm.wake_up(list(tags))
 
     def close(self) -> None:
@@ -184,6 +183,12 @@ class Engine:
         del llm
         gc.collect()
         _take_down(foreign, self._files)
+
+
+def engine_precision(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform) -> str:
+    """``fp32`` | ``bf16``. Raises CapabilityError where the device does not compute in it."""
+    dtype = config.dtype if config.dtype != "auto" else spec.dtype
+    return choose_precision(dtype, torch.device(where.device)).name
 
 
 def _take_down(foreign: bool, scratch: TemporaryFiles) -> None:

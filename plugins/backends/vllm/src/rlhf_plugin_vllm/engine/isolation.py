@@ -1,8 +1,9 @@
 """Starts vLLM inside a process that also does other work: restores global state that vLLM changes, and silences it.
 
 vLLM is written for a process of its own. When it starts it seeds the global random generators, replaces
-``torch.set_num_threads`` by a function that does nothing, binds the process's memory to one NUMA node, sets a dozen
-environment variables and logs to the terminal.
+``torch.set_num_threads`` by a function that does nothing, binds the process's memory to one NUMA node, sets the
+precision of fp32 products and a dozen environment variables, and logs to the terminal. On a GPU it replaces the
+thread's stream, at the start or in a later call, and remembers its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +36,7 @@ def log_level() -> str:
 @contextmanager
 def isolated(variables: Mapping[str, str]) -> Iterator[None]:
     """Inside the context ``variables`` are set in the environment of this process and of workers that it starts. After
-    it random states, the number of threads and the environment are as before."""
+    it random states, the number of threads, the environment and what :func:`engine_state` exchanges are as before."""
     before = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     states = random.getstate(), np.random.get_state()
@@ -42,7 +45,7 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
     os.environ.update(variables)
     logging.getLogger("vllm").setLevel(log_level())  # for messages before vLLM configures its own logging
     try:
-        with preserved_random_state(), warnings.catch_warnings():
+        with engine_state(), preserved_random_state(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -56,6 +59,62 @@ def isolated(variables: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = before[name]
                 else:
                     os.environ.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchState:
+    """What vLLM changes in torch and goes on to use."""
+
+    stream: torch.cuda.Stream | None
+    """Of this thread; None where CUDA is not in use."""
+    products: str | None
+    """``torch.get_float32_matmul_precision``; None where the process mixed torch's two ways to set it."""
+    backends: tuple[str, ...]
+    """The precision of fp32 products of each of :func:`_backends`."""
+
+    @classmethod
+    def now(cls) -> TorchState:
+        try:
+            products = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            products = None
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        return cls(stream, products, tuple(backend.fp32_precision for backend in _backends()))
+
+    def replace(self, other: TorchState) -> None:
+        """Make this the state in place of ``other``, the current one. Later work is ordered after earlier work."""
+        if (self.products, self.backends) != (other.products, other.backends):
+            if self.products is not None:
+                torch.set_float32_matmul_precision(self.products)
+            for backend, precision in zip(_backends(), self.backends, strict=True):
+                backend.fp32_precision = precision
+        if other.stream is not None:
+            stream = self.stream or torch.cuda.default_stream()
+            if stream != other.stream:
+                stream.wait_stream(other.stream)
+                torch.cuda.set_stream(stream)
+
+
+_of_engines: TorchState | None = None
+"""The state in which vLLM's last call left torch. All engines of a process share it, as they share vLLM's modules."""
+
+
+@contextmanager
+def engine_state() -> Iterator[None]:
+    """Inside, torch is in the state in which vLLM left it; after it in that of the caller."""
+    global _of_engines
+    before = TorchState.now()
+    if _of_engines is not None:
+        _of_engines.replace(before)
+    try:
+        yield
+    finally:
+        _of_engines = TorchState.now()
+        before.replace(_of_engines)
+
+
+def _backends() -> tuple[Any, ...]:
+    return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 
 
 @contextmanager

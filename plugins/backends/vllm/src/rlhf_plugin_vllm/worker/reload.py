@@ -50,7 +50,7 @@ class Reload:
         Raises SyncError for a tensor that the model does not have, or of another shape.
         """
         with ThreadPoolExecutor(1) as beside:  # hashing releases the interpreter lock
-            marks = beside.submit(bucket.received)
+            marks = beside.submit(_fingerprints, bucket, _stream(bucket))
             try:
                 loaded = self.model.load_weights(iter(bucket.tensors))
             except Exception as error:
@@ -104,6 +104,18 @@ class Reload:
     def abandon(self) -> None:
         """End vLLM's reload, whatever was loaded. The model can then be reloaded."""
         finalize_layerwise_reload(self.model, self.model_config)
+
+
+def _stream(bucket: Bucket) -> torch.cuda.Stream | None:
+    """This thread's stream, on which the tensors were computed and are loaded; None if they are on the host."""
+    device = next((tensor.device for _, tensor in bucket.tensors if tensor.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
+
+
+def _fingerprints(bucket: Bucket, stream: torch.cuda.Stream | None) -> dict[str, str]:
+    """See :meth:`Bucket.received`. A thread starts on the default stream, which does not wait for others."""
+    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: nothing changes
+        return bucket.received()
 
 
 def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
