@@ -411,5 +411,6 @@ def test_commands_that_only_sample_accept_a_section_for_training(tiny):
 def test_every_option_of_training_is_classified():
     """A new option is one of training, which a frozen role refuses, or must be listed here."""
     computing = {"shared_prefixes", "attention", "kernels", "logits_chunk", "head_fp32", "quantization"}
+    computing |= {"deterministic"}
     assert LEARNING | computing == TrainingConfig.model_fields.keys()
     assert not LEARNING & computing

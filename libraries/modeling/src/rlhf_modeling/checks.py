@@ -8,6 +8,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
 
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.determinism import prepare_determinism
 from rlhf_modeling.flash_attention import check_kernel
 from rlhf_modeling.images.architecture import is_image_text, require_images
 from rlhf_modeling.kernels import check_kernels
@@ -71,6 +72,8 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
         return
     on = choose_device(wanted)
     bf16 = precision_of(spec, on).bf16
+    if config.deterministic:
+        prepare_determinism(on)
     check_kernel(config.attention, on, bf16)
     check_kernels(config.kernels, on.type)
     if spec.role.trained and config.lora is not None and importlib.util.find_spec("peft") is None:

@@ -101,6 +101,10 @@ class TrainingConfig(ComponentConfig):
     logits_chunk: int = Field(2**24, gt=0)
     """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which
     are recomputed in the backward pass. 2**24 logits are 64 MiB."""
+    deterministic: bool = False
+    """Sums of the forward and backward passes in a fixed order on a GPU, so that a resume is bit-exact there: torch's
+    deterministic algorithms, which are slower. An operation without one is refused when it is computed. On a CPU the
+    order is fixed in any case."""
     head_fp32: bool = True
     """Under bf16, compute the head's logits in fp32, so that log-probs do not have the rounding of bf16 logits."""
 

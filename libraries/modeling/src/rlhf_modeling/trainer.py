@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.determinism import determinism
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.export_files import try_export
@@ -46,7 +47,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
 
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes"})
+    layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes", "deterministic"})
     config: TrainingConfig
 
     @classmethod
@@ -149,7 +150,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
     ) -> list[dict[str, Tensor]]:
         resolved = [self._head(o) for o in outputs]
         results = []
-        with self._view("live" if view == self.current_view else view):
+        with self._view("live" if view == self.current_view else view), determinism(self.config.deterministic):
             for micro in self._each(micros):
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
@@ -165,9 +166,10 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         parts = []
         self.module.train()
         try:
-            for number, micro in enumerate(self._each(micros)):
-                last = number == len(micros) - 1
-                parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
+            with determinism(self.config.deterministic):
+                for number, micro in enumerate(self._each(micros)):
+                    last = number == len(micros) - 1
+                    parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
             self.module.eval()
         return add_sums(parts)
@@ -180,7 +182,8 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         parts = []
         for micro in self._each(micros):
             batch = micro.to(self.device)
-            with self.balance.watched() if self.balance is not None else nullcontext():
+            watched = self.balance.watched() if self.balance is not None else nullcontext()
+            with determinism(self.config.deterministic), watched:
                 values = self._outputs(batch, resolved)
             parts.append(evaluate(loss, batch, values, coef, live)[1])
             if self.balance is not None:

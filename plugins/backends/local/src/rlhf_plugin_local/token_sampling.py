@@ -119,7 +119,7 @@ def _threshold(z_BV: Tensor, top_B1: Tensor, p: Draw) -> Tensor | None:
         if p.top_p_B is not None:
             w_BK = (sorted_BK - top_B1).double().exp_()
             w_BK.masked_fill_(torch.arange(k, device=w_BK.device) > last_B[:, None], 0.0)
-            cdf_BK = w_BK.cumsum(-1)
+            cdf_BK = _cumulated(w_BK)
             reached_B = (cdf_BK < p.top_p_B[:, None] * cdf_BK[:, -1:]).sum(-1)
             last_B = torch.minimum(last_B, reached_B)
         kth_B1 = sorted_BK.gather(1, last_B[:, None])
@@ -132,17 +132,25 @@ def _inverse_cdf(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """First token whose cumulated weight exceeds u x total, int64 [B]; never a token of weight 0."""
     V = weight_BV.shape[1]
     if V <= BLOCK:
-        cdf_BV = weight_BV.cumsum(-1, dtype=torch.float64)
+        cdf_BV = _cumulated(weight_BV)
         return _first_above(cdf_BV, uniform_B * cdf_BV[:, -1])
     padded_BV = torch.nn.functional.pad(weight_BV, (0, -V % BLOCK))
     blocks_BKC = padded_BV.view(len(padded_BV), -1, BLOCK)
-    cdf_BK = blocks_BKC.sum(-1).double().cumsum(-1)
+    cdf_BK = _cumulated(blocks_BKC.sum(-1))
     target_B = uniform_B * cdf_BK[:, -1]
     block_B = _first_above(cdf_BK, target_B)
     rows_B = torch.arange(len(block_B), device=block_B.device)
     before_B = torch.where(block_B > 0, cdf_BK[rows_B, (block_B - 1).clamp_min(0)], 0.0)
-    cdf_BC = blocks_BKC[rows_B, block_B].cumsum(-1, dtype=torch.float64)
+    cdf_BC = _cumulated(blocks_BKC[rows_B, block_B])
     return (block_B * BLOCK + _first_above(cdf_BC, target_B - before_B)).clamp_(max=V - 1)
+
+
+def _cumulated(weight_BK: Tensor) -> Tensor:
+    """Cumulated sums along a row, double [B, K]. On a GPU torch adds up a single row in an order that varies from call
+    to call, several rows in a fixed one (``aten/src/ATen/native/cuda/ScanUtils.cuh``)."""
+    if weight_BK.is_cuda and len(weight_BK) == 1:
+        return weight_BK.expand(2, -1).cumsum(-1, dtype=torch.float64)[:1]
+    return weight_BK.cumsum(-1, dtype=torch.float64)
 
 
 def _first_above(cdf_BK: Tensor, target_B: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""``trainer.deterministic``: sums of the forward and backward passes in a fixed order, on a GPU too.
+
+The backward pass of flash attention adds its gradients in the order in which the blocks of a GPU finish, unless torch
+computes deterministically; other operations have no other form, and torch refuses them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from rlhf.errors import CapabilityError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+"""Environment variable that cuBLAS and torch read at the first product of a process."""
+FIXED = (":4096:8", ":16:8")
+"""Its values under which the order of sums is fixed."""
+
+
+def prepare_determinism(device: torch.device) -> None:
+    """Set what cuBLAS needs in the environment of this process and of those that it starts. Called before a model is
+    loaded. Raises CapabilityError where the environment has another value."""
+    value = os.environ.setdefault(CUBLAS, FIXED[0]) if device.type == "cuda" else FIXED[0]
+    if value not in FIXED:
+        raise CapabilityError(
+            f"trainer.deterministic needs {CUBLAS} = {' or '.join(FIXED)} in the environment, which has {value!r}: "
+            "unset it, or leave the option out."
+        )
+
+
+@contextmanager
+def determinism(chosen: bool) -> Iterator[None]:
+    """Inside, torch uses deterministic algorithms if they are ``chosen``. Raises CapabilityError where an operation has
+    none."""
+    if not chosen:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as cause:
+        text = str(cause)
+        if CUBLAS in text:
+            raise CapabilityError(
+                f"trainer.deterministic: this process computed a product on the GPU before {CUBLAS} was set. Set it in "
+                f"the environment of the run: {CUBLAS}={FIXED[0]}."
+            ) from cause
+        if "deterministic" not in text:
+            raise
+        raise CapabilityError(
+            f"trainer.deterministic: the model or the loss needs {text.partition(' does not have')[0]}, of which torch "
+            "has no deterministic form here. Leave the option out."
+        ) from cause
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
