@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,39 @@ def packed(lens: Sequence[int], shared: Shared | None = None, kernel: str = "aut
     """
     with attend_with(PackedAttention(lens, shared, kernel)):
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a kernel must compute for a layer."""
+
+    heads: int
+    key_heads: int
+    size: int
+    """Of a query and a key."""
+    value_size: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(heads, size) of queries, keys and values."""
+        return (self.heads, self.size), (self.key_heads, self.size), (self.key_heads, self.value_size)
+
+
+_kinds: ContextVar[set[LayerKind] | None] = ContextVar("rlhf_attention_kinds", default=None)
+
+
+@contextmanager
+def kinds_of_layers() -> Iterator[set[LayerKind]]:
+    """A set that gets the kind of every layer that is computed by packed attention inside the context."""
+    kinds: set[LayerKind] = set()
+    token = _kinds.set(kinds)
+    try:
+        yield kinds
+    finally:
+        _kinds.reset(token)
 
 
 def attention_route() -> Route | None:
@@ -172,6 +206,9 @@ class PackedAttention:
             )
         on_cpu, dtype = q.device.type == "cpu", self.computes(q, v)
         options = Options(scaling if scaling is not None else q.shape[-1] ** -0.5, dropout, sliding_window, softcap)
+        if (kinds := _kinds.get()) is not None:
+            sizes = q.shape[1], k.shape[1], q.shape[-1], v.shape[-1]
+            kinds.add(LayerKind(*sizes, options.scaling, sliding_window, softcap))
         plain = on_cpu and not dropout and softcap is None and k.shape == v.shape
         with torch.autocast(q.device.type, enabled=False):
             if not on_cpu and self._flashes(q, k, v, dtype, options):

@@ -24,7 +24,7 @@ from rlhf.ops.heads import OutputHead, shape_logits
 from rlhf.types import Image
 from torch import Tensor, nn
 
-from rlhf_modeling.attention import attend_with, packed
+from rlhf_modeling.attention import LayerKind, attend_with, packed
 from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.shared_prefixes import Shared, share_prefixes
@@ -54,6 +54,8 @@ class LoadedModel:
     """The model multiplies its logits by this number (Granite, Cohere, Falcon-H1), before ``softcap``."""
     attention: str = "auto"
     """``auto`` | ``sdpa`` | ``flash``: the kernel on a GPU for packed sequences."""
+    layers: frozenset[LayerKind] = frozenset()
+    """The kinds of layers under packed attention, with short windows (:mod:`rlhf_modeling.probe`)."""
     fresh_head: bool = False
     """The checkpoint has no head of this kind (a causal language model under a scalar role)."""
     positions: int | None = None

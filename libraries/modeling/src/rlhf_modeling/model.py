@@ -16,6 +16,7 @@ from rlhf_modeling.config import Kernels, LoraOptions
 from rlhf_modeling.images.architecture import auto_classes, classifier, has_vision, language_model, require_images
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
+from rlhf_modeling.precision import precision_of
 from rlhf_modeling.pretrained import EXPECTED, Header, headers_of, quiet, read, read_config
 from rlhf_modeling.probe import probe
 from rlhf_modeling.quantized import Format, quantizable, quantize_layers
@@ -77,7 +78,7 @@ def load_model(
         quantize_layers(module, quantizable(module, loaded.head, ()), quantization, device)
     module.eval().to(device)
     probe(loaded, spec)
-    use_kernels(loaded, kernels)
+    use_kernels(loaded, kernels, kernels == "liger" and precision_of(spec, device).bf16)
     return loaded
 
 

@@ -17,7 +17,7 @@ from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
 from torch import Tensor, nn
 
-from rlhf_modeling.attention import use_attention, use_packed_attention
+from rlhf_modeling.attention import kinds_of_layers, use_attention, use_packed_attention
 from rlhf_modeling.images.architecture import NOT_HERE
 from rlhf_modeling.images.check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
@@ -110,8 +110,10 @@ def _choose(loaded: LoadedModel, rows: list[Tensor], want_NH: Tensor) -> str:
     why = ""
     for boundaries in (False, True):
         loaded.layout, loaded.boundaries = "packed", boundaries
-        problem = _attempt(loaded, lambda: loaded.hidden(ids_N, position_N, lens), want_NH)
+        with kinds_of_layers() as kinds:
+            problem = _attempt(loaded, lambda: loaded.hidden(ids_N, position_N, lens), want_NH)
         if not problem:
+            loaded.layers = frozenset(kinds)
             break
         why = why or problem
     else:

@@ -28,7 +28,8 @@ from rlhf_modeling.determinism import determinism
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.export_files import try_export
-from rlhf_modeling.flash_attention import check_kernel
+from rlhf_modeling.flash_attention import check_kernel, why_not
+from rlhf_modeling.kernel_agreement import disagreement
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
@@ -81,9 +82,8 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
         self.precision: Precision = precision_of(spec, device)
-        loaded.attention = self.config.attention
         check_kernel(self.config.attention, device, self.precision.bf16)
-        self.require_packing()
+        self.choose_kernel()
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
         self.module = loaded.module
         """The live model, in evaluation mode between calls (``export:module``)."""
@@ -92,9 +92,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)
         if self.tokenizer is not None and loaded.kind != "lm":
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
-        self._notes = loaded.notes
-        if self.tokenizer is not None:
-            self._notes += try_export(spec, self.module, self.tokenizer)
+        self._notes = try_export(spec, self.module, self.tokenizer) if self.tokenizer is not None else ()
         self.borrowed: dict[str, OutputHead] = {}
         """{lending role: output head}."""
         self._active_view = ExitStack()
@@ -113,13 +111,23 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         alpha = self.config.neftune_alpha if spec.role.trained else None
         self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
 
-    def require_packing(self) -> None:
-        """Raises CapabilityError where an option chooses a kernel of packed attention and this model is not packed."""
-        if self.config.attention != "auto" and self.loaded.layout == "alone":
+    def choose_kernel(self) -> None:
+        """Choose the kernel of attention, after the model was probed. Raises CapabilityError where an option names one
+        and this model is not packed, or ``flash`` computes something else on this device than ``sdpa``."""
+        loaded, kernel, who = self.loaded, self.config.attention, type(self.loaded.module).__name__
+        if kernel != "auto" and loaded.layout == "alone":
             raise CapabilityError(
-                f"trainer.attention = {self.config.attention!r} chooses a kernel of packed attention, without which "
-                f"{type(self.loaded.module).__name__} is computed. Leave it out."
+                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {who} is "
+                "computed. Leave it out."
             )
+        loaded.attention = kernel
+        dtype = torch.bfloat16 if self.precision.bf16 else torch.float32
+        if kernel == "sdpa" or why_not(self.device, dtype) or not (problem := disagreement(loaded.layers, self.device)):
+            return
+        if kernel == "flash":
+            raise CapabilityError(f"trainer.attention = 'flash': for layers of {who} {problem}. Leave it out.")
+        loaded.attention = "sdpa"
+        loaded.notes += (f"{self.spec.role.name}: attention of {who} is 'sdpa', because with 'flash' {problem}.",)
 
     @property
     def precision_note(self) -> str:
@@ -139,7 +147,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
             shares,
             token_budget=default_micro_tokens(self.precision.bf16),
             wants_token_share=self.balance is not None,
-            notes=self._notes,
+            notes=self.loaded.notes + self._notes,
         )
 
     # ------------------------------------------------------------------------------------- forward

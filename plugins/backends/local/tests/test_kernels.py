@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rlhf.errors import CapabilityError, ModelError
 from rlhf_modeling import liger
-from rlhf_modeling.kernels import check_kernels
+from rlhf_modeling.fused import fuse_layers, restore_layers
+from rlhf_modeling.kernels import check_kernels, use_kernels
 from rlhf_testing.tiny import tiny_model
 
 HERE = Path(__file__).parent
@@ -46,6 +48,29 @@ def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
     assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in found["olmo2"]
     assert "gates of Qwen3ForCausalLM use GELUActivation, the kernel computes SiLU" in found["gelu"]
     assert "Qwen3ForCausalLM computes something else with Liger's kernels (hidden states differ by" in found["differs"]
+
+
+def test_with_other_forms_in_place_of_liger_layers_are_compared_in_bf16_too(make_trainer, monkeypatch):
+    loaded = make_trainer(kernels="none").loaded
+    monkeypatch.setattr(liger, "use_liger", fuse_layers)
+    use_kernels(loaded, "liger", bf16=True)
+    assert sum("forward" in vars(m) for m in loaded.module.modules()) == 2
+
+    def wrong_in_bf16(module):
+        layers = fuse_layers(module)
+        for layer in layers:
+            layer.forward = partial(scaled, layer.forward)
+        return layers
+
+    def scaled(forward, *arguments, **options):
+        return forward(*arguments, **options) * (1 + 0.1 * torch.is_autocast_enabled("cpu"))
+
+    restore_layers([m for m in loaded.module.modules() if "forward" in vars(m)])
+    monkeypatch.setattr(liger, "use_liger", wrong_in_bf16)
+    use_kernels(loaded, "liger", bf16=False)
+    restore_layers([m for m in loaded.module.modules() if "forward" in vars(m)])
+    with pytest.raises(CapabilityError, match=r"computes something else .* norm-wise, in bf16"):
+        use_kernels(loaded, "liger", bf16=True)
 
 
 def test_liger_leaves_other_models_of_the_process_alone(interpreted):

@@ -14,6 +14,7 @@ from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import adapt, draw_head, load_model
+from rlhf_modeling.precision import precision_of
 from rlhf_modeling.sharded.loading import load_on_host
 
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
@@ -71,7 +72,7 @@ def load_part(
     loaded = load_on_host(spec, device, _adapters(spec, config), config.kernels)
     split = divide(loaded, topology, device)
     if config.kernels == "liger":
-        use_kernels(loaded, "liger")
+        use_kernels(loaded, "liger", precision_of(spec, device).bf16)
     return loaded, split
 
 

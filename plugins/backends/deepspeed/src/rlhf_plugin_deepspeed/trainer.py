@@ -145,11 +145,11 @@ class DeepSpeedTrainer(ShardedTrainer):
                 self.zero = ZeroEngine(self.packed, self.base, self.config, self.topology, device, spec.storage)
             if divided:
                 probe(loaded, spec)
-                self.require_packing()
+                self.choose_kernel()
             if trained or divided:
                 self._compute_together(divided)
             if divided and self.config.kernels == "liger":  # weights are gathered during calls from here on
-                check_liger(loaded, use_liger(self.module))
+                check_liger(loaded, use_liger(self.module), self.precision.bf16)
             require_divisible(loaded, spec, self.config.sequence_parallel)
             divide_rows(loaded, spec, self.config.sequence_parallel, self.config.timeout)
             names = {p: name for name, p in self.parameters.items()}
