@@ -95,10 +95,10 @@ class IntendedExit(SystemExit):
 
 
 @contextmanager
-def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
+def boundary(error: type[RlhfError], call: str) -> Iterator[None]:
     """Attribute any error that plugin code raises to that plugin.
 
-    ``what`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
+    ``call`` names the call and its owner, e.g. ``"reward 'math' (rlhf-plugin-math 0.1.0)"``. Errors of this
     project pass unchanged; anything else, SystemExit too, becomes ``error`` with the original as its cause and the line
     that raised it.
     """
@@ -109,7 +109,7 @@ def boundary(error: type[RlhfError], what: str) -> Iterator[None]:
     except (Exception, SystemExit, KeyboardInterrupt) as cause:
         if isinstance(cause, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise  # Ctrl-C, which reaches no other thread
-        raise error(f"{what} raised {type(cause).__name__}: {cause}{_place(cause)}") from cause
+        raise error(f"{call} raised {type(cause).__name__}: {cause}{_place(cause)}") from cause
 
 
 def _place(error: BaseException) -> str:
@@ -120,10 +120,10 @@ def _place(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
-def did_you_mean(got: str, allowed: Iterable[str]) -> str:
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` or an empty string."""
-    near = difflib.get_close_matches(got, list(allowed), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 def shown(value: object) -> str:

@@ -32,9 +32,9 @@ def check_path(text: str) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return text
     except (OSError, ValueError, RuntimeError) as cause:
-        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}... ({len(text)} characters)"
+        label = repr(text) if len(text) <= 60 else f"{text[:57]!r}... ({len(text)} characters)"
         why = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause).rstrip(".")
-        raise ValueError(f"the path {shown} cannot be used: {why}. Give another path.") from None
+        raise ValueError(f"the path {label} cannot be used: {why}. Give another path.") from None
     return text
 
 

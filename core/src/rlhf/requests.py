@@ -25,9 +25,11 @@ def check_sampling(sampling: Sampling, lowest_temperature: float = 0.0) -> None:
         ("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]; 0 turns it off"),
         ("stop", s.stop, all(s.stop), "strings of at least one character"),
     )
-    for field, got, ok, allowed in rules:
+    for field, value, ok, allowed in rules:
         if not ok:
-            raise ConfigError(f"sampling.{field} is {got!r}; it must be {allowed}. Change it in the sampling options.")
+            raise ConfigError(
+                f"sampling.{field} is {value!r}; it must be {allowed}. Change it in the sampling options."
+            )
 
 
 def check_request(i: int, request: GenerationRequest, vocabulary: int) -> None:

@@ -51,12 +51,12 @@ def find_secrets(data: Any, path: str = "") -> Iterator[str]:
     else:
         return
     for key, value in items:
-        here = f"{path}.{key}" if path else str(key)
-        named = isinstance(key, str) and names_secret(key)
-        if isinstance(value, str) and value and (named or _VALUE.search(value)):
-            yield here
+        key_path = f"{path}.{key}" if path else str(key)
+        secret_name = isinstance(key, str) and names_secret(key)
+        if isinstance(value, str) and value and (secret_name or _VALUE.search(value)):
+            yield key_path
         else:
-            yield from find_secrets(value, here)
+            yield from find_secrets(value, key_path)
 
 
 def redact(value: Any) -> Any:

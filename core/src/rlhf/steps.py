@@ -33,33 +33,33 @@ class StepEnds:
     def __call__(self, ids: Sequence[int]) -> list[int]:
         """Positions in ``ids``, in order, of the tokens that end a step. Text after the last separator is not a
         step."""
-        found: list[int] = []
-        start = taken = 0  # the current step starts `taken` characters into the text of ids[start:]
+        ends: list[int] = []
+        start = offset = 0  # the current step starts `offset` characters into the text of ids[start:]
         for i, token in enumerate(ids):
             if not self._may_end(token):
                 continue
             text = self.decode(ids[start : i + 1])
-            while (end := self._end(text, taken)) is not None:
-                found.append(i)
-                taken = end
-            if found and found[-1] == i and taken == len(text):
-                start, taken = i + 1, 0
-        return found
+            while (end := self._end(text, offset)) is not None:
+                ends.append(i)
+                offset = end
+            if ends and ends[-1] == i and offset == len(text):
+                start, offset = i + 1, 0
+        return ends
 
     def count(self, text: str) -> int:
         """Number of steps that end in a text."""
-        found = taken = 0
-        while (end := self._end(text, taken)) is not None:
-            found, taken = found + 1, end
-        return found
+        steps = offset = 0
+        while (end := self._end(text, offset)) is not None:
+            steps, offset = steps + 1, end
+        return steps
 
-    def _end(self, text: str, taken: int) -> int | None:
+    def _end(self, text: str, offset: int) -> int | None:
         """End position of the first separator after text that is not blank; None if there is none."""
-        while (at := text.find(self.separator, taken)) >= 0:
+        while (at := text.find(self.separator, offset)) >= 0:
             end = at + len(self.separator)
-            if text[taken:at].strip():
+            if text[offset:at].strip():
                 return end
-            taken = end
+            offset = end
         return None
 
     def _may_end(self, token: int) -> bool:

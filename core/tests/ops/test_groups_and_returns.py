@@ -72,7 +72,7 @@ def test_gae_by_hand():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 7), st.floats(0, 1), st.floats(0, 1), st.randoms(use_true_random=False))
 def test_gae_ignores_environment_tokens(n, gamma, lam, random):
-    """Defect 4: the recursion counted environment tokens, which decayed and discounted."""
+    """The recursion counted environment tokens, which decayed and discounted."""
     values = [[random.uniform(-2, 2) for _ in range(n)] for _ in range(2)]
     places = sorted(random.sample(range(2 * n), n))
     dense = [torch.tensor([v]) for v in values]

@@ -58,8 +58,8 @@ _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split
 
 def interface(kind: str) -> "type[Component | Extension]":
     """The abstract class of one kind, such as ``Reward`` of ``reward``; the files of other kinds are not imported."""
-    found: type[Component | Extension] = getattr(import_module(f"{__name__}.{kind}"), kind.capitalize())
-    return found
+    cls: type[Component | Extension] = getattr(import_module(f"{__name__}.{kind}"), kind.capitalize())
+    return cls
 
 
 def __getattr__(name: str) -> Any:

@@ -99,8 +99,8 @@ class ModelSize:
 
     def adapter_parameters(self, rank: int, targets: Iterable[str] | None = None) -> int:
         """Parameters of adapters of ``rank`` beside every linear layer, or beside those named in ``targets``."""
-        wanted = None if targets is None else set(targets)
-        return rank * sum(i + o for name, i, o, _ in self.linear if wanted is None or name in wanted)
+        names = None if targets is None else set(targets)
+        return rank * sum(i + o for name, i, o, _ in self.linear if names is None or name in names)
 
     def cache_bytes(self, element: float, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> float:
         """Bytes of the key-value cache per token and device, with ``element`` bytes per value."""
@@ -210,7 +210,7 @@ def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointi
     count = size.parameters
     tokens = min(max(work.micro_tokens or 2048, work.unit), work.unit * max(1, -(-work.units // ranks)))
     layers = [4 * size.hidden + 2 * x.query + x.key + x.value + 4 * x.ffn for x in size.layers]
-    kept = size.hidden * len(layers) + max(layers) if checkpointing else sum(layers)
+    activations = size.hidden * len(layers) + max(layers) if checkpointing else sum(layers)
     logits = 4 * tokens * size.outputs * FP32
     rest = {"weights": count * FP32} | ({"optimizer": 2 * count * FP32} if trained else {})
     phases = {
@@ -220,6 +220,6 @@ def whole_copy(size: ModelSize, work: TrainerWork, *, trained: bool, checkpointi
         "forward": Held(rest | {"working": tokens * max(layers) * FP32, "logits": logits // 2}),
     }
     if trained:
-        train = {"gradients": count * FP32, "activations": tokens * kept * FP32, "logits": logits}
+        train = {"gradients": count * FP32, "activations": tokens * activations * FP32, "logits": logits}
         phases["train"] = Held(rest | train)
     return TrainerMemory(phases, tokens, count if trained else 0)

@@ -17,11 +17,11 @@ class Tokens:
     decode: Callable[[Sequence[int]], str]
     """Text of token ids, including special tokens."""
 
-    def single(self, text: str, what: str) -> int:
+    def single(self, text: str, purpose: str) -> int:
         """The id of a text that must be one token.
 
         Args:
-            what: purpose of the token, for the error message.
+            purpose: purpose of the token, for the error message.
 
         Raises ConfigError: the text is several tokens, or none.
         """
@@ -30,6 +30,6 @@ class Tokens:
             return ids[0]
         parts = ", ".join(f"{i} {self.decode([i])!r}" for i in ids) or "none"
         raise ConfigError(
-            f"{what}: {text!r} must be one token of the policy's tokenizer, but is {len(ids)} ({parts}). Choose a text "
-            "that is one token, or add it to the tokenizer as one."
+            f"{purpose}: {text!r} must be one token of the policy's tokenizer, but is {len(ids)} ({parts}). Choose a "
+            "text that is one token, or add it to the tokenizer as one."
         )

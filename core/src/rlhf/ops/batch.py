@@ -242,5 +242,5 @@ def concat(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def _images(found: Sequence[tuple[Image, ...]]) -> tuple[tuple[Image, ...], ...]:
-    return tuple(found) if any(found) else ()
+def _images(images_B: Sequence[tuple[Image, ...]]) -> tuple[tuple[Image, ...], ...]:
+    return tuple(images_B) if any(images_B) else ()

@@ -95,10 +95,10 @@ def resolve_head(output: str | Head, over: str | None = None) -> Head:
     if isinstance(output, Head):
         return output
     if output not in BUILTIN:
-        said = f"no model output {output!r}; built in are {sorted(BUILTIN)}; others are given as a Head"
+        message = f"no model output {output!r}; built in are {sorted(BUILTIN)}; others are given as a Head"
         if len(output) == 1:
-            said += '. A string in place of a tuple is read letter by letter: write ("logprobs",)'
-        raise KeyError(said)
+            message += '. A string in place of a tuple is read letter by letter: write ("logprobs",)'
+        raise KeyError(message)
     head = BUILTIN[output]
     if over is None or head.over == "last_token":
         return head

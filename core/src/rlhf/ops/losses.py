@@ -86,13 +86,16 @@ class LossInput:
             loss: its name, for messages.
         """
         keep_B = keep_U[self._batch.unit_B]
-        kept = self._batch.keep(keep_B)
+        selection = self._batch.keep(keep_B)
 
         def own(columns_of: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): v for name, v in columns_of.items() if name.startswith(prefix)}
 
         batch = replace(
-            kept, tok={**own(kept.tok), self._over: kept.tok[self._over]}, seq=own(kept.seq), unit=own(kept.unit)
+            selection,
+            tok={**own(selection.tok), self._over: selection.tok[self._over]},
+            seq=own(selection.seq),
+            unit=own(selection.unit),
         )
         keep_A = keep_U[self.unit_A]
         coef = {name.removeprefix(prefix): v for name, v in self.coef.items() if name.startswith(prefix)}

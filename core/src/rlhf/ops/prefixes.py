@@ -53,13 +53,17 @@ def worth_sharing(saved: int, tokens: int) -> bool:
 
 
 def sorted_by_prefix(
-    ids: Tensor, starts: Sequence[int], lens: Sequence[int], which: Sequence[int], group: Sequence[int] | None = None
+    ids: Tensor,
+    starts: Sequence[int],
+    lens: Sequence[int],
+    sequences: Sequence[int],
+    group: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """The sequences ``which`` in an order in which those with a common prefix are neighbours, and the number of tokens
-    that each shares with the one before it (0 if fewer than :data:`LEAST`, or if their ``group`` differs)."""
+    """``sequences`` in an order in which those with a common prefix are neighbours, and the number of tokens that
+    each shares with the one before it (0 if fewer than :data:`LEAST`, or if their ``group`` differs)."""
     array = ids.numpy()
-    raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in which}  # half of int64
-    order = sorted(which, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
+    raw = {b: array[starts[b] : starts[b] + lens[b]].astype(np.int32).tobytes() for b in sequences}  # half of int64
+    order = sorted(sequences, key=raw.__getitem__ if group is None else lambda b: (group[b], raw[b]))
     fronts = [0] * len(order)
     for i, (a, b) in enumerate(pairwise(order), 1):
         if group is None or group[a] == group[b]:
@@ -68,12 +72,12 @@ def sorted_by_prefix(
     return order, fronts
 
 
-def _front(one: np.ndarray, two: np.ndarray) -> int:
+def _front(ids_a: np.ndarray, ids_b: np.ndarray) -> int:
     """How many tokens two sequences have in common at their fronts."""
-    least, begin, step = min(len(one), len(two)), 0, 256
+    least, begin, step = min(len(ids_a), len(ids_b)), 0, 256
     while begin < least:
         end = min(begin + step, least)
-        differ = one[begin:end] != two[begin:end]
+        differ = ids_a[begin:end] != ids_b[begin:end]
         first = int(differ.argmax())
         if differ[first]:
             return begin + first

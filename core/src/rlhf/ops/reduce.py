@@ -67,10 +67,10 @@ def weights(batch: Batch, reduce: Reduce) -> Tensor:
         return w_N
     if reduce.how == "seq_mean":
         first_B = torch.ones_like(answer_B, dtype=torch.bool)
-        seen: set[int] = set()
+        answers: set[int] = set()
         for b, a in enumerate(answer_B.tolist()):
-            first_B[b] = a not in seen
-            seen.add(a)
+            first_B[b] = a not in answers
+            answers.add(a)
         w = (live_S[answer_B] & first_B).double() / n_sequences
     else:  # unit_mean
         live_U = torch.zeros(batch.units, dtype=torch.float64).index_add_(0, batch.unit_B, tokens_B) > 0

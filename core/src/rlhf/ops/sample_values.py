@@ -58,10 +58,10 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
         for number, token, value in steps:
             turn = trajectory.turns[number] if 0 <= number < len(trajectory.turns) else None
             if turn is None or not turn.sampled or not 0 <= token < len(turn.ids):
-                what = "no such turn" if turn is None else f"{len(turn.ids)} tokens, sampled = {turn.sampled}"
+                problem = "no such turn" if turn is None else f"{len(turn.ids)} tokens, sampled = {turn.sampled}"
                 raise TrainingError(
-                    f"{name_of(trajectory)}: reward source {source!r} rewards token {token} of turn {number} ({what}); "
-                    "a step reward belongs to a token that the policy sampled"
+                    f"{name_of(trajectory)}: reward source {source!r} rewards token {token} of turn {number} "
+                    f"({problem}); a step reward belongs to a token that the policy sampled"
                 )
             value = _finite(trajectory, f"step reward of {source!r}", float(value))
             placed[number, token] = placed.get((number, token), 0.0) + weight * value
@@ -70,16 +70,16 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
 
 def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
     """(turn, token, reward) of each reward that the environment gave."""
-    found, last = [], None
+    rewards, last = [], None
     for number, turn in enumerate(trajectory.turns):
         if turn.sampled and turn.ids:
             last = (number, len(turn.ids) - 1)
         if turn.sampled and turn.reward is not None and last is not None:
-            found.append((*last, float(turn.reward)))
-    return tuple(found)
+            rewards.append((*last, float(turn.reward)))
+    return tuple(rewards)
 
 
-def _finite(trajectory: Trajectory, what: str, value: float) -> float:
+def _finite(trajectory: Trajectory, label: str, value: float) -> float:
     if not math.isfinite(value):
-        raise TrainingError(f"{name_of(trajectory)}: its {what} is {value}; it must be a finite number")
+        raise TrainingError(f"{name_of(trajectory)}: its {label} is {value}; it must be a finite number")
     return value

@@ -59,17 +59,17 @@ def assemble(
         TrainingError: a reward, log-prob or step is not a finite number, or a step is at a token that does not exist.
     """
     live = [t for g in groups for t in g.trajectories if t.status != "failed"]
-    kept = [t for t in live if t.reward is not None or not scored]
-    if not any(t.sampled_tokens for t in kept):
+    trajectories = [t for t in live if t.reward is not None or not scored]
+    if not any(t.sampled_tokens for t in trajectories):
         return None
-    with_logprobs = all(turn.logprobs is not None for t in kept for turn in t.turns if turn.sampled)
+    with_logprobs = all(turn.logprobs is not None for t in trajectories for turn in t.turns if turn.sampled)
     layout = _Layout()
-    for trajectory in kept:
+    for trajectory in trajectories:
         if scored:
             check_reward(trajectory)
         layout.add(trajectory, _sequences(trajectory), step_rewards_of(trajectory, step_sources or {}))
     lens_B, unit_B = torch.tensor(layout.lens), torch.tensor(layout.units)
-    batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(kept, scored))
+    batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(trajectories, scored))
     tok = layout.columns(with_logprobs)
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one

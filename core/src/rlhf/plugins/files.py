@@ -43,9 +43,9 @@ class SourceFile:
         try:
             return cls.of(str(file.resolve()), file.read_text(encoding="utf-8"))
         except OSError as cause:
-            near = did_you_mean(file.name, [p.name for p in file.absolute().parent.glob("*.py")])
+            suggestion = did_you_mean(file.name, [p.name for p in file.absolute().parent.glob("*.py")])
             raise ConfigError(
-                f"'file:{path}' cannot be read: {cause.strerror or cause} ({file.absolute()}).{near}"
+                f"'file:{path}' cannot be read: {cause.strerror or cause} ({file.absolute()}).{suggestion}"
             ) from cause
         except UnicodeDecodeError as cause:
             raise ConfigError(f"'file:{path}' is not UTF-8 text: {cause}") from cause
@@ -109,15 +109,15 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
 
     Raises PluginInvalid: several candidates, no such attribute, or a candidate that breaks its kind's rules.
     """
-    what = f"{kind} 'file:{source.path}{':' + attribute if attribute else ''}'"
+    label = f"{kind} 'file:{source.path}{':' + attribute if attribute else ''}'"
     if attribute is not None:
         if not hasattr(module, attribute):
-            raise PluginInvalid(f"{what}: the file defines no {attribute!r}. It defines: {_defined(module)}")
-        found = getattr(module, attribute)
-        if isinstance(found, type):
-            return _checked(source, kind, found, what) if kind_of(found) else None
-        if kind == "reward" and _is_function(found) and _takes_three(found):
-            return _function_reward(source, found, module)
+            raise PluginInvalid(f"{label}: the file defines no {attribute!r}. It defines: {_defined(module)}")
+        member = getattr(module, attribute)
+        if isinstance(member, type):
+            return _checked(source, kind, member, label) if kind_of(member) else None
+        if kind == "reward" and _is_function(member) and _takes_three(member):
+            return _function_reward(source, member, module)
         return None
     from rlhf.interfaces import interface
 
@@ -128,19 +128,19 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
         concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == SAMPLE_PARAMETERS]
     if len(concrete) > 1:
         choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
-        raise PluginInvalid(f"{what}: the file defines {len(concrete)} of that kind; pick one: {choices}")
+        raise PluginInvalid(f"{label}: the file defines {len(concrete)} of that kind; pick one: {choices}")
     if not concrete:
         return None
     only = concrete[0]
-    return _checked(source, kind, only, what) if isinstance(only, type) else _function_reward(source, only, module)
+    return _checked(source, kind, only, label) if isinstance(only, type) else _function_reward(source, only, module)
 
 
-def nothing_usable(what: str, kind: str, module: ModuleType, adapters: list[str], broken: list[str]) -> str:
+def nothing_usable(label: str, kind: str, module: ModuleType, adapters: list[str], broken: list[str]) -> str:
     """The message for a file without a usable component: what was expected and what the file defines. ``broken``:
     adapters that failed, and why."""
-    asked = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
+    adapter_note = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
     failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
-    return f"{what}: expected {_expected(kind)}. The file defines: {_defined(module)}.{asked}{failed}"
+    return f"{label}: expected {_expected(kind)}. The file defines: {_defined(module)}.{adapter_note}{failed}"
 
 
 def _defined(module: ModuleType) -> str:
@@ -166,10 +166,10 @@ def _expected(kind: str) -> str:
     )
 
 
-def _checked(source: SourceFile, kind: str, cls: type[Any], what: str) -> type[Any]:
+def _checked(source: SourceFile, kind: str, cls: type[Any], label: str) -> type[Any]:
     if cls.name == "":
         cls.name = source.name
-    return check_class(kind, cls, what)
+    return check_class(kind, cls, label)
 
 
 def _is_function(value: object) -> bool:
@@ -191,8 +191,10 @@ def _function_reward(source: SourceFile, function: Callable[..., Any], module: M
         cls: type[Any] = vars(module)[class_name]
         return cls
     label = f"reward function {function.__name__!r} of {source.path}"
-    made = reward_of_samples(function, name=source.name, class_name=class_name, module=module.__name__, label=label)
+    reward_class = reward_of_samples(
+        function, name=source.name, class_name=class_name, module=module.__name__, label=label
+    )
     if hasattr(module, "conformance"):  # settings for the conformance suite, written beside the function
-        made.conformance = module.conformance
-    setattr(module, class_name, made)  # so that it pickles
-    return made
+        reward_class.conformance = module.conformance
+    setattr(module, class_name, reward_class)  # so that it pickles
+    return reward_class

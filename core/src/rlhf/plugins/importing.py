@@ -20,7 +20,7 @@ LIMIT_SECONDS = 600.0
 
 
 @contextmanager
-def importing(what: str) -> Iterator[None]:
+def importing(label: str) -> Iterator[None]:
     """Around the import of a plugin.
 
     Raises PluginImportFailed where the plugin calls ``os._exit``, or takes more than :data:`LIMIT_SECONDS`. The limit
@@ -33,12 +33,12 @@ def importing(what: str) -> Iterator[None]:
         # a fork, or another thread that watches the driver, must be able to end its process
         if threading.get_ident() != thread or os.getpid() != process:
             leave_now(status)
-        raise PluginImportFailed(f"{what}: it calls os._exit({status}) when it is imported, which would end the run")
+        raise PluginImportFailed(f"{label}: it calls os._exit({status}) when it is imported, which would end the run")
 
     def watch() -> None:
         if ended.wait(NOTE_SECONDS):
             return
-        text = f"note: {what}: its import has taken {NOTE_SECONDS:g} s; it is at {place(thread)}. Ctrl-C ends the run."
+        text = f"note: {label}: its import has taken {NOTE_SECONDS:g} s; it is at {place(thread)}. Ctrl-C ends the run."
         print(text, file=sys.stderr, flush=True)  # noqa: T201
         if not ended.wait(LIMIT_SECONDS - NOTE_SECONDS) and thread == threading.main_thread().ident:
             late.append(place(thread))
@@ -51,7 +51,7 @@ def importing(what: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if late:
-            raise PluginImportFailed(f"{what}: its import took more than {LIMIT_SECONDS:g} s, at {late[0]}") from None
+            raise PluginImportFailed(f"{label}: its import took more than {LIMIT_SECONDS:g} s, at {late[0]}") from None
         raise
     finally:
         os._exit = leave_now

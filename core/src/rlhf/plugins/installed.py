@@ -44,23 +44,24 @@ def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
     path = [name for name, _ in folders]
     offers: dict[str, tuple[list[str], list[Entry]]] = {}
     versions: dict[str, str] = {}
-    for found in importlib.metadata.distributions(path=path):
-        if "[rlhf." not in (found.read_text("entry_points.txt") or ""):  # nothing is parsed of hundreds of others
+    for distribution in importlib.metadata.distributions(path=path):
+        # nothing is parsed of hundreds of others
+        if "[rlhf." not in (distribution.read_text("entry_points.txt") or ""):
             continue
-        points = [p for p in found.entry_points if p.group.startswith("rlhf.")]
-        metadata = found.metadata
+        points = [p for p in distribution.entry_points if p.group.startswith("rlhf.")]
+        metadata = distribution.metadata
         name, its_version = metadata["Name"], metadata["Version"]
         if canonicalize_name(name) in offers:  # the first on the path wins, as for import
             continue
         own = [Entry(p.group.removeprefix("rlhf."), p.name, name, its_version, p.value) for p in points]
-        offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or found.requires or [], own)
+        offers[canonicalize_name(name)] = (metadata.get_all("Requires-Dist") or distribution.requires or [], own)
         versions[canonicalize_name(name)] = its_version
     version_of = cache(lambda name: versions.get(name) or installed_version(name, path))
-    read: list[Entry] = []
+    all_entries: list[Entry] = []
     for texts, own in offers.values():
         status = _unmet(texts, offers, version_of) or "ok"
-        read += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
-    return tuple(read)
+        all_entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
+    return tuple(all_entries)
 
 
 _requirement = cache(Requirement)

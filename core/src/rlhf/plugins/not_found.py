@@ -19,20 +19,21 @@ def not_found(reference: Reference, entries: Sequence[Entry], how_to_install: Ca
         entries: all plugins.
         how_to_install: :meth:`rlhf.plugins.Plugins.how_to_install`.
     """
-    kind, name, wanted = reference.kind, reference.name, reference.distribution
-    if wanted == IN_PROCESS:
+    kind, name, distribution = reference.kind, reference.name, reference.distribution
+    if distribution == IN_PROCESS:
         return (
             f"{kind} {reference.text!r} is a function or class of the Python process that started the run, and this "
             "process has none of that name. Give it to rlhf.train again, or put it into a file and name the file: "
             "'file:PATH.py'."
         )
-    if wanted is not None:
-        offered = [e for e in entries if canonicalize_name(e.distribution) == canonicalize_name(wanted)]
+    if distribution is not None:
+        offered = [e for e in entries if canonicalize_name(e.distribution) == canonicalize_name(distribution)]
         if offered:
-            return f"{wanted} offers no {kind} {name!r}; it offers: {', '.join(f'{e.kind} {e.name}' for e in offered)}"
-        near = did_you_mean(wanted, {e.distribution for e in entries})
-        what = f"{kind} {reference.text!r}: the distribution {wanted} is not installed, or offers no plugins."
-        return what + (near or how_to_install(wanted))
+            names = ", ".join(f"{e.kind} {e.name}" for e in offered)
+            return f"{distribution} offers no {kind} {name!r}; it offers: {names}"
+        suggestion = did_you_mean(distribution, {e.distribution for e in entries})
+        problem = f"{kind} {reference.text!r}: the distribution {distribution} is not installed, or offers no plugins."
+        return problem + (suggestion or how_to_install(distribution))
     names = sorted({e.name for e in entries if e.kind == kind})
     line = how_to_install(distribution_of(name))
     installed = f" Installed: {', '.join(names) or 'none'}."

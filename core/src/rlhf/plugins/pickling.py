@@ -32,8 +32,8 @@ copyreg.pickle(Resolved, _reduce)
 def _resolve_same(item: dict[str, str], ref: str, options: dict[str, Any]) -> Resolved:
     plugins = Plugins.discover()
     plugins.verify([item])
-    found = plugins.resolve(item["kind"], f"{item['distribution']}/{item['name']}")
-    return replace(found, ref=ref, options=options)
+    plugin = plugins.resolve(item["kind"], f"{item['distribution']}/{item['name']}")
+    return replace(plugin, ref=ref, options=options)
 
 
 def _resolve_text(kind: str, ref: str, path: str, text: str, options: dict[str, Any]) -> Resolved:

@@ -30,18 +30,18 @@ def first_cause(error: BaseException) -> str:
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 
-def import_plugin(module: str, what: str) -> ModuleType:
+def import_plugin(module: str, label: str) -> ModuleType:
     """Import a plugin's module. Raises PluginImportFailed with the first cause of any exception."""
     try:
-        with importing(what):
+        with importing(label):
             return importlib.import_module(module)
     except PluginImportFailed:
         raise
     except (Exception, SystemExit) as cause:
-        raise PluginImportFailed(f"{what} failed to import {module!r}: {first_cause(cause)}") from cause
+        raise PluginImportFailed(f"{label} failed to import {module!r}: {first_cause(cause)}") from cause
 
 
-def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[Any]]:
+def registered_classes(module: ModuleType, kind: str, label: str) -> list[type[Any]]:
     """The classes that the module's ``rlhf_register_<kind>`` functions return, checked to be components of that kind.
 
     Raises PluginInvalid: a hook of unknown name or signature, no hook for this kind, or a hook that raises or does not
@@ -54,87 +54,91 @@ def registered_classes(module: ModuleType, kind: str, what: str) -> list[type[An
         manager.register(module, name=module.__name__)
         manager.check_pending()
     except PluginValidationError as cause:
-        raise PluginInvalid(f"{what}: {_explain(cause, module)}") from cause
+        raise PluginInvalid(f"{label}: {_explain(cause, module)}") from cause
     classes: list[type[Any]] = []
     implementations = getattr(manager.hook, hook).get_hookimpls()
     if not implementations:
-        raise PluginInvalid(f"{what}: module {module.__name__!r} has no hook {hook!r}. {_forgotten(module, hook)}")
+        raise PluginInvalid(f"{label}: module {module.__name__!r} has no hook {hook!r}. {_forgotten(module, hook)}")
     for implementation in implementations:
         try:
-            with importing(what):
+            with importing(label):
                 offered = implementation.function()
         except PluginImportFailed:
             raise
         except ImportError as cause:
-            raise PluginImportFailed(f"{what}: {hook} failed to import: {first_cause(cause)}") from cause
+            raise PluginImportFailed(f"{label}: {hook} failed to import: {first_cause(cause)}") from cause
         except (Exception, SystemExit) as cause:
-            raise PluginInvalid(f"{what}: {hook} raised {first_cause(cause)}") from cause
+            raise PluginInvalid(f"{label}: {hook} raised {first_cause(cause)}") from cause
         if not isinstance(offered, (list, tuple)):
-            raise PluginInvalid(f"{what}: {hook} must return a list of classes, got {offered!r}")
+            raise PluginInvalid(f"{label}: {hook} must return a list of classes, got {offered!r}")
         for cls in offered:
-            check_kind_of(kind, cls, what)
+            check_kind_of(kind, cls, label)
         classes.extend(offered)
     return classes
 
 
-def pick(classes: list[type[Any]], kind: str, name: str, what: str) -> type[Any]:
+def pick(classes: list[type[Any]], kind: str, name: str, label: str) -> type[Any]:
     """The class of that name. Raises PluginInvalid if there is none, or more than one."""
-    found = [cls for cls in classes if cls.name == name]
-    if len(found) == 1:
-        return check_class(kind, found[0], what)
-    if found:
-        raise PluginInvalid(f"{what} registers {len(found)} classes named {name!r}: {', '.join(map(_where, found))}")
+    matches = [cls for cls in classes if cls.name == name]
+    if len(matches) == 1:
+        return check_class(kind, matches[0], label)
+    if matches:
+        raise PluginInvalid(
+            f"{label} registers {len(matches)} classes named {name!r}: {', '.join(map(_where, matches))}"
+        )
     offered = ", ".join(f"{cls.__name__} (name = {cls.name!r})" for cls in classes) or "none"
     raise PluginInvalid(
-        f"{what} registers no {kind} class with name = {name!r}, as its entry point is called. It registers: {offered}"
+        f"{label} registers no {kind} class with name = {name!r}, as its entry point is called. It registers: {offered}"
     )
 
 
-def check_class(kind: str, cls: Any, what: str) -> type[Any]:
+def check_class(kind: str, cls: Any, label: str) -> type[Any]:
     """Returns ``cls`` if it is a usable component of that kind. Raises PluginInvalid saying what is missing."""
-    check_kind_of(kind, cls, what)
+    check_kind_of(kind, cls, label)
     if not isinstance(cls.name, str) or not NAME.fullmatch(cls.name):
         raise PluginInvalid(
-            f"{what}: {_where(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
+            f"{label}: {_where(cls)} has name = {cls.name!r}; a name is lower case letters, digits and '_', e.g. "
             f"name = {re.sub(r'[^a-z0-9_]+', '_', str(cls.name or cls.__name__).lower())!r}"
         )
-    _check_config(kind, cls, what)
+    _check_config(kind, cls, label)
     if missing := abstract_methods(cls):
-        raise PluginInvalid(f"{what}: {_where(cls)} does not define {', '.join(missing)}, which every {kind} must have")
+        raise PluginInvalid(
+            f"{label}: {_where(cls)} does not define {', '.join(missing)}, which every {kind} must have"
+        )
     result: type[Any] = cls
     return result
 
 
-def _check_config(kind: str, cls: type[Any], what: str) -> None:
+def _check_config(kind: str, cls: type[Any], label: str) -> None:
     """Raises PluginInvalid for a ``Config`` of another base, and for any ``Config`` where the kind has no options."""
     from rlhf.interfaces import interface
 
     if not hasattr(interface(kind), "Config"):
         if hasattr(cls, "Config"):
-            raise PluginInvalid(f"{what}: {_where(cls)} has a Config, but a {kind} has no options. Remove the Config")
+            raise PluginInvalid(f"{label}: {_where(cls)} has a Config, but a {kind} has no options. Remove the Config")
         return
     from rlhf.interfaces import ComponentConfig
 
     config = cls.Config
     if not isinstance(config, type) or not issubclass(config, ComponentConfig):
         raise PluginInvalid(
-            f"{what}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
+            f"{label}: {_where(cls)}.Config must be a subclass of rlhf.interfaces.ComponentConfig, got {config!r}"
         )
 
 
-def check_kind_of(kind: str, cls: Any, what: str) -> None:
+def check_kind_of(kind: str, cls: Any, label: str) -> None:
     """Raises PluginInvalid unless ``cls`` is a class of this kind's interface."""
     from rlhf.interfaces import interface
 
-    wanted = interface(kind)
-    expected = f"a subclass of rlhf.interfaces.{wanted.__name__}"
+    base = interface(kind)
+    expected = f"a subclass of rlhf.interfaces.{base.__name__}"
     if not isinstance(cls, type):
         instance = " (an instance: return the class itself)" if kind_of(type(cls)) else ""
-        raise PluginInvalid(f"{what}: expected {expected}, got {cls!r}{instance}")
-    if not issubclass(cls, wanted):
+        raise PluginInvalid(f"{label}: expected {expected}, got {cls!r}{instance}")
+    if not issubclass(cls, base):
         other = kind_of(cls)
-        is_what = f"is of kind {other}" if other else f"derives from {', '.join(b.__name__ for b in cls.__bases__)}"
-        raise PluginInvalid(f"{what}: {_where(cls)} {is_what}; kind {kind} needs {expected}")
+        description = f"is of kind {other}" if other else f"derives from {', '.join(b.__name__ for b in cls.__bases__)}"
+        raise PluginInvalid(f"{label}: {_where(cls)} {description}; kind {kind} needs {expected}")
 
 
 def kind_of(cls: type[Any]) -> str:
@@ -155,10 +159,10 @@ def _where(cls: type[Any]) -> str:
 
 def _explain(cause: PluginValidationError, module: ModuleType) -> str:
     """pluggy's message; for an unknown hook, a message with the most similar hook."""
-    known = [HOOK_PREFIX + kind for kind in KINDS]
+    hooks = [HOOK_PREFIX + kind for kind in KINDS]
     for name in vars(module):
-        if hasattr(vars(module)[name], "rlhf_impl") and name not in known:
-            return f"there is no hook {name!r}.{did_you_mean(name, known)} Hooks are {', '.join(known)}."
+        if hasattr(vars(module)[name], "rlhf_impl") and name not in hooks:
+            return f"there is no hook {name!r}.{did_you_mean(name, hooks)} Hooks are {', '.join(hooks)}."
     return " ".join(str(cause).split())
 
 

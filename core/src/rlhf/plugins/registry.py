@@ -71,9 +71,9 @@ class Plugins:
         name.
         """
         check_kind(kind)
-        what = f"{kind} registered by {distribution!r}"
-        with boundary(PluginInvalid, what):
-            check_class(kind, cls, what)
+        label = f"{kind} registered by {distribution!r}"
+        with boundary(PluginInvalid, label):
+            check_class(kind, cls, label)
         key = (kind, cls.name, distribution)
         old = self._registered.get(key, cls)
         if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
@@ -134,12 +134,12 @@ class Plugins:
     def how_to_install(self, distribution: str) -> str:
         """`` Try: pip install DISTRIBUTION``, or its folder in a checkout; empty if it is installed, or not known to
         exist. Without ``rlhf-kit`` nothing is known to exist, and the text names the distribution without advice."""
-        name, known = canonicalize_name(distribution), published(self._path)
+        name, packages = canonicalize_name(distribution), published(self._path)
         if any(canonicalize_name(e.distribution) == name for e in self._entries):
             return ""
-        if not known:
+        if not packages:
             return f" Plugins of this project are in {META}; one of this name would be in {distribution}."
-        return f" Try: pip install {pip_words(distribution, path=self._path)}" if name in known else ""
+        return f" Try: pip install {pip_words(distribution, path=self._path)}" if name in packages else ""
 
     # ------------------------------------------------------------------------------------- installed
 
@@ -151,21 +151,21 @@ class Plugins:
         return [e for e in self._all() if e.kind == kind and e.name == name]
 
     def _find(self, reference: Reference) -> Entry:
-        kind, name, wanted = reference.kind, reference.name, reference.distribution
-        found = self._named(kind, name)
-        if wanted is not None:
-            found = [e for e in found if canonicalize_name(e.distribution) == canonicalize_name(wanted)]
-        if len(found) > 1:
-            owners = [e.distribution for e in found]
+        kind, name, distribution = reference.kind, reference.name, reference.distribution
+        candidates = self._named(kind, name)
+        if distribution is not None:
+            candidates = [e for e in candidates if canonicalize_name(e.distribution) == canonicalize_name(distribution)]
+        if len(candidates) > 1:
+            owners = [e.distribution for e in candidates]
             raise PluginConflict(
                 f"{kind} {name!r} is provided by {' and '.join(owners)}; pick one: "
                 f"{' or '.join(repr(f'{owner}/{name}') for owner in owners)}"
             )
-        if not found:
+        if not candidates:
             from rlhf.plugins.not_found import not_found  # listing plugins starts without it
 
             raise PluginNotFound(not_found(reference, self._all(), self.how_to_install))
-        return found[0]
+        return candidates[0]
 
     def _import(self, entry: Entry) -> type[Any]:
         if entry.status != "ok":
@@ -183,38 +183,38 @@ class Plugins:
             return pick(self._classes[key], entry.kind, entry.name, str(entry))
 
     def _difference(self, item: Mapping[str, str]) -> str:
-        what = f"{item['kind']} {item['name']!r} ({item['distribution']} {item['version']})"
+        label = f"{item['kind']} {item['name']!r} ({item['distribution']} {item['version']})"
         if item["distribution"] == FILE:
             try:
                 source = SourceFile.read(parse_reference(item["kind"], item["ref"]).path)
             except RlhfError as cause:
-                return f"{what}: {cause}"
+                return f"{label}: {cause}"
             return (
                 ""
                 if source.sha256 == item["sha256"]
                 else f"{item['ref']} has changed since (SHA-256 {source.sha256[:12]}, was {item['sha256'][:12]})"
             )
-        here = [e for e in self._named(item["kind"], item["name"]) if e.distribution == item["distribution"]]
-        if not here:
-            return f"{what} is not installed here"
-        return "" if here[0].version == item["version"] else f"{what} is version {here[0].version} here"
+        matches = [e for e in self._named(item["kind"], item["name"]) if e.distribution == item["distribution"]]
+        if not matches:
+            return f"{label} is not installed here"
+        return "" if matches[0].version == item["version"] else f"{label} is version {matches[0].version} here"
 
     # ----------------------------------------------------------------------------------------- files
 
     def _resolve_file(self, reference: Reference, source: SourceFile) -> Resolved:
         kind, attribute = reference.kind, reference.attribute
-        what = f"{kind} {reference.text!r}"
+        label = f"{kind} {reference.text!r}"
         native = looks_native(source, kind)
         broken: Texts = []
         cls = None if native else self._adapt(reference, source, broken)
         if cls is None:
             module = source.load()
-            with boundary(PluginInvalid, what):
+            with boundary(PluginInvalid, label):
                 cls = pick_component(source, kind, attribute, module)
             if cls is None and native:
                 cls = self._adapt(reference, source, broken)
             if cls is None:
-                raise PluginInvalid(nothing_usable(what, kind, module, [e.name for e in self.list("adapter")], broken))
+                raise PluginInvalid(nothing_usable(label, kind, module, [e.name for e in self.list("adapter")], broken))
         return Resolved(
             kind, cls.name, cls, FILE, "", reference.text, source.sha256, path=source.path, text=source.text
         )

@@ -29,8 +29,8 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
     if canonicalize_name(distribution) == "rlhf-core":
         return rlhf.__version__
     if path is not None:
-        for found in importlib.metadata.distributions(name=distribution, path=[*path]):
-            return found.version
+        for match in importlib.metadata.distributions(name=distribution, path=[*path]):
+            return match.version
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -45,8 +45,8 @@ def published(path: Sequence[str] | None = None) -> frozenset[str]:
     Args:
         path: folders in which to look for ``rlhf-kit``, in place of ``sys.path``.
     """
-    for found in importlib.metadata.distributions(name=META, path=[*(sys.path if path is None else path)]):
-        return frozenset(canonicalize_name(Requirement(text).name) for text in found.requires or ())
+    for kit in importlib.metadata.distributions(name=META, path=[*(sys.path if path is None else path)]):
+        return frozenset(canonicalize_name(Requirement(text).name) for text in kit.requires or ())
     return frozenset()
 
 
@@ -84,11 +84,11 @@ def unmet(requirement: Requirement, version: str | None, extra: str = "") -> str
     extras other than ``extra``."""
     if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
         return ""
-    wanted = f"{requirement.name}{requirement.specifier}"
+    spec = f"{requirement.name}{requirement.specifier}"
     if version is None:
-        return f"needs {wanted}, which is not installed"
+        return f"needs {spec}, which is not installed"
     if not requirement.specifier.contains(version, prereleases=True):
-        return f"needs {wanted}, found {version}"
+        return f"needs {spec}, found {version}"
     return ""
 
 
@@ -137,7 +137,7 @@ def check_requirements(requirements: Iterable[str], path: Sequence[str] | None =
         PluginVersionMismatch: names every requirement that is not met, and the pip line for those distributions that
             are known to exist.
     """
-    problems, wanted = [], []
+    problems, packages = [], []
     for text in requirements:
         try:
             requirement = Requirement(text)
@@ -151,7 +151,7 @@ def check_requirements(requirements: Iterable[str], path: Sequence[str] | None =
         if problem:
             problems.append(problem)
             if version is not None or canonicalize_name(requirement.name) in published(path):
-                wanted.append(pip_words(requirement.name, str(requirement.specifier), path))
+                packages.append(pip_words(requirement.name, str(requirement.specifier), path))
     if problems:
-        line = f" Try: pip install {' '.join(wanted)}" if wanted else ""
+        line = f" Try: pip install {' '.join(packages)}" if packages else ""
         raise PluginVersionMismatch(f"the run {'; '.join(problems)}.{line}")

@@ -27,9 +27,9 @@ def int_array(values: Sequence[int], name: str) -> IntArray:
         TypeError: not a sequence, or a value that is no int; a bool is none.
         ValueError: an int below -2**31 or above 2**31 - 1.
     """
-    made = _of_buffer("i", values)
-    if made is not None:
-        return made
+    numbers = _of_buffer("i", values)
+    if numbers is not None:
+        return numbers
     values = _checked(values, (int,), name, "ints below 2**31")
     try:
         return array("i", values)
@@ -48,8 +48,8 @@ def float_array(values: Sequence[float], name: str) -> FloatArray:
     Raises:
         TypeError: not a sequence, or a value that is no number; a bool is none.
     """
-    made = _of_buffer("f", values)
-    return array("f", _checked(values, (float, int), name, "floats")) if made is None else made
+    numbers = _of_buffer("f", values)
+    return array("f", _checked(values, (float, int), name, "floats")) if numbers is None else numbers
 
 
 def _of_buffer(code: str, values: Any) -> array | None:
@@ -62,9 +62,9 @@ def _of_buffer(code: str, values: Any) -> array | None:
         return None
     if view.format != code or view.ndim != 1:
         return None
-    made = array(code)
-    made.frombytes(view.tobytes())
-    return made
+    copy = array(code)
+    copy.frombytes(view.tobytes())
+    return copy
 
 
 def _checked(values: Any, types: tuple[type, ...], name: str, allowed: str) -> list[Any]:

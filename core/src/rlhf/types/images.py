@@ -39,9 +39,9 @@ class Image:
 
 def joined_images(parts: Iterable[tuple[int, tuple[Image, ...]]]) -> tuple[Image, ...]:
     """The images of parts of a sequence, one after another; ``parts``: (number of tokens, images) of each."""
-    found: list[Image] = []
+    all_images: list[Image] = []
     start = 0
     for tokens, images in parts:
-        found += [image.moved(start) for image in images]
+        all_images += [image.moved(start) for image in images]
         start += tokens
-    return tuple(found)
+    return tuple(all_images)

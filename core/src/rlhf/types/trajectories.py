@@ -136,10 +136,10 @@ class Trajectory:
     @property
     def completion(self) -> str:
         """Text of everything after the prompt, observations included."""
-        seen, parts = False, []
+        sampled, parts = False, []
         for turn in self.turns:
-            seen = seen or turn.sampled
-            if seen:
+            sampled = sampled or turn.sampled
+            if sampled:
                 parts.append(turn.text)
         return "".join(parts)
 

@@ -32,44 +32,46 @@ class Bucket:
         return sum(t.nbytes for _, t in self.tensors)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        named = [(name, host_bytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors]
-        return _restore, (named, self.fingerprints)
+        entries = [
+            (name, host_bytes(t), str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors
+        ]
+        return _restore, (entries, self.fingerprints)
 
     def received(self) -> dict[str, str]:
         """{name: fingerprint}, computed now from the bytes in this process, of the same kind as the sender's."""
-        found = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))
-        return dict(zip((name for name, _ in self.tensors), found, strict=True))
+        fingerprints = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))
+        return dict(zip((name for name, _ in self.tensors), fingerprints, strict=True))
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, sent: dict[str, str]) -> Iterator[Bucket]:
+def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, fingerprints: dict[str, str]) -> Iterator[Bucket]:
     """Group ``weights``, in order, into buckets of at most ``limit`` bytes. A larger tensor has a bucket to itself.
 
-    ``sent`` is filled with the fingerprint of every tensor. A receiver of all buckets must report the same.
+    ``fingerprints`` is filled with the fingerprint of every tensor. A receiver of all buckets must report the same.
     """
     if limit < 1:
         raise TrainingError(f"a bucket of {limit} bytes holds nothing; the limit must be at least 1")
-    held: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     size = 0
 
     def full() -> Bucket:
-        found = marks([tensor for _, tensor in held])
-        sent.update(zip((name for name, _ in held), found, strict=True))
-        return Bucket(tuple(held), tuple(found))
+        digests = marks([tensor for _, tensor in tensors])
+        fingerprints.update(zip((name for name, _ in tensors), digests, strict=True))
+        return Bucket(tuple(tensors), tuple(digests))
 
     for name, tensor in weights:
-        if held and size + tensor.nbytes > limit:
+        if tensors and size + tensor.nbytes > limit:
             yield full()
-            held, size = [], 0
-        held.append((name, tensor.detach()))
+            tensors, size = [], 0
+        tensors.append((name, tensor.detach()))
         size += tensor.nbytes
-    if held:
+    if tensors:
         yield full()
 
 
-def _restore(named: list[tuple[str, np.ndarray, str, tuple[int, ...]]], fingerprints: tuple[str, ...]) -> Bucket:
+def _restore(entries: list[tuple[str, np.ndarray, str, tuple[int, ...]]], fingerprints: tuple[str, ...]) -> Bucket:
     tensors = []
     with warnings.catch_warnings():  # mapped memory is read-only; nothing here writes to it
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for name, data, dtype, shape in named:
+        for name, data, dtype, shape in entries:
             tensors.append((name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)))
     return Bucket(tuple(tensors), fingerprints)
