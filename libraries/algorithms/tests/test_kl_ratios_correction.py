@@ -27,7 +27,7 @@ def test_estimators_by_hand():
 @pytest.mark.parametrize("far", FAR)
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_the_gradient_is_finite_and_never_zero(name, far):
-    """Defect 2: clamping the result gave NaN below -88 and zero gradient where the drift is largest."""
+    """Clamping the result gave NaN below -88 and zero gradient where the drift is largest."""
     lp = torch.tensor([far], requires_grad=True)
     value = kl_estimate(lp, torch.zeros(1), name)
     value.sum().backward()
@@ -155,7 +155,7 @@ def test_presets_by_hand():
     ),
 )
 def test_weights_are_zero_or_within_the_band(d, what):
-    """Defect 1: sequence-masked weights were not clamped; inf and 0 x inf were possible."""
+    """Sequence-masked weights were not clamped; inf and 0 x inf were possible."""
     config = CorrectionConfig(preset=what) if isinstance(what, str) else CorrectionConfig(level=what[0], mode=what[1])
     for w in weights(d, config):
         assert w == 0.0 or config.low - 1e-6 <= w <= config.high + 1e-6

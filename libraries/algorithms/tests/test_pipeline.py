@@ -192,7 +192,7 @@ def test_explained_variance_by_hand(shift):
 
 
 def test_an_empty_answer_gives_no_nan():
-    """Defect 5: means over an empty response were 0/0."""
+    """Means over an empty response were 0/0."""
     empty = Trajectory(ROW, [Turn([1, 1], False), Turn([], True, [])], (0, 1), reward=0.0)
     full = Trajectory(ROW, [Turn([1], False), Turn([2], True, [-1.0])], (0, 0), reward=1.0)
     batch = with_kl(assemble([Group(ROW, 0, [full, empty])]), 0.5)

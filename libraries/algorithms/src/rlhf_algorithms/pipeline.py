@@ -135,15 +135,15 @@ def returns(batch: Batch, advantage: Advantage, R_N: Tensor) -> tuple[Batch, Ten
 
     The advantage gets the trajectories in blocks. A matrix of all of them would be as wide as the longest answer."""
     boot_U = bootstrap_values(batch) if advantage.needs_values else None
-    found = [empty((batch.tokens,), torch.float32) for _ in range(1 + advantage.needs_values)]
+    columns = [empty((batch.tokens,), torch.float32) for _ in range(1 + advantage.needs_values)]
     end = 0
     for first, last in _blocks(batch, BLOCK_WITH_VALUES if advantage.needs_values else BLOCK):
         block = batch.between(first, last)
         begin, end = end, end + block.tokens
         boot = None if boot_U is None else boot_U[first:last]
-        for values_N, own in zip(found, _returns(block, advantage, R_N[begin:end], boot), strict=False):
+        for values_N, own in zip(columns, _returns(block, advantage, R_N[begin:end], boot), strict=False):
             values_N[begin:end] = own
-    return batch.with_column("tok", "returns", found[1]) if advantage.needs_values else batch, found[0]
+    return batch.with_column("tok", "returns", columns[1]) if advantage.needs_values else batch, columns[0]
 
 
 def _blocks(batch: Batch, most: int) -> Iterator[tuple[int, int]]:
@@ -161,22 +161,22 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
     """Advantages and returns of a block of trajectories, each float32 [N]."""
     R_UA, mask_UA = compress(block, R_N)
     values_UA = compress(block, block.column("old_values").float())[0] if advantage.needs_values else None
-    given = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
-    if not isinstance(given, tuple) or len(given) != 2:
+    estimates = advantage.returns(R_UA, mask_UA, values_UA, boot_U)
+    if not isinstance(estimates, tuple) or len(estimates) != 2:
         raise TrainingError(
             f"returns() of advantage {advantage.name!r} must give (advantages, returns), two tensors of shape "
-            f"{tuple(mask_UA.shape)}, got {type(given).__name__}"
+            f"{tuple(mask_UA.shape)}, got {type(estimates).__name__}"
         )
     flat: list[Tensor] = []
-    for what, found_UA in zip(("advantages", "returns"), given, strict=True):
-        if flat and found_UA is given[0]:  # without a critic they are the same
+    for label, estimate_UA in zip(("advantages", "returns"), estimates, strict=True):
+        if flat and estimate_UA is estimates[0]:  # without a critic they are the same
             return [flat[0], flat[0]]
-        if found_UA.shape == mask_UA.shape:
-            flat.append(expand(block, found_UA.float()))
-        if found_UA.shape != mask_UA.shape or not all(edge.isfinite() for edge in flat[-1].aminmax()):
+        if estimate_UA.shape == mask_UA.shape:
+            flat.append(expand(block, estimate_UA.float()))
+        if estimate_UA.shape != mask_UA.shape or not all(edge.isfinite() for edge in flat[-1].aminmax()):
             raise TrainingError(
-                f"advantage {advantage.name!r} must give finite {what} of shape {tuple(mask_UA.shape)}, got shape "
-                f"{tuple(found_UA.shape)} with {int((~found_UA.isfinite()).sum())} values that are not finite"
+                f"advantage {advantage.name!r} must give finite {label} of shape {tuple(mask_UA.shape)}, got shape "
+                f"{tuple(estimate_UA.shape)} with {int((~estimate_UA.isfinite()).sum())} values that are not finite"
             )
     return flat
 

@@ -91,11 +91,11 @@ class PolicyGradient(Algorithm):
         part, slot = self.parts.get("value_loss"), self.slots.get("value_loss")
         if part is None or slot is None:
             return
-        usual = type(part.config).model_validate(dict(slot.defaults) if part.name == slot.use else {})
-        given = [n for n in type(usual).model_fields if getattr(part.config, n) != getattr(usual, n)]
-        if given:
+        defaults = type(part.config).model_validate(dict(slot.defaults) if part.name == slot.use else {})
+        options = [n for n in type(defaults).model_fields if getattr(part.config, n) != getattr(defaults, n)]
+        if options:
             raise ConfigError(
-                f"algorithm.value_loss.{given[0]} = {getattr(part.config, given[0])!r} is of a critic, which the "
+                f"algorithm.value_loss.{options[0]} = {getattr(part.config, options[0])!r} is of a critic, which the "
                 f"advantage {self.advantage.name!r} does not use; leave it out, or choose an advantage with values"
             )
 
@@ -146,16 +146,16 @@ class PolicyGradient(Algorithm):
         return problems
 
     def annotations(self, step: int) -> list[Annotation]:
-        wanted = []
+        annotations = []
         if self._stores_old:
-            wanted.append(Annotation("policy", "logprobs", "old_logprobs"))
+            annotations.append(Annotation("policy", "logprobs", "old_logprobs"))
         if self._uses_kl:
-            wanted.append(Annotation("reference", "logprobs", "ref_logprobs"))
+            annotations.append(Annotation("reference", "logprobs", "ref_logprobs"))
         if self.advantage.needs_values:
-            wanted.append(Annotation("critic", "values", "old_values"))
+            annotations.append(Annotation("critic", "values", "old_values"))
             if self.config.bootstrap_truncated:
-                wanted.append(Annotation("critic", BOOTSTRAP, "bootstrap"))
-        return wanted
+                annotations.append(Annotation("critic", BOOTSTRAP, "bootstrap"))
+        return annotations
 
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """The critic's update, the policy's, and the snapshot of the reference.
@@ -237,8 +237,8 @@ class PolicyGradient(Algorithm):
         return {"kl/coef": used}
 
     def state_dict(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
-        return kept if self.scale is None else {**kept, "values": self.scale.state_dict()}
+        state: dict[str, Any] = {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
+        return state if self.scale is None else {**state, "values": self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)

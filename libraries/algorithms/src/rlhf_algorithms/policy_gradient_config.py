@@ -145,8 +145,9 @@ class PolicyGradientConfig(ComponentConfig):
     def _preset(cls, data: Any) -> Any:
         if not isinstance(data, dict) or data.get("preset") != "openrlhf":
             return data
-        given = data.get("kl", {})
-        kl = {"coef": 0.01, **given} if isinstance(given, dict) else given  # k1 in the reward is the default
+        kl_options = data.get("kl", {})
+        # k1 in the reward is the default
+        kl = {"coef": 0.01, **kl_options} if isinstance(kl_options, dict) else kl_options
         return {"reward_clip": (-10.0, 10.0), **data, "kl": kl}
 
     @field_validator("reward_clip", mode="before")

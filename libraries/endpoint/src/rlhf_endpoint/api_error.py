@@ -18,6 +18,6 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def invalid(param: str, got: Any, allowed: str) -> ApiError:
+def invalid(param: str, value: Any, allowed: str) -> ApiError:
     """A field has a value that is not allowed."""
-    return ApiError(400, f"{param} is {got!r:.100}; allowed: {allowed}", param, "invalid_value")
+    return ApiError(400, f"{param} is {value!r:.100}; allowed: {allowed}", param, "invalid_value")

@@ -8,9 +8,9 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 
 from rlhf_endpoint.api_error import invalid
-from rlhf_endpoint.asked import (
+from rlhf_endpoint.chat_request import (
     MOST_CHOICES,
-    Asked,
+    ChatRequest,
     Choice,
     read_flag,
     read_model,
@@ -22,7 +22,7 @@ from rlhf_endpoint.config import ProgramConfig
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     messages = body.get("messages")
@@ -41,13 +41,15 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     tools, calls = read_tools(body.get("tools"), body.get("tool_choice"))
     parallel = read_flag(body, "parallel_tool_calls", default=True)
     sampling, stop = read_sampling(body, config, ctx, LIMITS)
-    return Asked(messages, tools, sampling, model, choices, calls, parallel, stop, read_flag(body, "stream"))
+    return ChatRequest(messages, tools, sampling, model, choices, calls, parallel, stop, read_flag(body, "stream"))
 
 
-def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+def answer(
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     return {
-        **_head(asked, name, now, "chat.completion"),
+        **_head(request, name, now, "chat.completion"),
         "choices": [
             {
                 "index": index,
@@ -62,10 +64,10 @@ def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], nam
 
 
 def chunks(
-    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
-    head = _head(asked, name, now, "chat.completion.chunk")
+    head = _head(request, name, now, "chat.completion.chunk")
     counted = bool((body.get("stream_options") or {}).get("include_usage"))
     nothing = {"usage": None} if counted else {}
     for index, choice in enumerate(choices):
@@ -76,24 +78,24 @@ def chunks(
         deltas += [{"tool_calls": [{"index": n, **call}]} for n, call in enumerate(calls)]
         for number, delta in enumerate([*deltas, {}]):
             last = number == len(deltas)
-            one = {
+            part = {
                 "index": index,
                 "delta": delta,
                 "finish_reason": choice.finish if last else None,
                 "logprobs": _logprobs(choice) if last and body.get("logprobs") else None,
             }
-            yield {**head, "choices": [one], **nothing}
+            yield {**head, "choices": [part], **nothing}
     if counted:
         yield {**head, "choices": [], "usage": usage(choices)}
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:
-    asked, given = choices[0].context, sum(len(c.turn.ids) for c in choices)
-    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+    prompt, completion = choices[0].context, sum(len(c.turn.ids) for c in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _head(asked: Asked, name: str, now: int, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{name}", "object": kind, "created": now, "model": asked.model}
+def _head(request: ChatRequest, name: str, now: int, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": now, "model": request.model}
 
 
 def _message(choice: Choice) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Pipe:
     """The last bytes that were written into a pipe. It is always read, so no writer waits."""
 
     def __init__(self, keep: int) -> None:
-        self._keep, self.kept = keep, bytearray()
+        self._keep, self.tail = keep, bytearray()
         self._read_end, self.write_end = os.pipe()
         os.set_blocking(self._read_end, False)
 
@@ -53,6 +53,6 @@ class Pipe:
             return False
         if not data:  # every writer has closed it
             asyncio.get_running_loop().remove_reader(self._read_end)
-        self.kept += data
-        del self.kept[: -self._keep]
+        self.tail += data
+        del self.tail[: -self._keep]
         return bool(data)

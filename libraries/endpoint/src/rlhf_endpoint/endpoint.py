@@ -86,17 +86,17 @@ class Endpoint:
                 session = self._session(request)
                 raw = await request.read()
                 body = _parsed(raw)
-                asked = api.read(body, self._config, session.ctx)
+                chat_request = api.read(body, self._config, session.ctx)
 
                 async def work() -> Any:
-                    choices = await session.answer(asked)
+                    choices = await session.answer(chat_request)
                     return choices, secrets.token_hex(12), int(time.time())
 
                 key, count = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count", "0")
                 choices, number, now = await session.once(key, count != "0", name.encode() + raw, work)
-                if not asked.stream:
-                    return web.json_response(api.answer(asked, choices, body, number, now))
-                return await _streamed(request, api.chunks(asked, choices, body, number, now), name)
+                if not chat_request.stream:
+                    return web.json_response(api.answer(chat_request, choices, body, number, now))
+                return await _streamed(request, api.chunks(chat_request, choices, body, number, now), name)
             except ApiError as error:
                 return refused(error)
             except web.HTTPRequestEntityTooLarge:
@@ -111,8 +111,8 @@ class Endpoint:
 
     def _session(self, request: web.Request) -> Session:
         path = request.match_info.get("key")
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", path)
+        scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
+        key = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", path)
         if not key or key not in self._sessions or path not in (None, key):
             raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")
         session = self._sessions[key]
@@ -129,8 +129,8 @@ class Endpoint:
         return web.json_response({"object": "list", "data": models})
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        there = ", ".join(f"POST /v1/{name}" for name in _APIS)
-        message = f"there is no {request.method} of this path; there are {there} and GET /v1/models"
+        paths = ", ".join(f"POST /v1/{name}" for name in _APIS)
+        message = f"there is no {request.method} of this path; there are {paths} and GET /v1/models"
         return _refused(ApiError(404, message, code="unknown_url"))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 
 from rlhf_endpoint.api_error import ApiError, invalid
-from rlhf_endpoint.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.chat_request import ChatRequest, Choice, read_flag, read_model, read_sampling, read_tools
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 
@@ -17,7 +17,7 @@ LIMITS = ("max_tokens",)
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     if body.get("max_tokens") is None:
@@ -34,19 +34,21 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     tools, calls = read_tools(listed, choice.get("type", "auto"))
     parallel = not read_flag(choice, "disable_parallel_tool_use")
     sampling, stop = read_sampling({**body, "stop": body.get("stop_sequences")}, config, ctx, LIMITS)
-    return Asked(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
+    return ChatRequest(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
 
 
-def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+def answer(
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     [choice] = choices
-    stopped = next((stop for stop in asked.stop if stop in choice.turn.text), None)
+    stopped = next((stop for stop in request.stop if stop in choice.turn.text), None)
     reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if stopped else "end_turn"}
     return {
         "id": f"msg_{name}",
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": request.model,
         "content": _blocks(choice.message),
         "stop_reason": reason[choice.finish],
         "stop_sequence": stopped if reason[choice.finish] == "stop_sequence" else None,
@@ -55,10 +57,10 @@ def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], nam
 
 
 def chunks(
-    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
-    whole = answer(asked, choices, body, name, now)
+    whole = answer(request, choices, body, name, now)
     ending = {field: whole[field] for field in ("stop_reason", "stop_sequence")}
     usage = {**whole["usage"], "output_tokens": 0}
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
@@ -91,35 +93,35 @@ def _tool(number: int, tool: Any) -> Any:
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The conversation as messages of the chat API."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given or not all(isinstance(m, Mapping) for m in given):
-        raise invalid("messages", given, "a list of messages, at least one")
+    entries = body.get("messages")
+    if not isinstance(entries, list) or not entries or not all(isinstance(m, Mapping) for m in entries):
+        raise invalid("messages", entries, "a list of messages, at least one")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": text_of(body["system"])})
-    for number, message in enumerate(given):
+    for number, message in enumerate(entries):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
             raise invalid(f"messages[{number}].role", role, "user or assistant")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise invalid(f"messages[{number}].content", content, "a text or a list of blocks")
-        messages += (_said if role == "assistant" else _heard)(number, blocks)
+        messages += (_assistant_messages if role == "assistant" else _user_messages)(number, blocks)
     return messages
 
 
-def _said(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _assistant_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An answer."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         if block.get("type") == "text":
-            message["content"] += _written(number, block, "text")
+            message["content"] += _text_field(number, block, "text")
         elif block.get("type") == "thinking":
-            message["reasoning_content"] = message.get("reasoning_content", "") + _written(number, block, "thinking")
+            message["reasoning_content"] = message.get("reasoning_content", "") + _text_field(number, block, "thinking")
         elif block.get("type") == "tool_use":
             if not isinstance(block.get("input"), Mapping):
                 raise invalid(f"messages[{number}].input", block.get("input"), "an object")
-            function = {"name": _written(number, block, "name"), "arguments": json.dumps(block["input"])}
+            function = {"name": _text_field(number, block, "name"), "arguments": json.dumps(block["input"])}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
         else:
@@ -127,7 +129,7 @@ def _said(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return [message]
 
 
-def _heard(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Results of tools, and what the user says."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
@@ -137,13 +139,13 @@ def _heard(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         elif block.get("type") != "text":
             raise invalid(f"messages[{number}]", block, "blocks text and tool_result")
         elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n" + _written(number, block, "text")
+            messages[-1]["content"] += "\n" + _text_field(number, block, "text")
         else:
-            messages.append({"role": "user", "content": _written(number, block, "text")})
+            messages.append({"role": "user", "content": _text_field(number, block, "text")})
     return messages
 
 
-def _written(number: int, block: Mapping[str, Any], field: str) -> str:
+def _text_field(number: int, block: Mapping[str, Any], field: str) -> str:
     if not isinstance(value := block.get(field), str):
         raise invalid(f"messages[{number}].{field}", value, "a text")
     return value

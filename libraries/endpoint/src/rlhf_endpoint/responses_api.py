@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 
 from rlhf_endpoint.api_error import ApiError, invalid
-from rlhf_endpoint.asked import Asked, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.chat_request import ChatRequest, Choice, read_flag, read_model, read_sampling, read_tools
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 
@@ -17,7 +17,7 @@ _STATE = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need what a server keeps of earlier requests."""
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> Asked:
+def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     for field in _STATE:
@@ -32,27 +32,29 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     tools, calls = read_tools(tools, body.get("tool_choice"))
     parallel = read_flag(body, "parallel_tool_calls", default=True)
     sampling, stop = read_sampling(body, config, ctx, LIMITS)
-    return Asked(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
+    return ChatRequest(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
 
 
-def answer(asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int) -> dict[str, Any]:
+def answer(
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
-    return _response(asked, choices[0], body, name, now, _output(choices[0].message, name))
+    return _response(request, choices[0], body, name, now, _output(choices[0].message, name))
 
 
 def chunks(
-    asked: Asked, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
     [choice] = choices
     output = _output(choice.message, name)
-    begun = {**_response(asked, choice, body, name, now, []), "status": "in_progress", "usage": None}
+    begun = {**_response(request, choice, body, name, now, []), "status": "in_progress", "usage": None}
     events: list[dict[str, Any]] = [
-        {"type": f"response.{what}", "response": begun} for what in ("created", "in_progress")
+        {"type": f"response.{stage}", "response": begun} for stage in ("created", "in_progress")
     ]
     for index, item in enumerate(output):
         events += _item_events(index, item)
-    whole = _response(asked, choice, body, name, now, output)
+    whole = _response(request, choice, body, name, now, output)
     events.append({"type": f"response.{whole['status']}", "response": whole})
     for number, event in enumerate(events):
         yield {**event, "sequence_number": number}
@@ -66,17 +68,17 @@ def _tool(number: int, tool: Any) -> Any:
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The input as messages of the chat API."""
-    given = body.get("input")
+    entries = body.get("input")
     messages: list[dict[str, Any]] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise invalid("input", given, "a text or a list of items, at least one")
+    if isinstance(entries, str):
+        return [*messages, {"role": "user", "content": entries}]
+    if not isinstance(entries, list) or not entries:
+        raise invalid("input", entries, "a text or a list of items, at least one")
     reasoning = ""
     open_turn = False  # whether calls belong to the last message
-    for number, item in enumerate(given):
+    for number, item in enumerate(entries):
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
@@ -144,20 +146,20 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
     else:
         [part] = item["content"]
         at["content_index"] = 0
-        what = "output_text" if kind == "message" else "reasoning_text"
+        part_type = "output_text" if kind == "message" else "reasoning_text"
         extra: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield {"type": "response.content_part.added", **at, "part": {**part, "text": ""}}
-        yield {"type": f"response.{what}.delta", **at, "delta": part["text"], **extra}
-        yield {"type": f"response.{what}.done", **at, "text": part["text"], **extra}
+        yield {"type": f"response.{part_type}.delta", **at, "delta": part["text"], **extra}
+        yield {"type": f"response.{part_type}.done", **at, "text": part["text"], **extra}
         yield {"type": "response.content_part.done", **at, "part": part}
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
 def _response(
-    asked: Asked, choice: Choice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
+    request: ChatRequest, choice: Choice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
 ) -> dict[str, Any]:
     cut = choice.finish == "length"
-    given = len(choice.turn.ids)
+    output_tokens = len(choice.turn.ids)
     return {
         "id": f"resp_{name}",
         "object": "response",
@@ -167,18 +169,18 @@ def _response(
         "error": None,
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata") or {},
-        "model": asked.model,
+        "model": request.model,
         "output": output,
-        "parallel_tool_calls": asked.parallel,
-        "temperature": asked.sampling.temperature,
-        "top_p": asked.sampling.top_p,
+        "parallel_tool_calls": request.parallel,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "usage": {
             "input_tokens": choice.context,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": given,
+            "output_tokens": output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": choice.context + given,
+            "total_tokens": choice.context + output_tokens,
         },
     }

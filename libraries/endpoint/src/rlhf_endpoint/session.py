@@ -14,7 +14,7 @@ from rlhf.interfaces import RolloutContext
 from rlhf.types import Turn
 
 from rlhf_endpoint.api_error import ApiError
-from rlhf_endpoint.asked import Asked, Choice
+from rlhf_endpoint.chat_request import ChatRequest, Choice
 from rlhf_endpoint.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Session:
         self._reasons = Counter(dict.fromkeys(get_args(Reason), 0))
         self._calls = Counter({"calls_unknown": 0})
         self._tree, self._number = Tree(), 0
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._known: dict[str, asyncio.Task[Any]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -58,15 +58,15 @@ class Session:
             task.add_done_callback(self._finished)
         return await asyncio.shield(task)
 
-    async def answer(self, asked: Asked) -> list[Choice]:
+    async def answer(self, request: ChatRequest) -> list[Choice]:
         """Sample the answers to a conversation. Raises ApiError."""
-        async with self._one:  # a sample's turns are generated one at a time
+        async with self._lock:  # a sample's turns are generated one at a time
             try:
-                node, context, messages, begins = self._place(asked)
+                node, context, messages, begins = self._place(request)
             except DataError as error:
                 raise ApiError(400, str(error), "messages", "invalid_messages") from error
             choices = []
-            for _ in range(asked.choices):
+            for _ in range(request.choices):
                 turns = context_of(node, context)
                 length = sum(len(t.ids) for t in turns)
                 if length >= self.ctx.max_tokens:
@@ -75,13 +75,13 @@ class Session:
                     most = f"This model's maximum context length is {self.ctx.max_tokens} tokens"
                     why = f"{most}. However, the conversation has {length}, which leaves no room for an answer"
                     raise ApiError(400, why, "messages", "context_length_exceeded")
-                turn = await self.ctx.generate(turns, asked.sampling, self._number)
+                turn = await self.ctx.generate(turns, request.sampling, self._number)
                 self._number += 1
                 if begins is not None:
                     self._begins(*begins)
                 begins = "again", "another answer to the same request"
-                message = self._message(turn, asked)
-                self._tree.add(node, context, turn, messages, message, asked.tools)
+                message = self._message(turn, request)
+                self._tree.add(node, context, turn, messages, message, request.tools)
                 choices.append(Choice(turn, message, length))
             return choices
 
@@ -113,50 +113,50 @@ class Session:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _place(self, asked: Asked) -> tuple[Node | None, Turn, list[Message], tuple[Reason, str] | None]:
+    def _place(self, request: ChatRequest) -> tuple[Node | None, Turn, list[Message], tuple[Reason, str] | None]:
         """The answer that the request goes on from, if its tokens can be kept; the tokens after it; all messages, those
         that are known as they were sampled; and why the request begins another sequence, if it does."""
-        node, length = self._tree.find(asked.messages, asked.tools)
+        node, length = self._tree.find(request.messages, request.tools)
         begins: tuple[Reason, str] | None = None
         if node is not None:
-            following = asked.messages[length:]
-            context = self.ctx.encode_following(node.before, node.answer, following, asked.tools, node.turn)
+            following = request.messages[length:]
+            context = self.ctx.encode_following(node.before, node.answer, following, request.tools, node.turn)
             if context is not None:
                 if not node.is_last:
-                    reason, why = self._difference(asked)
+                    reason, why = self._difference(request)
                     begins = reason, f"another one goes on from the same answer: {why}"
                 return node, context, [*node.before, node.answer, *following], begins
             reasoning = has_reasoning([*node.before, node.answer])
             begins = "reasoning" if reasoning else "template", "the chat template rewrites earlier messages"
         if self._number:
-            begins = begins or self._difference(asked)
-        return None, self.ctx.encode_messages(asked.messages, asked.tools), [*asked.messages], begins
+            begins = begins or self._difference(request)
+        return None, self.ctx.encode_messages(request.messages, request.tools), [*request.messages], begins
 
-    def _difference(self, asked: Asked) -> tuple[Reason, str]:
-        return self._tree.difference(asked.messages, asked.tools)
+    def _difference(self, request: ChatRequest) -> tuple[Reason, str]:
+        return self._tree.difference(request.messages, request.tools)
 
     def _begins(self, reason: Reason, why: str) -> None:
         self.sequences.append(why)
         self._reasons[reason] += 1
         _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
 
-    def _message(self, turn: Turn, asked: Asked) -> dict[str, Any]:
+    def _message(self, turn: Turn, request: ChatRequest) -> dict[str, Any]:
         """The assistant message of a turn: what was asked not to be read is text, and ends before a stop string."""
-        message = self.ctx.parse_answer(turn, asked.tools)
-        if not asked.parallel and (calls := message.get("tool_calls")):
+        message = self.ctx.parse_answer(turn, request.tools)
+        if not request.parallel and (calls := message.get("tool_calls")):
             message = {**message, "tool_calls": calls[:1]}
-        self._count_calls(message, asked)
-        if not asked.calls and message.get("tool_calls"):
+        self._count_calls(message, request)
+        if not request.calls and message.get("tool_calls"):
             message = {"role": "assistant", "content": turn.text}
         content = text_of(message["content"])
-        cuts = [at for stop in asked.stop if (at := content.find(stop)) >= 0]
+        cuts = [at for stop in request.stop if (at := content.find(stop)) >= 0]
         return {**message, "content": content[: min(cuts)]} if cuts else message
 
-    def _count_calls(self, message: Message, asked: Asked) -> None:
+    def _count_calls(self, message: Message, request: ChatRequest) -> None:
         """Names that the policy makes up have one count, so that metrics do not get names of its choice."""
-        offered = [f"calls/{tool['function']['name']}" for tool in asked.tools]
+        offered = [f"calls/{tool['function']['name']}" for tool in request.tools]
         self._calls.update(dict.fromkeys(offered, 0))
-        for call in (message.get("tool_calls") or []) if asked.calls else []:
+        for call in (message.get("tool_calls") or []) if request.calls else []:
             name = f"calls/{call['function']['name']}"
             self._calls[name if name in offered else "calls_unknown"] += 1
 

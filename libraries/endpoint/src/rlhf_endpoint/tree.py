@@ -64,13 +64,13 @@ class Tree:
 
     def find(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Node | None, int]:
         """The last answer with which ``messages`` begin, and how many messages that are."""
-        found: tuple[Node | None, int] = None, 0
+        match: tuple[Node | None, int] = None, 0
         for end, digest in enumerate(_digests(messages, tools), 1):
             for node in reversed(self._nodes.get(digest, ())):
                 if _same_reasoning([*node.before, node.answer], messages):
-                    found = node, end
+                    match = node, end
                     break
-        return found
+        return match
 
     def add(
         self, node: Node | None, context: Turn, turn: Turn, messages: Sequence[Message], answer: Message, tools: Any
@@ -89,9 +89,9 @@ class Tree:
             self._branches.append(branch)
         self._answers += 1
         branch.latest = self._answers
-        made = Node(branch, len(branch.turns), list(messages), answer, list(tools))
+        leaf = Node(branch, len(branch.turns), list(messages), answer, list(tools))
         *_, digest = _digests([*messages, answer], tools)
-        self._nodes.setdefault(digest, []).append(made)
+        self._nodes.setdefault(digest, []).append(leaf)
 
     def turns(self) -> list[Turn]:
         """The trajectory. The branch with the latest answer comes last, and each but the first is fresh."""
@@ -104,27 +104,29 @@ class Tree:
     def difference(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[Reason, str]:
         """The first difference to the conversation that begins most like ``messages``, as a kind and in words."""
         best = -1
-        found: tuple[Reason, str] = "conversation", "no answer was sampled before"
+        closest: tuple[Reason, str] = "conversation", "no answer was sampled before"
         for node in (node for nodes in self._nodes.values() for node in nodes):
-            known = [*node.before, node.answer]
-            same = next((i for i, (a, b) in enumerate(zip(known, messages, strict=False)) if _key(a) != _key(b)), None)
-            this: tuple[Reason, str]
+            history = [*node.before, node.answer]
+            pairs = enumerate(zip(history, messages, strict=False))
+            same = next((i for i, (a, b) in pairs if _key(a) != _key(b)), None)
+            candidate: tuple[Reason, str]
             if same is not None:
-                what = f"message {same} ({messages[same].get('role')}) differs in {_field(known[same], messages[same])}"
-                this = "rewritten" if same else "conversation", what
+                role, field = messages[same].get("role"), _field(history[same], messages[same])
+                detail = f"message {same} ({role}) differs in {field}"
+                candidate = "rewritten" if same else "conversation", detail
             else:
-                same = min(len(known), len(messages))
+                same = min(len(history), len(messages))
                 if _json(node.tools) != _json(tools):
-                    this = "tools", "the tools differ"
-                elif not _same_reasoning(known, messages):
-                    this = "reasoning", "the reasoning that it sends back differs"
-                elif len(messages) > len(known):  # it goes on from this answer
+                    candidate = "tools", "the tools differ"
+                elif not _same_reasoning(history, messages):
+                    candidate = "reasoning", "the reasoning that it sends back differs"
+                elif len(messages) > len(history):  # it goes on from this answer
                     continue
                 else:
-                    this = "again", f"it ends after message {same - 1}"
+                    candidate = "again", f"it ends after message {same - 1}"
             if same > best:
-                best, found = same, this
-        return found
+                best, closest = same, candidate
+        return closest
 
 
 def context_of(node: Node | None, context: Turn) -> list[Turn]:
@@ -154,21 +156,21 @@ def text_of(content: Any) -> str:
 
 def _images(content: Any) -> list[str]:
     """The images in content, in order, as the client wrote them: the parts that have no text."""
-    made = []
+    sources = []
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
             value = part.get("image_url") or part.get("image") or part
-            made.append(str(value.get("url") or _json(value)) if isinstance(value, Mapping) else str(value))
-    return made
+            sources.append(str(value.get("url") or _json(value)) if isinstance(value, Mapping) else str(value))
+    return sources
 
 
 def _digests(messages: Sequence[Message], tools: Sequence[Message]) -> list[bytes]:
     """For each message a digest of it and everything before it."""
-    digest, made = hashlib.sha256(_json(list(tools)).encode()), []
+    digest, digests = hashlib.sha256(_json(list(tools)).encode()), []
     for message in messages:
         digest.update(_json(_key(message)).encode())
-        made.append(digest.digest())
-    return made
+        digests.append(digest.digest())
+    return digests
 
 
 def _key(message: Message) -> dict[str, Any]:
@@ -197,11 +199,11 @@ def _call(call: Any) -> Any:
     return [function.get("name"), arguments or {}]
 
 
-def _same_reasoning(known: Sequence[Message], messages: Sequence[Message]) -> bool:
+def _same_reasoning(history: Sequence[Message], messages: Sequence[Message]) -> bool:
     """Whether all reasoning that the client sends back is what was sampled. Most clients send none."""
     return all(
         _reasoning(theirs) in ("", _reasoning(ours))
-        for ours, theirs in zip(known, messages, strict=False)
+        for ours, theirs in zip(history, messages, strict=False)
         if theirs.get("role") == "assistant"
     )
 

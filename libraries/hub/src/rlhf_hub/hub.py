@@ -43,10 +43,10 @@ class HubError(RlhfError):
 
 def hub_name(path: str) -> HubName | None:
     """The hub name that a path may be; None if the path exists locally or looks like a file's."""
-    found = _NAME.fullmatch(path)
-    if found is None or Path(path).exists():
+    match = _NAME.fullmatch(path)
+    if match is None or Path(path).exists():
         return None
-    return HubName(found[1], found[2] or "main")
+    return HubName(match[1], match[2] or "main")
 
 
 class Commits:
@@ -57,30 +57,30 @@ class Commits:
     """
 
     def __init__(self, recorded: Mapping[str, str] | None = None) -> None:
-        self._found = dict(recorded or {})
+        self._commits = dict(recorded or {})
         self.notes: list[str] = []
         """Messages for the user about how names were looked up."""
 
-    def of(self, kind: Kind, asked: HubName) -> str:
+    def of(self, kind: Kind, repo: HubName) -> str:
         """The commit of a name. Raises HubError."""
-        if _COMMIT.fullmatch(asked.revision):
-            return asked.revision
-        key = f"{kind} {asked}"
-        if key not in self._found:
-            self._found[key] = _look_up(kind, asked, self.notes)
-        return self._found[key]
+        if _COMMIT.fullmatch(repo.revision):
+            return repo.revision
+        key = f"{kind} {repo}"
+        if key not in self._commits:
+            self._commits[key] = _look_up(kind, repo, self.notes)
+        return self._commits[key]
 
     def record(self) -> dict[str, str]:
         """{``dataset owner/name@main``: commit} of every name that was asked for."""
-        return dict(sorted(self._found.items()))
+        return dict(sorted(self._commits.items()))
 
 
-def known(kind: Kind, asked: HubName) -> bool:
+def known(kind: Kind, repo: HubName) -> bool:
     """Whether the client's cache holds files of the revision, so that the hub had it once."""
-    return _cached(kind, asked, asked.revision) is not None
+    return _cached(kind, repo, repo.revision) is not None
 
 
-def files_of(kind: Kind, asked: HubName, commit: str) -> list[str]:
+def files_of(kind: Kind, repo: HubName, commit: str) -> list[str]:
     """Every file of the repository at a commit: from the client's cache of the hub's answer, from the hub, or, if the
     hub cannot be reached, the files that were downloaded.
 
@@ -89,21 +89,21 @@ def files_of(kind: Kind, asked: HubName, commit: str) -> list[str]:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    known = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
+    cached_tree = getattr(huggingface_hub, "get_cached_repo_tree", None)  # of clients since 2.0
     with suppress(Exception):  # nothing is cached: an exception that only these clients have
-        if known is not None:
-            return sorted(file.path for file in known(asked.name, revision=commit, repo_type=kind))
+        if cached_tree is not None:
+            return sorted(file.path for file in cached_tree(repo.name, revision=commit, repo_type=kind))
     try:
-        return sorted(huggingface_hub.HfApi().list_repo_files(asked.name, revision=commit, repo_type=kind))
+        return sorted(huggingface_hub.HfApi().list_repo_files(repo.name, revision=commit, repo_type=kind))
     except Exception as error:  # of the client or its transport, which differs by version
-        folder = _cached(kind, asked, commit)
+        folder = _cached(kind, repo, commit)
         if folder is None or isinstance(error, HfHubHTTPError):
-            raise HubError(explain(kind, asked, error)) from error
+            raise HubError(explain(kind, repo, error)) from error
         return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
-def download(kind: Kind, asked: HubName, commit: str, wanted: Sequence[str]) -> Path:
-    """The folder of the client's cache with the files of the commit that match one of ``wanted`` (as in a shell).
+def download(kind: Kind, repo: HubName, commit: str, patterns: Sequence[str]) -> Path:
+    """The folder of the client's cache with the files of the commit that match one of ``patterns`` (as in a shell).
 
     Files in the cache are not requested again, so loading needs no network.
 
@@ -111,88 +111,90 @@ def download(kind: Kind, asked: HubName, commit: str, wanted: Sequence[str]) -> 
     """
     import huggingface_hub
 
-    names = [name for name in files_of(kind, asked, commit) if any(fnmatchcase(name, pattern) for pattern in wanted)]
-    folder = _cached(kind, asked, commit)
+    names = [name for name in files_of(kind, repo, commit) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    folder = _cached(kind, repo, commit)
     if folder is not None and all((folder / name).is_file() for name in names):
         return folder
     try:
-        chosen = [glob.escape(name) for name in names]
+        filters = [glob.escape(name) for name in names]
         return Path(
-            huggingface_hub.snapshot_download(asked.name, repo_type=kind, revision=commit, allow_patterns=chosen)
+            huggingface_hub.snapshot_download(repo.name, repo_type=kind, revision=commit, allow_patterns=filters)
         )
     except Exception as error:  # network, authentication, a commit that is gone, a full disk: said by the client
-        raise HubError(explain(kind, asked, error)) from error
+        raise HubError(explain(kind, repo, error)) from error
 
 
-def explain(kind: Kind, asked: HubName, error: BaseException) -> str:
+def explain(kind: Kind, repo: HubName, error: BaseException) -> str:
     """An error message: the request, the hub, the failure and what to do."""
     import huggingface_hub
     from huggingface_hub import constants, errors
     from rlhf.secrets import redact
 
     token = huggingface_hub.get_token() is not None
-    what = f"the {kind} {asked.name!r}, revision {asked.revision!r}, of the hub {redact(constants.ENDPOINT)}"
-    sent = "the token of HF_TOKEN or `hf auth login` was sent" if token else "no token was sent"
+    label = f"the {kind} {repo.name!r}, revision {repo.revision!r}, of the hub {redact(constants.ENDPOINT)}"
+    note = "the token of HF_TOKEN or `hf auth login` was sent" if token else "no token was sent"
     status = getattr(getattr(error, "response", None), "status_code", None)
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
     if any(isinstance(e, errors.OfflineModeIsEnabled) for e in chain) or constants.HF_HUB_OFFLINE:
         return (
-            f"{what} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to ask "
+            f"{label} is not, or not wholly, in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to ask "
             "for it. Unset HF_HUB_OFFLINE, copy a cache that has it (HF_HUB_CACHE), or give a folder or file."
         )
     if isinstance(error, errors.GatedRepoError):
-        return f"{what} is open only to users whom its owner accepts, and {sent}. Ask on its page, and set HF_TOKEN."
+        return f"{label} is open only to users whom its owner accepts, and {note}. Ask on its page, and set HF_TOKEN."
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{what}: there is no such branch, tag or commit. Name one that there is: {asked.name}@REVISION."
+        return f"{label}: there is no such branch, tag or commit. Name one that there is: {repo.name}@REVISION."
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
         advice = "a token that may read it" if token else "your token, if it is private"
-        return f"{what}: there is none, or it is private ({sent}). Correct the name, or set HF_TOKEN to {advice}."
-    said = redact(f"{type(chain[-1]).__name__}: {chain[-1]}".strip())
+        return f"{label}: there is none, or it is private ({note}). Correct the name, or set HF_TOKEN to {advice}."
+    failure = redact(f"{type(chain[-1]).__name__}: {chain[-1]}".strip())
     if isinstance(error, errors.HfHubHTTPError):
-        return f"{what} could not be read: {said}. Try again later."
-    return f"{what} could not be read: {said}. Look at the network, HF_ENDPOINT and proxies, or give a folder or file."
+        return f"{label} could not be read: {failure}. Try again later."
+    return (
+        f"{label} could not be read: {failure}. Look at the network, HF_ENDPOINT and proxies, or give a folder or file."
+    )
 
 
-def _look_up(kind: Kind, asked: HubName, notes: list[str]) -> str:
+def _look_up(kind: Kind, repo: HubName, notes: list[str]) -> str:
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT  # seconds; the client's own has none here
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     hub = huggingface_hub.HfApi()
     try:
-        found = hub.repo_info(asked.name, revision=asked.revision, repo_type=kind, timeout=HF_HUB_ETAG_TIMEOUT)
-        commit = str(found.sha)
+        info = hub.repo_info(repo.name, revision=repo.revision, repo_type=kind, timeout=HF_HUB_ETAG_TIMEOUT)
+        commit = str(info.sha)
     except HfHubHTTPError as error:
-        raise HubError(explain(kind, asked, error)) from error
+        raise HubError(explain(kind, repo, error)) from error
     except Exception as error:  # out of reach
-        folder = _cached(kind, asked, asked.revision)
+        folder = _cached(kind, repo, repo.revision)
         if folder is None:
-            raise HubError(explain(kind, asked, error)) from error
+            raise HubError(explain(kind, repo, error)) from error
         if not isinstance(error, OfflineModeIsEnabled):
             notes.append(
-                f"the hub cannot be reached: {kind} {asked} is assumed to be {folder.name}, as when it was downloaded"
+                f"the hub cannot be reached: {kind} {repo} is assumed to be {folder.name}, as when it was downloaded"
             )
         return folder.name
     with suppress(OSError):  # a cache that cannot be written to serves as long as the hub is in reach
-        ref = _place(kind, asked) / "refs" / asked.revision
+        ref = _place(kind, repo) / "refs" / repo.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
-        written = ref.with_name(f".{ref.name}-{os.getpid()}")
-        written.write_text(commit)
-        written.replace(ref)
+        temporary = ref.with_name(f".{ref.name}-{os.getpid()}")
+        temporary.write_text(commit)
+        temporary.replace(ref)
     return commit
 
 
-def _cached(kind: Kind, asked: HubName, revision: str) -> Path | None:
+def _cached(kind: Kind, repo: HubName, revision: str) -> Path | None:
     """The folder of a revision in the client's cache, completely downloaded or not."""
-    place = _place(kind, asked)
+    place = _place(kind, repo)
     commit = place / "refs" / revision
     folder = place / "snapshots" / (commit.read_text().strip() if commit.is_file() else revision)
     return folder if folder.is_dir() else None
 
 
-def _place(kind: Kind, asked: HubName) -> Path:
+def _place(kind: Kind, repo: HubName) -> Path:
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{asked.name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.name.replace('/', '--')}"

@@ -36,8 +36,8 @@ def require_folder(path: str) -> None:
     refuse_other_formats(path)
     if not folder.exists():
         beside = _folders(folder.parent)
-        there = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
-        raise ModelError(f"no model {path}: there is no such folder.{there}{did_you_mean(folder.name, beside)}")
+        note = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
+        raise ModelError(f"no model {path}: there is no such folder.{note}{did_you_mean(folder.name, beside)}")
 
 
 def pinned(model: str, commits: Commits) -> str:
@@ -49,11 +49,11 @@ def pinned(model: str, commits: Commits) -> str:
     Raises ModelError: the hub does not know it, or is out of reach; or it is a file, or a folder of weights of another
     format.
     """
-    asked = hub_name(model)
-    if asked is None:
+    repo = hub_name(model)
+    if repo is None:
         refuse_other_formats(model)
     try:
-        return model if asked is None else f"{asked.name}@{commits.of('model', asked)}"
+        return model if repo is None else f"{repo.name}@{commits.of('model', repo)}"
     except HubError as error:
         raise ModelError(_not_published(model, error)) from error
 
@@ -68,25 +68,25 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
 
     Raises ModelError: the hub does not give them, or there are only weights of another kind.
     """
-    asked = hub_name(path)
-    if asked is None:
+    repo = hub_name(path)
+    if repo is None:
         folder = Path(path).expanduser()
         require_files(folder)
         if weights or folder.is_file():
             refuse_other_formats(path)
         return str(folder)
     try:
-        commit = Commits().of("model", asked)
-        wanted = [*SETTINGS, *(["*.py"] if code else [])]
-        folder = download("model", asked, commit, wanted)
+        commit = Commits().of("model", repo)
+        patterns = [*SETTINGS, *(["*.py"] if code else [])]
+        folder = download("model", repo, commit, patterns)
         if weights:
             index = folder / INDEX
             names = ["model.safetensors"]
             if index.is_file():
                 names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             else:
-                refuse_other_weights_on_hub(path, files_of("model", asked, commit))
-            folder = download("model", asked, commit, [*wanted, *names])
+                refuse_other_weights_on_hub(path, files_of("model", repo, commit))
+            folder = download("model", repo, commit, [*patterns, *names])
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)
@@ -186,8 +186,8 @@ def require_names(architectures: object, model: str) -> None:
 def _not_published(name: str, error: HubError) -> str:
     """The error for a name that is neither a folder nor known to the hub."""
     place = Path(name).parent
-    near = did_you_mean(Path(name).name, _folders(place))
-    return f"there is no folder {name} here, so it is taken as a hub name; {error}{near}"
+    suggestion = did_you_mean(Path(name).name, _folders(place))
+    return f"there is no folder {name} here, so it is taken as a hub name; {error}{suggestion}"
 
 
 def _folders(place: Path) -> list[str]:

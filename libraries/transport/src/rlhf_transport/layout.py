@@ -40,8 +40,8 @@ class Layout:
 
     def read(self, buffer: Tensor) -> Bucket:
         """The bucket. Its tensors share the memory of ``buffer``."""
-        named = zip((name for name, *_ in self.tensors), self._views(buffer), strict=True)
-        return Bucket(tuple(named), self.fingerprints)
+        tensors = zip((name for name, *_ in self.tensors), self._views(buffer), strict=True)
+        return Bucket(tuple(tensors), self.fingerprints)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         return [

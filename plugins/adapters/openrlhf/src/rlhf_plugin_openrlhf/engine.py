@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, ctx: RolloutContext) -> None:
         self._ctx = ctx
         self._loop = asyncio.get_running_loop()
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._sampled: list[tuple[list[int], Turn]] = []
         """(tokens before, turn), in order."""
 
@@ -35,7 +35,7 @@ class Engine:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampling, self._loop))
 
     async def _sample(self, ids: list[int], params: Any) -> Any:
-        async with self._one:
+        async with self._lock:
             sampling = from_params(params, self._ctx.sampling)
             turn = await self._ctx.generate([Turn(ids, sampled=False)], sampling, len(self._sampled))
             self._sampled.append((ids, turn))

@@ -112,7 +112,7 @@ class Program:
         return (python, str(_RUNNER), str(path), function)
 
     def _returned(self) -> Any:
-        kept = bytes(self._result.kept)
+        kept = bytes(self._result.tail)
         if not kept and self._config.command is not None:
             return None
         try:
@@ -126,7 +126,7 @@ class Program:
 
     def _said(self) -> str:
         """The end of what it printed, for messages."""
-        text = bytes(self._output.kept).decode(errors="replace").replace(self._secret, "<key>").strip()
+        text = bytes(self._output.tail).decode(errors="replace").replace(self._secret, "<key>").strip()
         return f". The end of its output:\n{text}" if text else " and printed nothing"
 
     def _close(self) -> None:

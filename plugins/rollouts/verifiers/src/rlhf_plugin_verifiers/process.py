@@ -151,5 +151,5 @@ def _ending(code: int | None) -> str:
 
 
 def _said(output: Pipe) -> str:
-    text = bytes(output.kept).decode(errors="replace").strip()
+    text = bytes(output.tail).decode(errors="replace").strip()
     return f". The end of its output:\n{text}" if text else " and printed nothing"

@@ -16,7 +16,7 @@ MOST_CHOICES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChatRequest:
     """A request for answers to a conversation."""
 
     messages: list[dict[str, Any]]
