@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -223,6 +224,11 @@ def test_connecting_can_be_aborted():
         for end in waiting:
             with pytest.raises(SyncError, match="the weight sync was aborted while connecting the ends of the link"):
                 end.result()
+    # The threads that connect end when the store does, and torch prints a stack trace of each: within this test.
+    del coordination
+    for thread in threading.enumerate():
+        if thread.name == "rlhf-sync-connect":
+            thread.join(20)
 
 
 def test_the_store_listens_on_one_address_only():
