@@ -9,6 +9,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -205,11 +207,94 @@ def test_a_connected_trainer_sends_its_buckets(kind):
         end.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "cuda", "asked"), [("shared", True, True), ("shared", False, False), ("broadcast", True, False)]
-)
-def test_only_shared_gpu_memory_needs_whole_tensors_on_every_rank(kind, cuda, asked):
-    assert Link(kind, "", 1, 2, cuda, 1.0).every_rank is asked
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_gpus_every_rank_gets_whole_tensors(kind):
+    assert Link(kind, "", 1, 2, True, 1.0).every_rank is True
+    assert Link(kind, "", 1, 2, False, 1.0).every_rank is False
+
+
+@pytest.fixture
+def three_ends():
+    """(the driver's coordination, rank 0, rank 1, a receiver) of a broadcast."""
+    coordination, address = serve("127.0.0.1", 20.0)
+    link = Link("broadcast", address, 1, 2, False, 20.0)
+    with ThreadPoolExecutor(2) as pool:
+        source, sink = pool.submit(connect_sender, link, 0), pool.submit(connect_receiver, link, 0, CPU)
+        ends = source.result(), connect_sender(link, 1), sink.result()
+    yield coordination, *ends
+    for end in ends:
+        end.close()
+
+
+def test_other_ranks_gather_a_bucket_after_rank_0_has_sent_the_one_before(three_ends):
+    """As on GPUs, where they get the buckets too."""
+    coordination, source, idle, sink = three_ends
+    sent_before: list[int] = []
+
+    def gathered():
+        for bucket in buckets(weights(0), 1000, {}):
+            sent_before.append(coordination.store.add("sent", 0))
+            yield bucket
+
+    with ThreadPoolExecutor(2) as pool:
+        for sync in range(2):
+            follows = pool.submit(idle.send, gathered())
+            headers = source.send(buckets(weights(0), 1000, {}))
+            ahead = pool.submit(next, headers, None)
+            while (header := ahead.result()) is not None:
+                ahead = pool.submit(next, headers, None)
+                take(sink, header)
+            assert list(follows.result()) == []
+            assert sent_before == list(range(len(sent_before)))
+            assert len(sent_before) == 3 * (sync + 1)
+
+
+def test_other_ranks_gather_the_rest_of_a_sync_that_failed(three_ends):
+    """Rank 0 needs them to gather, and has the error."""
+    coordination, source, idle, _ = three_ends
+    headers = source.send(buckets(weights(0), 1000, {}))
+    next(headers)  # no receiver takes it
+    with ThreadPoolExecutor(1) as pool:
+        follows = pool.submit(idle.send, buckets(weights(0), 1000, {}))
+        coordination.abort()
+        assert list(follows.result()) == []
+    assert "aborted" in list(headers)[-1].error
+
+
+class StandInForNccl:
+    """A process group of NCCL whose connection to the other ends never comes about."""
+
+    class Options:
+        _timeout: timedelta
+
+    made: ClassVar[list[StandInForNccl]] = []
+    never = threading.Event()
+
+    def __init__(self, store, rank, size, options):
+        self.rank, self.size, self.options = rank, size, options
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device):
+        self.device = device
+        self.never.wait(30)
+
+
+def test_connecting_a_stand_in_for_nccl_can_be_aborted_and_polls_end_before_its_timeout(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", StandInForNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    coordination, address = serve("127.0.0.1", 20.0)
+    link, device = Link("broadcast", address, 1, 1, True, 20.0), torch.device("cuda", 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(connect_receiver, link, 0, device)
+        while not any(hasattr(group, "device") for group in StandInForNccl.made):
+            assert not waiting.done(), "it connects before it is used"
+        coordination.abort()
+        with pytest.raises(SyncError, match="the weight sync was aborted while connecting the ends of the link"):
+            waiting.result()
+    StandInForNccl.never.set()
+    [group] = StandInForNccl.made
+    assert (group.rank, group.size, group.device) == (1, 2, device)
+    assert group.options._timeout.total_seconds() > link.timeout, "NCCL would end the process"
 
 
 def test_connecting_can_be_aborted():

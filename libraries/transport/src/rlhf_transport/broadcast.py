@@ -23,6 +23,8 @@ from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
 
 _READY = "ready"
 """Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""
+_SENT = "sent"
+"""Counter: rank 0 adds 1 when it is done with a bucket, also if the bucket did not arrive."""
 
 
 class BroadcastSender(Sender):
@@ -31,7 +33,7 @@ class BroadcastSender(Sender):
     def __init__(self, link: Link) -> None:
         self.link, self.coordination = link, Coordination.connect(link.address, link.timeout)
         self.device = torch.device("cuda", torch.cuda.current_device()) if link.cuda else torch.device("cpu")
-        self.group = _group(link, self.coordination, 0)
+        self.group = _group(link, self.coordination, 0, self.device)
         self._sent = 0
         self._error = ""
 
@@ -41,6 +43,7 @@ class BroadcastSender(Sender):
             layout = Layout.of(bucket)
             if self._error:
                 yield BucketHeader(number, layout, self._error)
+                self._count()
                 continue
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.device)
             layout.write(bucket, buffer)
@@ -49,6 +52,13 @@ class BroadcastSender(Sender):
                 self._broadcast(buffer, number)
             except (SyncError, RuntimeError) as error:  # a broken connection is a RuntimeError
                 self._error = str(error)
+            self._count()
+
+    def _count(self) -> None:
+        """Let the other ranks gather the next bucket."""
+        if self.link.ranks > 1:
+            with suppress(RuntimeError):  # the driver, which serves the store, is gone
+                self.coordination.add(_SENT)
 
     def _broadcast(self, buffer: Tensor, number: int) -> None:
         expected = self.link.receivers * (number + 1)
@@ -60,11 +70,29 @@ class BroadcastSender(Sender):
 
 
 class IdleSender(Sender):
-    """Every rank but 0: it takes part in gathering the weights and sends nothing."""
+    """Every rank but 0: it takes part in gathering the weights and sends nothing.
+
+    NCCL returns before a collective is done, so on GPUs these ranks would begin to gather all that follows while rank 0
+    waits for the engines. The trainer's group would count that time, and could end the ranks when its timeout is over.
+    So they wait for rank 0 after each bucket. gloo returns when a collective is done; there they get no buckets.
+    """
+
+    def __init__(self, link: Link) -> None:
+        # rank 0 waits for the engines, and then for the bytes
+        self.coordination = Coordination.connect(link.address, 2 * link.timeout)
+        self._taken = 0
+        self._alone = False
+        """Rank 0 is not waited for any more: its sync failed."""
 
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for _ in buckets:
-            pass
+            self._taken += 1
+            if self._alone:
+                continue
+            try:
+                self.coordination.wait_for_count(_SENT, self._taken, "waiting for rank 0 to send a bucket")
+            except (SyncError, RuntimeError):  # rank 0 says why; it still gathers with the other ranks
+                self._alone = True
         return iter(())
 
 
@@ -73,7 +101,7 @@ class BroadcastReceiver(Receiver):
 
     def __init__(self, link: Link, number: int, device: torch.device) -> None:
         self.device, self.coordination = device, Coordination.connect(link.address, link.timeout)
-        self.group = _group(link, self.coordination, number + 1)
+        self.group = _group(link, self.coordination, number + 1, device)
 
     @contextmanager
     def open(self, header: BucketHeader) -> Iterator[Bucket]:
@@ -91,21 +119,27 @@ class BroadcastReceiver(Receiver):
         _abort(self.group)
 
 
-def _group(link: Link, coordination: Coordination, rank: int) -> Any:
-    """A process group for this link alone; rank 0 sends. All processes must make it at the same time: each waits for
-    all others. Raises SyncError when the driver aborts the sync meanwhile."""
+def _group(link: Link, coordination: Coordination, rank: int, device: torch.device) -> Any:
+    """A connected process group for this link alone; rank 0 sends. All processes must make it at the same time: each
+    waits for all others. Raises SyncError when the driver aborts the sync meanwhile."""
     # Its own connection: while one thread waits in a store, no other thread can poll through the same connection.
     store, size = PrefixStore("group", Coordination.connect(link.address, link.timeout).store), link.receivers + 1
     limit = timedelta(seconds=link.timeout)
-    if not link.cuda:
-        return coordination.run_abortable(
-            lambda: ProcessGroupGloo(store, rank, size, limit), "connecting the ends of the link"
-        )
-    from torch.distributed import ProcessGroupNCCL
 
-    options = ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return ProcessGroupNCCL(store, rank, size, options)
+    def connect() -> Any:
+        if not link.cuda:
+            return ProcessGroupGloo(store, rank, size, limit)
+        from torch.distributed import ProcessGroupNCCL
+
+        torch.cuda.set_device(device)  # of this thread
+        options = ProcessGroupNCCL.Options()
+        # NCCL ends a process when this time is over. Before that the polls of `_broadcast` end the wait with an error.
+        options._timeout = 2 * limit
+        group = ProcessGroupNCCL(store, rank, size, options)
+        group.eager_connect_single_device(device)  # else the first broadcast would connect, and could not be aborted
+        return group
+
+    return coordination.run_abortable(connect, "connecting the ends of the link")
 
 
 def _broadcast(group: Any, buffer: Tensor, coordination: Coordination) -> None:

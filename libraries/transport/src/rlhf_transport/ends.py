@@ -33,7 +33,7 @@ def connect_sender(link: Link, rank: int) -> Sender:
     """The end of the trainer's rank ``rank``. Waits for the other ends if the kind of link needs that."""
     if link.kind == "shared":
         return SharedMemorySender(link, rank)
-    return BroadcastSender(link) if rank == 0 else IdleSender()
+    return BroadcastSender(link) if rank == 0 else IdleSender(link)
 
 
 def connect_receiver(link: Link, number: int, device: torch.device) -> Receiver:

@@ -44,9 +44,9 @@ class Link:
 
     @property
     def every_rank(self) -> bool:
-        """Whether every rank of the trainer needs the whole tensors: with CUDA IPC each rank serves the receivers on
-        its own device."""
-        return self.kind == "shared" and self.cuda
+        """Whether every rank of the trainer gets the whole tensors: with CUDA IPC each rank serves the receivers on its
+        own device, and in a broadcast of NCCL the other ranks keep step with rank 0, bucket by bucket."""
+        return self.cuda
 
 
 @dataclass(frozen=True, slots=True)
