@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import GeneratorSpec
+from rlhf_hub.processors import reads_images
 from rlhf_hub.published import INDEX
 from safetensors import safe_open
 
@@ -54,6 +55,8 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
                 f"{_gib(total - free)}. Set generator.memory_share = {math.floor(90 * free / total) / 100:g} or less, "
                 "or generator.kv_cache_gib; or end the other processes (nvidia-smi lists them)."
             )
+    if reads_images(spec.path) and not spec.max_images:  # vLLM loads the text part only, whose size is not known here
+        return fraction
     weights = math.ceil(_elements(folder) * {"fp32": 4, "bf16": 2}[dtype] / workers)
     cache = int((config.kv_cache_gib or 0) * 2**30)
     if weights + cache > taken:
