@@ -243,6 +243,8 @@ def test_the_memory_estimate_depends_on_the_options():
     on_gpu = held(four, "auto", "cuda", 10**10)
     assert on_gpu.phases["generate"].device == {"weights": 10**9 // 2, "cache": 6 * 10**9 - 10**9 // 2}
     assert (on_gpu.phases["asleep"].device, on_gpu.sleeps) == ({}, True)
+    assert on_gpu.phases["asleep"].host == 10**9 // 2, "the weights go to host memory"
+    assert held(config(sleep_level=2), "auto", "cuda", 10**10).phases["asleep"].host == 0
     assert on_gpu.cache_token == 2 * 10 * 512 / 2, "two key heads cannot be divided over four devices"
     assert on_gpu.arithmetic["weights"] == "1 G parameters x 2 bytes / 4 devices"
     work = SamplingWork(1, 1, 512, 256, occupied=4 * 10**9)

@@ -116,6 +116,10 @@ def test_engine_and_trainer_take_turns_on_shared_devices(size):
     assert "optimizer" not in moments["sync"].rows["policy"], "it is offloaded before the sync wakes the engine"
     assert moments["sync"].rows["policy"]["working"] == 7, "a bucket of copied weights"
     assert moments["sync"].rows[GENERATOR]["working"] == 7
+    mapped = only(Layout((policy(size),), replace(engines(size), mapped=True), GPU))["sync"]
+    assert mapped.rows["policy"]["working"] == 7 + 2 * 7, "and the two buffers that the engine maps"
+    apart = replace(engines(size, Place(1)), mapped=True)
+    assert make_plan(Layout((policy(size),), apart, GPU)).groups[0].moments["sync"].rows["policy"]["working"] == 7 + 1
     assert moments["train"].host == 0
     assert set(moments["train"].rows[GENERATOR]) == {"process"}, "the engine sleeps"
     assert moments["sync"].rows[GENERATOR]["cache"], "canaries are scored after a sync"

@@ -36,8 +36,8 @@ class VllmGeneratorConfig(ComponentConfig):
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of weights and arithmetic; ``auto``: the policy's."""
     sleep_level: Literal[1, 2] = 1
-    """What ``sleep`` does with the weights: 1 moves them to host memory, 2 discards them until the next sync. GPUs
-    only."""
+    """What ``sleep`` does with the weights: 1 moves them to host memory, 2 discards them until the next sync, which
+    saves two copies a step. 2 is for models all of whose tensors are parameters or buffers (README). GPUs only."""
 
     @model_validator(mode="after")
     def _consistent(self) -> VllmGeneratorConfig:

@@ -57,8 +57,10 @@ def engine_memory(
         added = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         added = max(added, 4 * rows * size.vocabulary * FP32)
         generate = Held({**awake.device, "working": working + added})
+    # asleep it keeps its process's memory only; at level 1 the host holds the weights
+    asleep = awake if device != "cuda" else Held({}, weights if config.sleep_level == 1 else 0)
     return EngineMemory(
-        {"rest": awake, "asleep": Held({}) if device == "cuda" else awake, "generate": generate},
+        {"rest": awake, "asleep": asleep, "generate": generate},
         sleeps=device == "cuda",
         cache_token=token,
         cache=cache,

@@ -175,5 +175,12 @@ def _engines(
         longest,
         tensor * pipeline,
         config.sync.bucket_mb * 2**20,
+        _maps(made, machine),
         config.sync.canaries > 0,
     )
+
+
+def _maps(made: RunPlugins, machine: Machine) -> bool:
+    """Whether weights travel through CUDA IPC where the policy and an engine share a device."""
+    links = "accept:links" in made.parts["generator"].resolved.cls.capabilities
+    return links and machine.device == "cuda" and machine.processes and made.config.sync.transport in ("auto", "shared")

@@ -51,6 +51,8 @@ class EngineLayout:
     """Devices that one engine uses: tensor parallel x pipeline parallel."""
     bucket: int = 2**28
     """Bytes of weights that are sent at once in a sync."""
+    mapped: bool = False
+    """On devices that they share, ranks of the policy and engines map the same memory: two buckets on each device."""
     canaries: bool = True
     """After a sync the engine scores a few sequences, so its cache exists then."""
 

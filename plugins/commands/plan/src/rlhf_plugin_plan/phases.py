@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlhf.interfaces.launcher import GENERATOR
-from rlhf.interfaces.memory import Held
+from rlhf.interfaces.memory import FP32, Held
 
 from rlhf_plugin_plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
 
@@ -171,9 +171,18 @@ def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
 def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
     role = layout.role(name)
     held = _held(layout, role, phase, busy)
-    copied = layout.engines.bucket if busy and phase == "sync" and role.memory.copies and layout.engines else 0
-    more = {"weights": role.borrowed, "working": copied}
+    more = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
     return Held({p: held.device.get(p, 0) + more.get(p, 0) for p in dict.fromkeys([*held.device, *more])}, held.host)
+
+
+def _sending(layout: Layout, role: RoleLayout) -> int:
+    """Bytes that a rank needs to send weights: a bucket of copies, and the two buffers that engines map."""
+    engines = layout.engines
+    if engines is None:
+        return 0
+    mapped = engines.mapped and _shares_with_engines(layout, role.name)
+    buffers = min(2 * engines.bucket, role.size.parameters * FP32) if mapped else 0
+    return (engines.bucket if role.memory.copies else 0) + buffers
 
 
 def _held(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
