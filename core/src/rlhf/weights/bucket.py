@@ -37,6 +37,10 @@ class Bucket:
         ]
         return _restore, (entries, self.fingerprints)
 
+    def release(self) -> None:
+        """Drop the tensors, whose memory is no longer valid: whoever still has the bucket keeps none of it alive."""
+        object.__setattr__(self, "tensors", ())
+
     def received(self) -> dict[str, str]:
         """{name: fingerprint}, computed now from the bytes in this process, of the same kind as the sender's."""
         fingerprints = marks([tensor for _, tensor in self.tensors], next(iter(self.fingerprints), ""))

@@ -3,11 +3,16 @@
 Each rank of the trainer has two buffers. It fills one while the receivers read the other, and fills a buffer again only
 when all receivers are done with it. On GPUs a buffer is shared by its CUDA IPC handle. On the host it is an anonymous
 file (memfd), which receivers open through the trainer's ``/proc`` entry, so a killed process leaves nothing behind.
+
+torch counts the exports of a buffer on a GPU against the mappings that were released, and frees the buffer at the last
+release only. So each bucket is one export, one mapping and one release, and a receiver reports that it is done after
+its release: the next owner of the device's memory finds it free.
 """
 
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import mmap
 import os
@@ -20,11 +25,19 @@ import torch
 from rlhf.errors import SyncError
 from rlhf.weights.bucket import Bucket
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from rlhf_transport.coordination import Coordination
 from rlhf_transport.layout import Layout
 from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
 
+REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+"""The arguments of torch's function that maps a tensor of another process."""
+SENT = (
+    "storage_handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset",
+    "event_handle", "event_sync_required",
+)  # fmt: skip
+"""Those that the receiver does not know."""
 _BUFFERS = 2
 _HOST = "host"
 _DONE = "done"
@@ -109,10 +122,13 @@ class SharedMemoryReceiver(Receiver):
             raise SyncError(f"bucket {header.number} will not arrive: {header.error}")
         key = f"handle {header.number} {_device_key(self.device)}"
         handle = self.coordination.read(key, f"waiting for a rank of the trainer on {self.device}")
-        buffer = _open_handle(handle, self.device)
-        yield header.layout.read(buffer)
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)  # all reads end before the sender fills the buffer again
+        bucket = header.layout.read(_open_handle(handle, self.device))
+        try:
+            yield bucket
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # all reads end before the sender fills the buffer again
+        finally:
+            bucket.release()
         self.coordination.add(_DONE)
 
 
@@ -133,8 +149,8 @@ class SharedBuffer:
         a store on the network."""
         if self._file >= 0:
             return json.dumps([os.getpid(), self._file, self.memory.numel()])
-        storage: Any = self.memory.untyped_storage()
-        parts = storage._share_cuda_()[1:]
+        _, arguments = reductions.reduce_tensor(self.memory)
+        parts = [part for name, part in zip(REBUILT, arguments, strict=True) if name in SENT]
         return json.dumps([{"b": base64.b64encode(p).decode()} if isinstance(p, bytes) else p for p in parts])
 
     def close(self) -> None:
@@ -145,20 +161,43 @@ class SharedBuffer:
 
 
 def _open_handle(handle: str, device: torch.device) -> Tensor:
-    """uint8 [nbytes] over the memory that a handle names."""
+    """uint8 [nbytes] over the memory that a handle names. Raises SyncError where the system does not allow it."""
     parts = json.loads(handle)
-    if device.type != "cuda":
-        process, number, nbytes = parts
-        file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-        try:
-            return _map(file, nbytes)
-        finally:
-            os.close(file)
+    try:
+        return _map_device(parts, device) if device.type == "cuda" else _map_host(*parts)
+    except (OSError, RuntimeError) as error:
+        raise SyncError(
+            f"this process cannot map the memory of a rank of the trainer ({type(error).__name__}: {error}). Both must "
+            "run as the same user, in the same namespaces of processes and IPC, and the system must let them read each "
+            "other (ptrace rules), on GPUs if PYTORCH_ALLOC_CONF has expandable_segments. Or set sync.transport = "
+            "'store'."
+        ) from error
+
+
+def _map_host(process: int, number: int, nbytes: int) -> Tensor:
+    file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+    try:
+        return _map(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _map_device(parts: list[Any], device: torch.device) -> Tensor:
     torch.cuda.init()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    arguments = [base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts]
-    storage = torch.UntypedStorage._new_shared_cuda(index, *arguments)
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index)).set_(storage)
+    sent = dict(zip(SENT, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True))
+    nbytes = sent["storage_size_bytes"]
+    known = {
+        "tensor_cls": Tensor,
+        "tensor_size": torch.Size([nbytes]),
+        "tensor_stride": (1,),
+        "tensor_offset": 0,
+        "storage_cls": torch.storage.TypedStorage,
+        "dtype": torch.uint8,
+        "storage_device": torch.cuda.current_device() if device.index is None else device.index,
+        "requires_grad": False,
+    }
+    memory: Tensor = reductions.rebuild_cuda_tensor(**known, **sent)
+    return memory
 
 
 def _map(file: int, nbytes: int) -> Tensor:
