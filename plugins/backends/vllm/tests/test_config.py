@@ -14,8 +14,9 @@ from rlhf.interfaces.memory import LayerSize, ModelSize, SamplingWork
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import _returned, supported_head_sizes
-from rlhf_plugin_vllm.engine import device_memory
+from rlhf_plugin_vllm.engine import device_memory, engine
 from rlhf_plugin_vllm.engine.arguments import arguments
+from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
 from rlhf_testing.models import model_path
@@ -291,3 +292,24 @@ def test_head_sizes_in_another_form_are_unknown():
     assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return SIZES")) is None
     assert _returned(ast.parse("def get_supported_head_sizes(cls):\n    return 32")) is None
     assert _returned(ast.parse("x = 1")) is None
+
+
+def test_with_a_monkeypatched_platform_a_second_engine_that_sleeps_is_refused_before_it_starts(monkeypatch):
+    started = []
+
+    def start(self, *arguments):
+        started.append(arguments)
+        raise ModelError("not started in this test")
+
+    monkeypatch.setattr(Engine, "_start", start)
+    monkeypatch.setattr(engine, "_sleeping", {1})
+    with pytest.raises(CapabilityError, match=r"serves one engine of a process\. Close that engine .*'processes'"):
+        Engine(config(), spec(shares_devices=True), GPUS)
+    assert not started
+    for options, shares, where in (({}, False, GPUS), ({"tensor_parallel": 2}, True, GPUS), ({}, True, CPU)):
+        with pytest.raises(ModelError, match="not started"):
+            Engine(config(**options), spec(shares_devices=shares), where)
+    monkeypatch.setattr(engine, "_sleeping", set())
+    with pytest.raises(ModelError, match="not started"):
+        Engine(config(), spec(shares_devices=True), GPUS)
+    assert not engine._sleeping, "an engine that did not start holds no memory that sleeps"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rlhf.errors import ModelError, RlhfError
+from rlhf.errors import CapabilityError, ModelError, RlhfError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import Image
 from rlhf.types.arrays import IntArray
@@ -35,6 +35,8 @@ QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
 """{id of an engine of this process: whether torch.distributed was initialised by other code before the first engine}.
 The engines of a process share vLLM's process groups."""
+_sleeping: set[int] = set()
+"""Ids of engines that compute in this process and can sleep."""
 _left: list[TemporaryFiles] = []
 """Files of engines that were closed while other engines were running."""
 
@@ -50,6 +52,13 @@ class Engine:
         """``fp32`` | ``bf16``."""
         binding = thread_binding(config) if where.cpu else None
         apart = config.tensor_parallel * config.pipeline_parallel > 1
+        sleeps = spec.shares_devices and not where.cpu and not apart
+        if sleeps and _sleeping:
+            raise CapabilityError(
+                "an engine of this process shares its devices with roles already, and vLLM's allocator for memory that "
+                "sleeps serves one engine of a process. Close that engine first, or start engines in processes of "
+                "their own (launchers 'processes' and 'ray')."
+            )
         self._files = TemporaryFiles(shared=not apart)
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **self._files.variables}
         if binding:
@@ -69,6 +78,8 @@ class Engine:
                 what = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
                 raise ModelError(f"{what}: {_first(error)}") from error
         _running[id(self)] = foreign
+        if sleeps:
+            _sleeping.add(id(self))
         self._files.note(self._llm.model_executor)
         self._workers = WorkerProcesses(self._llm.model_executor, after_death=self._files.remove)
         self._images = ImagePrompts(self._llm.renderer)
@@ -175,6 +186,7 @@ class Engine:
 
         self._workers.end()
         foreign = _running.pop(id(self))
+        _sleeping.discard(id(self))
         original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda shutdown_ray=False: None
         try:
             llm.engine_core.shutdown()
