@@ -68,6 +68,7 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
     projections   inputs bH, one for q, k, v and one for gate, up; in bf16 also casts, where not fused
     q, k          before the norm and rotary embedding: b(Q + K) where fused; where not, only if they have a norm
     attention     q, k, v and output; on a CPU also the probabilities, which short sequences keep;
+                  in fp32 on a GPU keys and values repeated for every query head;
                   soft-capped: two score matrices, and keys and values repeated for every query head
     feed-forward  gate, up, product: 3bF; 4bF where not fused; experts in fp32, with each routed token in and out
     """
@@ -77,7 +78,7 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
     inputs = 2 * size.hidden * b * (1 if fused or not a.bf16 else 2.5)
     heads = layer.query + layer.key
     before = heads * b if fused else heads * (FP32 + (0 if frozen else b)) * layer.normed
-    qkv = layer.query + a.repeats * (layer.key + layer.value)
+    qkv = layer.query + a.repeats * keys_and_values(layer, a)
     if size.softcap:
         attention = (2 * (1 + a.repeats) * layer.query + 2 * layer.heads * a.longest) * FP32
     elif on_cpu:
@@ -89,6 +90,12 @@ def layer_saved(layer: LayerSize, size: ModelSize, a: Arithmetic) -> float:
     else:
         feed = layer.ffn * b * ((3 if fused else 4) if layer.gated else 2)
     return norms + inputs + before + attention + feed
+
+
+def keys_and_values(layer: LayerSize, a: Arithmetic) -> float:
+    """Elements per token that the kernel of attention gets."""
+    repeated = a.device != "cpu" and not a.bf16 and layer.key
+    return (layer.key + layer.value) * (layer.query / layer.key if repeated else 1)
 
 
 def activations(size: ModelSize, a: Arithmetic) -> int:
@@ -122,9 +129,9 @@ def layer_working(layer: LayerSize, size: ModelSize, a: Arithmetic) -> int:
     """Largest temporaries of one layer: two hidden states, and four feed-forward widths or the attention."""
     b = a.element
     scores = 2 * layer.heads * a.short * FP32 if a.device == "cpu" else 0
-    attention = 2 * (layer.query + layer.key + layer.value) * b + 2 * layer.query * b + scores
+    attention = 2 * (layer.query + keys_and_values(layer, a)) * b + 2 * layer.query * b + scores
     feed = 4 * layer.ffn * (FP32 if layer.routed else b)
-    return a.tokens * (max(attention, feed) + 2 * size.hidden * FP32)
+    return int(a.tokens * (max(attention, feed) + 2 * size.hidden * FP32))
 
 
 def widest_working(size: ModelSize, a: Arithmetic) -> int:

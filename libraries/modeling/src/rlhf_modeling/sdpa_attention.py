@@ -110,6 +110,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, where: Runs, options: Options) -> T
     if options.softcap is not None:
         return _softcapped(q, k, v, options, _band(where, length, window, q))
     causal = window is None and queries == length
+    if q.is_cuda and (not causal or q.dtype == torch.float32):
+        # torch's kernel without T x T scores takes no groups there (to torch 2.13): it would choose the plain one.
+        k, v = _repeated(q, k, v)
     return F.scaled_dot_product_attention(
         q,
         k,
@@ -124,12 +127,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, where: Runs, options: Options) -> T
 
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, options: Options, seen_QT: Tensor) -> Tensor:
     """``softcap * tanh(scores / softcap)`` before the softmax (Gemma 2), which sdpa cannot express."""
-    groups, cap = q.shape[1] // k.shape[1], options.softcap
+    cap = options.softcap
     assert cap is not None
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    k, v = _repeated(q, k, v)
     scores = cap * torch.tanh(q @ k.transpose(2, 3) * (options.scaling / cap))
     scores = scores.masked_fill(~seen_QT, float("-inf"))
     return F.dropout(scores.softmax(-1), options.dropout) @ v
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [G, H, T, D]: those of a group, once for each of its query heads."""
+    groups = q.shape[1] // k.shape[1]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
 def _band(where: Runs, length: int, window: int | None, q: Tensor) -> Tensor:

@@ -114,3 +114,28 @@ def test_flash_attention_is_refused_without_a_gpu():
         with pytest.raises(CapabilityError, match=rf"trainer\.attention = '{kernel}' is not available: .* a GPU's"):
             TorchTrainer(config, spec)
     assert "bf16" in flash_attention.why_not(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_with_tensors_that_claim_to_be_on_a_gpu_no_kernel_gets_groups_that_it_would_compute_with_all_scores(
+    monkeypatch, window
+):
+    """The results are those with groups. In bf16 without a window the flash kernel takes groups."""
+    given, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def recording(q, k, v, **options):
+        given.append((q.dtype, q.shape[1] == k.shape[1], options["enable_gqa"]))
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+    stretches, options = [Stretch(0, 0, 6, 0), Stretch(6, 0, 6, 6)], Options(0.3, 0.0, window, None)
+    runs = sdpa_attention.collect(stretches, 12, None, CPU)
+    q, k, v = rows(12, 4, 1), rows(12, 2, 2), rows(12, 2, 3)
+    want = sdpa_attention.sdpa_attention(q, k, v, runs, options)
+    low = [x.bfloat16() for x in (q, k, v)]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    got = sdpa_attention.sdpa_attention(q, k, v, runs, options)
+    sdpa_attention.sdpa_attention(*low, runs, options)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    in_fp32, in_bf16 = (torch.float32, True, False), (torch.bfloat16, window is not None, window is None)
+    assert given == [(torch.float32, False, True), in_fp32, in_bf16]

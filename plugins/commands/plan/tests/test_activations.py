@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_modeling.activations import Arithmetic, activations, copies, layer_saved
+from rlhf_modeling.activations import Arithmetic, activations, copies, keys_and_values, layer_saved
 from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.attention import packed
 from rlhf_modeling.config import LoraOptions
@@ -117,3 +117,14 @@ def test_copies_of_the_logits():
     assert copies(("hidden",), backward=False) == 0
     assert copies(("logprobs", "hidden"), backward=True) == 4
     assert copies(("logprobs", "of_a_plugin"), backward=True) == 6
+
+
+def test_in_fp32_on_a_gpu_keys_and_values_are_repeated_for_every_query_head(tmp_path):
+    [layer, *_] = read_size(str(tiny_model(tmp_path / "model", **SMALL))).layers
+    counted = {
+        (device, bf16): keys_and_values(layer, Arithmetic(1, 1, device=device, bf16=bf16))
+        for device in ("cpu", "cuda")
+        for bf16 in (False, True)
+    }
+    groups, heads = 2 * 16, 2 * 5 * 16
+    assert counted == {("cpu", False): groups, ("cpu", True): groups, ("cuda", False): heads, ("cuda", True): groups}
