@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.installed-light
 BUILDER := $(VENV)/.builder
 
-.PHONY: help install quickstart quickstart-tiny room test test-all lint docs wheels bench clean
+.PHONY: help install quickstart quickstart-tiny room quick test test-all lint docs wheels bench clean
 
 help:
 	@echo "make quickstart       train a real chat model of 135 M parameters on this machine (downloads 93 MB)"
 	@echo "make quickstart-tiny  the same idea with a tiny model, which needs no download"
+	@echo "make quick            the tests of a minute and a half, which need no Ray, vLLM and DeepSpeed"
 	@echo "make test             the tests, real Ray, vLLM and DeepSpeed among them"
 	@echo "make test-all         every test, those that take long too"
 	@echo "make lint             ruff and mypy"
@@ -50,6 +51,12 @@ quickstart: room $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 
 quickstart-tiny: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/tiny.py
+
+# What the light installation can run in 90 seconds. A test that takes over a second of processor time fails: it is slow.
+QUICK := core libraries runtime plugins/algorithms plugins/rewards plugins/curricula plugins/rollouts/turns plugins/rollouts/replay plugins/envs/number_game
+
+quick: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --longest-case 1 -m "not slow and not cluster and not full" $(QUICK)
 
 # A test that fails runs once more, three of them at most. The summary shows the first error: such a test is to be mended.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks

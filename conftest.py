@@ -6,6 +6,8 @@ warns. anyio imports its event loop at the first connection, in the middle of a 
 
 import gc
 import os
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import anyio._backends._asyncio  # noqa: F401  (the last paragraph of the docstring)
@@ -15,6 +17,32 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
 CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed", "fsdp"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "fail a test whose call takes more seconds of processor time, that of its child processes included"
+    parser.addoption("--longest-case", type=float, metavar="SECONDS", help=about)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Processor time, because a clock would also count the time in which a busy machine runs other processes. The first
+    test that imports a large package is not measured: it does so for all that follow."""
+    limit, start, modules = item.config.getoption("longest_case", None), processor_seconds(), len(sys.modules)
+    result = yield
+    seconds = processor_seconds() - start
+    if limit is not None and seconds > limit and len(sys.modules) - modules < 100:
+        pytest.fail(
+            f"the test took {seconds:.1f} s of processor time, --longest-case allows {limit:g} s: make it quicker, "
+            "or mark it slow (pytest.mark.slow)",
+            pytrace=False,
+        )
+    return result
+
+
+def processor_seconds() -> float:
+    """Of this process, and of its child processes that have ended."""
+    return sum(os.times()[:4])
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

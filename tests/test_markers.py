@@ -1,4 +1,5 @@
-"""Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out."""
+"""Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out, and ``make quick``
+finds the tests that take long."""
 
 from __future__ import annotations
 
@@ -38,3 +39,36 @@ def test_the_marker_cluster_leaves_out_the_tests_of_clusters():
     assert len(left) >= 5
     assert {line.partition("::")[0] for line in left} == {"tests/test_precompute.py"}
     assert not any("on_ray" in line for line in left)
+
+
+LENGTHS = """
+import subprocess, sys, time
+
+BUSY = "import time\\nend = time.process_time() + 0.5\\nwhile time.process_time() < end: pass"
+
+def test_short(): pass
+def test_waits(): time.sleep(0.5)
+def test_computes(): exec(BUSY, {})
+def test_starts_a_child(): subprocess.run([sys.executable, "-c", BUSY], check=True)
+"""
+
+
+def test_a_test_that_takes_more_processor_time_than_allowed_fails(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_lengths.py").write_text(LENGTHS)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        f"--rootdir={tmp_path}",
+    ]
+    command += ["-c", str(tmp_path / "pytest.ini"), str(tmp_path)]
+    done = subprocess.run([*command, "--longest-case", "0.4"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE) == ["test_computes", "test_starts_a_child"]
+    assert "--longest-case allows 0.4 s" in done.stdout
+    assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 0

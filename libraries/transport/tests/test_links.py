@@ -106,6 +106,7 @@ def test_receivers_get_the_tensors_that_were_sent(connect, kind, receivers):
                 assert torch.equal(each[name], tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_receivers_in_other_processes_get_the_same_fingerprints(kind):
     coordination, address = serve("127.0.0.1", 60.0)

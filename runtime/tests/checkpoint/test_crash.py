@@ -22,6 +22,7 @@ def is_sound(checkpoint, step):
     assert not checkpoint.damage()
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -52,6 +53,7 @@ def test_a_kill_at_any_disk_operation_leaves_a_complete_checkpoint(tmp_path):
     assert len(list(tmp_path.iterdir())) == points
 
 
+@pytest.mark.slow
 def test_killed_from_outside_while_saving_large_files(tmp_path):
     program = """
 import sys
@@ -102,6 +104,7 @@ def test_full_disk_keeps_the_old_checkpoints(tmp_path):
     assert not store.open(1).damage()
 
 
+@pytest.mark.slow
 def test_file_size_limit_hit_by_safetensors_is_a_full_disk(tmp_path):
     """RLIMIT_FSIZE: writes fail in the middle of a file, in the error class of the library that writes."""
     program = """

@@ -14,6 +14,7 @@ def test_floats_are_read_back_bit_equal(x):
     assert struct.pack("<d", loads(dumps(x))) == struct.pack("<d", x)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip

@@ -21,6 +21,7 @@ def everything() -> set[str]:
     return set(Suggestions(plugins, chosen).options)
 
 
+@pytest.mark.slow
 def test_every_suggested_option_exists():
     options = everything()
     assert len(options) > 300

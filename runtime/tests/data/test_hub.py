@@ -17,6 +17,8 @@ from rlhf_hub.published import model_folder
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_testing.hub import LoopbackHub
 
+pytestmark = pytest.mark.slow  # the clients are started in processes of their own
+
 TOKEN = "hf_" + "Zq7" * 12
 CARD = """---
 configs:

@@ -25,6 +25,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_template_without_limits_is_refused(tmp_path, monkeypatch, case):
     monkeypatch.setattr(template_trial, "SECONDS", 1)

@@ -13,9 +13,12 @@ class TestPPO(AlgorithmContract):
         PPO.Config(),
         PPO.Config(kl=KLConfig(coef=0.1, target=0.05), bootstrap_truncated=True),
         PPO.Config(epochs=2, minibatches=2, kl=KLConfig(coef=0.1, where="loss")),
-        PPO.Config(critic_warmup=1),
-        PPO.Config(normalise_values=True, bootstrap_truncated=True),
     )
+
+
+class TestCritic(AlgorithmContract):
+    algorithm = PPO
+    configs = (PPO.Config(critic_warmup=1), PPO.Config(normalise_values=True, bootstrap_truncated=True))
 
 
 def test_needs_a_critic_and_a_reference_only_for_kl():
