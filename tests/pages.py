@@ -15,7 +15,7 @@ FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 def pages() -> list[Path]:
     """Every page of the documentation, written by hand or generated."""
-    outer = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    outer = ROOT.glob("*.md")
     members = [path for folder in ("[!.]*", "libraries/*", "plugins/*/*") for path in ROOT.glob(f"{folder}/README.md")]
     others = [*ROOT.glob("examples/*/README.md"), *ROOT.glob("benchmarks/**/*.md")]
     return sorted({*outer, *DOCS.rglob("*.md"), *members, *others})

@@ -1,0 +1,58 @@
+"""The workflows and the hooks before a commit are valid, and name what exists."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.members import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+HOOKS = ROOT / ".pre-commit-config.yaml"
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {name for line in re.findall(r"^([a-z][a-z -]*):(?!=)", MAKEFILE, re.MULTILINE) for name in line.split()}
+every_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+
+
+def steps(path) -> list[dict[str, Any]]:
+    return [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+
+
+def test_there_are_workflows():
+    assert [path.stem for path in WORKFLOWS] == ["gpu", "lint", "quick", "test"]
+    assert {"quick", "test", "test-all", "lint", "docs"} <= TARGETS
+
+
+@every_workflow
+def test_a_workflow_only_reads_and_its_jobs_end(path):
+    content = yaml.safe_load(path.read_text())
+    assert set(content) - {"concurrency"} == {"name", True, "permissions", "jobs"}, "YAML reads the key `on` as true"
+    assert content["name"] == path.stem
+    assert content["permissions"] == {"contents": "read"}
+    for job in content["jobs"].values():
+        assert job["timeout-minutes"] > 0
+        assert job["runs-on"]
+        assert all(("run" in step) != ("uses" in step) for step in job["steps"])
+
+
+@every_workflow
+def test_a_workflow_names_targets_and_files_that_exist(path):
+    commands = "\n".join(step.get("run", "") for step in steps(path))
+    targets, files = re.findall(r"\bmake ([\w-]+)", commands), re.findall(r"[\w./-]+(?:\.py|Dockerfile)", commands)
+    assert targets or files
+    assert set(targets) <= TARGETS
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, HOOKS], ids=lambda path: path.name)
+def test_only_known_hosts_are_named(path):
+    assert set(re.findall(r"https?://([^/\s]+)", path.read_text())) <= {"github.com"}
+
+
+def test_the_hooks_use_the_ruff_of_the_constraints():
+    [version] = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    revisions = {entry["repo"]: entry["rev"] for entry in yaml.safe_load(HOOKS.read_text())["repos"]}
+    assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{version}"
