@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rlhf_cli.main import main as rlhf
+from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import CHARS, tiny_model, tiny_tokenizer
 
 from examples.real_model import json_reward, make_rows
+from examples.real_model.calculator import calculate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = Path("examples/real_model")
 RUN_FILES = sorted(path.name for path in (ROOT / EXAMPLE).glob("*.toml"))
+QUESTION = {"question": "Ann has 3 pens and buys 4. How many has she?", "answer": "3+4 = <<3+4=7>>7\n#### 7"}
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("real_model")
     shutil.copytree(ROOT / EXAMPLE, folder / EXAMPLE)
+    data = folder / "data"
+    data.mkdir()
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (data / name).write_text((json.dumps(QUESTION) + "\n") * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        make_rows.main(["runs/real_model/rows"])
+        make_rows.main(["runs/real_model/rows", "--data", str(data)])
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(folder / "tiny", CHARS))
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.save_pretrained(str(folder / "tiny"))
@@ -51,8 +60,8 @@ def test_every_run_file_passes_the_checks_before_a_run(
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_every_run_file_trains(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    small = ("--sampling.max_new_tokens", "8", "--eval.max_rows", "2")
-    assert rlhf(words(name, "--run.steps", "2", "--run.output", name, *small)) == 0
+    online = () if name == "tool_sft.toml" else ("--sampling.max_new_tokens", "8", "--eval.max_rows", "2")
+    assert rlhf(words(name, "--run.steps", "2", "--run.output", name, *online)) == 0
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
     assert (folder / name / "model" / "model.safetensors").exists()
@@ -76,14 +85,31 @@ def test_the_reward_of_json_is_the_share_of_right_keys_of_an_object_alone(answer
     assert json_reward.score([], answer, {"answer": {"name": "Maria", "age": 34}}) == pytest.approx(value)
 
 
-def test_no_held_out_row_is_trained_on_and_new_kinds_have_new_keys(folder: Path) -> None:
-    rows = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (folder / "runs/real_model/rows/json").glob("*.jsonl")
-    }
-    prompts = {name: {row["prompt"] for row in group} for name, group in rows.items()}
-    assert {name: len(texts) for name, texts in prompts.items()} == {"train": 600, "held_out": 100, "new_kinds": 100}
-    assert not prompts["train"] & (prompts["held_out"] | prompts["new_kinds"])
-    keys = {name: {tuple(row["answer"]) for row in group} for name, group in rows.items()}
-    assert keys["held_out"] == keys["train"]
-    assert not keys["new_kinds"] & keys["train"]
+def test_no_held_out_row_is_trained_on(folder: Path) -> None:
+    rows = folder / "runs/real_model/rows"
+    prompts: dict[str, set[str]] = {}
+    for path in rows.glob("*/*.jsonl"):
+        group = [json.loads(line) for line in path.read_text().splitlines()]
+        texts = {row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in group}
+        prompts[f"{path.parent.name}/{path.stem}"] = texts
+        if path.parent.name != "gsm8k":
+            assert len(texts) == len(group), path
+    for task, held_out in (("json", ("held_out", "new_kinds")), ("tool", ("held_out", "new_problems"))):
+        for name in held_out:
+            assert not prompts[f"{task}/{name}"] & prompts[f"{task}/train"]
+    assert not prompts["tool/demonstrations"] & (prompts["tool/train"] | prompts["tool/held_out"])
+
+
+def test_demonstrations_describe_the_tool_as_the_rollout_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    functions = load(str(EXAMPLE / "tool.toml"), []).rollout.options["functions"]
+    tools = load(str(EXAMPLE / "tool_sft.toml"), [("policy.model", "tiny")]).data.template_kwargs["tools"]
+    schemas = [PythonFunction(Source.of(function)).schema for function in functions]
+    assert json.dumps(tools) == json.dumps(schemas), "the order is that of the text which the policy reads"
+
+
+def test_the_tool_gives_the_answers_of_the_rows(folder: Path) -> None:
+    for name in ("train", "held_out", "new_problems"):
+        for line in (folder / f"runs/real_model/rows/tool/{name}.jsonl").read_text().splitlines():
+            row: dict[str, Any] = json.loads(line)
+            assert str(calculate(row["a"], row["operation"], row["b"])) == row["answer"]

@@ -1,16 +1,27 @@
-"""Make the rows of this example: facts to write as JSON. They depend on this file only."""
+"""Make the rows of this example: facts to write as JSON, problems for a calculator, short questions of GSM8K.
+
+Facts and problems depend on this file only, questions on the files of GSM8K.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.gsm8k.prepare import cleaned, read
+
 Row = dict[str, Any]
-TRAINING, HELD_OUT = 600, 100
+TRAINING, HELD_OUT, DEMONSTRATIONS = 600, 100, 80
+LONGEST_QUESTION = 200
+"""Characters: short questions have short answers, so that a step takes seconds."""
+
 VALUES = {
     "names": "Maria Tom Aisha Peter Lena Omar Julia Victor Nina Carlos Emma Ivan Sofia Hugo Clara David",
     "cities": "Lisbon Oslo Cairo Lima Rome Delhi Quito Athens Vienna Nairobi Dublin Seoul Prague Havana Berlin Tunis",
@@ -42,6 +53,33 @@ NEW_KINDS: dict[str, tuple[str, Row]] = {
 }
 """Sentences and keys that training never shows."""
 
+PROBLEMS = {
+    "multiply": (
+        "A box holds {a} eggs. How many eggs are in {b} boxes?",
+        "A ticket costs {a} dollars. How much do {b} tickets cost?",
+        "A hall has {a} rows of {b} seats. How many seats does it have?",
+        "A printer prints {a} pages a minute. How many pages does it print in {b} minutes?",
+    ),
+    "add": (
+        "Tom has {a} stamps and gets {b} more. How many stamps does he have now?",
+        "A school has {a} girls and {b} boys. How many children does it have?",
+        "Lena walked {a} metres and then {b} metres. How far did she walk?",
+        "A farm sold {a} apples on Monday and {b} on Tuesday. How many apples did it sell?",
+    ),
+    "subtract": (
+        "A tank holds {a} litres, and {b} are used. How many litres are left?",
+        "Omar had {a} dollars and spent {b}. How many dollars does he have left?",
+        "Of {a} letters, {b} are delivered. How many letters remain?",
+        "A book has {a} pages. Nina has read {b}. How many pages must she still read?",
+    ),
+}
+NEW_PROBLEMS = {
+    "multiply": ("A worker earns {a} dollars a day. How much does she earn in {b} days?",),
+    "add": ("A library buys {b} books. It had {a} before. How many books does it have now?",),
+    "subtract": ("A train has {a} passengers, and {b} get off. How many passengers stay on it?",),
+}
+"""Wordings that training never shows."""
+
 
 def fact(kinds: Mapping[str, tuple[str, Row]], draw: random.Random) -> Row:
     kind = draw.choice(list(kinds))
@@ -55,6 +93,31 @@ def fact(kinds: Mapping[str, tuple[str, Row]], draw: random.Random) -> Row:
         f"{sentence.format(**answer)}\n\nWrite this as a JSON object with the keys {schema}. Answer with the JSON only."
     )
     return {"prompt": text, "kind": kind, "answer": answer}
+
+
+def problem(templates: Mapping[str, Sequence[str]], draw: random.Random) -> Row:
+    operation = draw.choice(list(templates))
+    a, b = draw.randint(12, 99), draw.randint(12, 99)
+    if operation != "multiply":
+        b = draw.randint(101, 499)
+        a = b + draw.randint(101, 499)
+    answer = {"add": a + b, "subtract": a - b, "multiply": a * b}[operation]
+    text = draw.choice(templates[operation]).format(a=a, b=b)
+    return {"prompt": text, "answer": str(answer), "a": a, "operation": operation, "b": b}
+
+
+def demonstration(row: Row) -> Row:
+    """A problem's conversation with a call of the calculator."""
+    arguments = {key: row[key] for key in ("a", "operation", "b")}
+    call = {"type": "function", "function": {"name": "calculate", "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": row["answer"]},
+            {"role": "assistant", "content": f"The answer is {row['answer']}."},
+        ]
+    }
 
 
 def distinct(count: int, make: Callable[[], Row]) -> list[Row]:
@@ -73,15 +136,43 @@ def facts() -> dict[str, list[Row]]:
     return {"held_out": rows[:HELD_OUT], "train": rows[HELD_OUT:], "new_kinds": new}
 
 
+def problems() -> dict[str, list[Row]]:
+    draw = random.Random(0)
+    rows = distinct(HELD_OUT + TRAINING + DEMONSTRATIONS, lambda: problem(PROBLEMS, draw))
+    return {
+        "held_out": rows[:HELD_OUT],
+        "train": rows[HELD_OUT : HELD_OUT + TRAINING],
+        "demonstrations": [demonstration(row) for row in rows[HELD_OUT + TRAINING :]],
+        "new_problems": distinct(HELD_OUT, lambda: problem(NEW_PROBLEMS, draw)),
+    }
+
+
+def questions(data: str) -> dict[str, list[Row]]:
+    rows = {name: cleaned(read(data, split)) for name, split in (("train", "train"), ("held_out", "test"))}
+    return {
+        name: [
+            {"prompt": row["question"], "answer": row["answer"]}
+            for row in group
+            if len(row["question"]) <= LONGEST_QUESTION
+        ]
+        for name, group in rows.items()
+    }
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for json/")
-    folder = parser.parse_args(words).output / "json"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in facts().items():
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows")
+    parser.add_argument("output", type=Path, help="folder for json/, tool/ and gsm8k/")
+    parser.add_argument("--data", metavar="DIR|hub", help="GSM8K: a folder with its two files, or `hub`; else left out")
+    arguments = parser.parse_args(words)
+    tasks = {"json": facts(), "tool": problems()}
+    if arguments.data:
+        tasks["gsm8k"] = questions(arguments.data)
+    for task, files in tasks.items():
+        (arguments.output / task).mkdir(parents=True, exist_ok=True)
+        for name, rows in files.items():
+            path = arguments.output / task / f"{name}.jsonl"
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+            print(f"{path}: {len(rows)} rows")
 
 
 if __name__ == "__main__":
