@@ -19,7 +19,6 @@ from examples.real_model.calculator import calculate
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = Path("examples/real_model")
 RUN_FILES = sorted(path.name for path in (ROOT / EXAMPLE).glob("*.toml"))
-QUESTION = {"question": "Ann has 3 pens and buys 4. How many has she?", "answer": "3+4 = <<3+4=7>>7\n#### 7"}
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("real_model")
     shutil.copytree(ROOT / EXAMPLE, folder / EXAMPLE)
-    data = folder / "data"
-    data.mkdir()
-    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
-        (data / name).write_text((json.dumps(QUESTION) + "\n") * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        make_rows.main(["runs/real_model/rows", "--data", str(data)])
+        make_rows.main(["runs/real_model/rows"])
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(folder / "tiny", CHARS))
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.save_pretrained(str(folder / "tiny"))
@@ -92,8 +87,7 @@ def test_no_held_out_row_is_trained_on(folder: Path) -> None:
         group = [json.loads(line) for line in path.read_text().splitlines()]
         texts = {row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in group}
         prompts[f"{path.parent.name}/{path.stem}"] = texts
-        if path.parent.name != "gsm8k":
-            assert len(texts) == len(group), path
+        assert len(texts) == len(group), path
     for task, held_out in (("json", ("held_out", "new_kinds")), ("tool", ("held_out", "new_problems"))):
         for name in held_out:
             assert not prompts[f"{task}/{name}"] & prompts[f"{task}/train"]

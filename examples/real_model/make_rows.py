@@ -1,26 +1,16 @@
-"""Make the rows of this example: facts to write as JSON, problems for a calculator, short questions of GSM8K.
-
-Facts and problems depend on this file only, questions on the files of GSM8K.
-"""
+"""Make the rows of this example: facts to write as JSON, problems for a calculator. They depend on this file only."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
-
-from examples.gsm8k.prepare import cleaned, read
-
 Row = dict[str, Any]
 TRAINING, HELD_OUT, DEMONSTRATIONS = 600, 100, 80
-LONGEST_QUESTION = 200
-"""Characters: short questions have short answers, so that a step takes seconds."""
 
 VALUES = {
     "names": "Maria Tom Aisha Peter Lena Omar Julia Victor Nina Carlos Emma Ivan Sofia Hugo Clara David",
@@ -147,26 +137,11 @@ def problems() -> dict[str, list[Row]]:
     }
 
 
-def questions(data: str) -> dict[str, list[Row]]:
-    rows = {name: cleaned(read(data, split)) for name, split in (("train", "train"), ("held_out", "test"))}
-    return {
-        name: [
-            {"prompt": row["question"], "answer": row["answer"]}
-            for row in group
-            if len(row["question"]) <= LONGEST_QUESTION
-        ]
-        for name, group in rows.items()
-    }
-
-
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for json/, tool/ and gsm8k/")
-    parser.add_argument("--data", metavar="DIR|hub", help="GSM8K: a folder with its two files, or `hub`; else left out")
+    parser.add_argument("output", type=Path, help="folder for json/ and tool/")
     arguments = parser.parse_args(words)
     tasks = {"json": facts(), "tool": problems()}
-    if arguments.data:
-        tasks["gsm8k"] = questions(arguments.data)
     for task, files in tasks.items():
         (arguments.output / task).mkdir(parents=True, exist_ok=True)
         for name, rows in files.items():
