@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from examples.real_model.calculator import calculate
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = Path("examples/real_model")
+QUESTION = {"question": "Ann has 3 pens and buys 4. How many has she?", "answer": "3+4 = <<3+4=7>>7\n#### 7"}
 RUN_FILES = sorted(path.name for path in (ROOT / EXAMPLE).glob("*.toml"))
 
 
@@ -28,9 +30,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("real_model")
     shutil.copytree(ROOT / EXAMPLE, folder / EXAMPLE)
+    data = folder / "data"
+    data.mkdir()
+    for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl"):
+        (data / name).write_text((json.dumps(QUESTION) + "\n") * 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        make_rows.main(["runs/real_model/rows"])
+        make_rows.main(["runs/real_model/rows", "--data", str(data)])
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer(folder / "tiny", CHARS))
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.save_pretrained(str(folder / "tiny"))
@@ -80,6 +86,26 @@ def test_the_reward_of_json_is_the_share_of_right_keys_of_an_object_alone(answer
     assert json_reward.score([], answer, {"answer": {"name": "Maria", "age": 34}}) == pytest.approx(value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "matches"),
+    [
+        ("3+4 = 7\n#### 7", True),
+        ("She buys 3+4 = 7.\nEach costs 300 dollars, so 7*300 = $2,100.\n#### $2,100", True),
+        ("3+4 = 7\n#### 7\n#### 7", False),
+        ("3+4 = 7\n#### 7 pens", False),
+        ("3+4 = 7 #### 7", False),
+        ("She has 7.\n#### 7", False),
+        ("#### 7", False),
+    ],
+)
+def test_the_form_of_gsm8k_is_an_equation_and_one_line_with_the_number(
+    answer: str, matches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (form,) = (r for r in load(str(EXAMPLE / "gsm8k.toml"), [("policy.model", "tiny")]).reward if "format" in r.use)
+    assert bool(re.fullmatch(form.options["pattern"], answer, re.DOTALL)) is matches
+
+
 def test_no_held_out_row_is_trained_on(folder: Path) -> None:
     rows = folder / "runs/real_model/rows"
     prompts: dict[str, set[str]] = {}
@@ -87,7 +113,8 @@ def test_no_held_out_row_is_trained_on(folder: Path) -> None:
         group = [json.loads(line) for line in path.read_text().splitlines()]
         texts = {row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in group}
         prompts[f"{path.parent.name}/{path.stem}"] = texts
-        assert len(texts) == len(group), path
+        if path.parent.name != "gsm8k":
+            assert len(texts) == len(group), path
     for task, held_out in (("json", ("held_out", "new_kinds")), ("tool", ("held_out", "new_problems"))):
         for name in held_out:
             assert not prompts[f"{task}/{name}"] & prompts[f"{task}/train"]
@@ -100,6 +127,17 @@ def test_demonstrations_describe_the_tool_as_the_rollout_does(monkeypatch: pytes
     tools = load(str(EXAMPLE / "tool_sft.toml"), [("policy.model", "tiny")]).data.template_kwargs["tools"]
     schemas = [PythonFunction(Source.of(function)).schema for function in functions]
     assert json.dumps(tools) == json.dumps(schemas), "the order is that of the text which the policy reads"
+
+
+def test_batches_of_the_tool_have_as_many_rows_of_each_operation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    data = load(str(EXAMPLE / "tool.toml"), []).data
+    lines = (folder / "runs/real_model/rows/tool/train.jsonl").read_text().splitlines()
+    operations = [json.loads(line)["operation"] for line in lines]
+    assert not data.shuffle
+    for start in range(0, len(operations), data.batch_size):
+        batch = operations[start : start + data.batch_size]
+        assert {batch.count(operation) for operation in make_rows.PROBLEMS} == {data.batch_size // 3}
 
 
 def test_the_tool_gives_the_answers_of_the_rows(folder: Path) -> None:

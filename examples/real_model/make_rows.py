@@ -1,16 +1,26 @@
-"""Make the rows of this example: facts to write as JSON, problems for a calculator. They depend on this file only."""
+"""Make the rows of this example: facts to write as JSON, problems for a calculator, short questions of GSM8K.
+
+Facts and problems depend on this file only, questions on the files of GSM8K.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # one example uses parts of another
+
+from examples.gsm8k.prepare import cleaned, read
+
 Row = dict[str, Any]
 TRAINING, HELD_OUT, DEMONSTRATIONS = 600, 100, 80
+LONGEST_QUESTION = 200
+"""Characters: short questions have short answers, so that a step takes seconds."""
 
 VALUES = {
     "names": "Maria Tom Aisha Peter Lena Omar Julia Victor Nina Carlos Emma Ivan Sofia Hugo Clara David",
@@ -85,8 +95,9 @@ def fact(kinds: Mapping[str, tuple[str, Row]], draw: random.Random) -> Row:
     return {"prompt": text, "kind": kind, "answer": answer}
 
 
-def problem(templates: Mapping[str, Sequence[str]], draw: random.Random) -> Row:
-    operation = draw.choice(list(templates))
+def problem(templates: Mapping[str, Sequence[str]], number: int, draw: random.Random) -> Row:
+    """The operations take turns, so that a batch whose size is a multiple of three has as many rows of each."""
+    operation = list(templates)[number % len(templates)]
     a, b = draw.randint(12, 99), draw.randint(12, 99)
     if operation != "multiply":
         b = draw.randint(101, 499)
@@ -110,38 +121,53 @@ def demonstration(row: Row) -> Row:
     }
 
 
-def distinct(count: int, make: Callable[[], Row]) -> list[Row]:
-    """Rows with different prompts, so that no held-out row is trained on."""
+def distinct(count: int, make: Callable[[int], Row]) -> list[Row]:
+    """Rows with different prompts, so that no held-out row is trained on; ``make`` gets the number of the row."""
     rows: dict[str, Row] = {}
     while len(rows) < count:
-        row = make()
+        row = make(len(rows))
         rows[row["prompt"]] = row
     return list(rows.values())
 
 
 def facts() -> dict[str, list[Row]]:
     draw = random.Random(0)
-    rows = distinct(HELD_OUT + TRAINING, lambda: fact(KINDS, draw))
-    new = distinct(HELD_OUT, lambda: fact(NEW_KINDS, draw))
+    rows = distinct(HELD_OUT + TRAINING, lambda _: fact(KINDS, draw))
+    new = distinct(HELD_OUT, lambda _: fact(NEW_KINDS, draw))
     return {"held_out": rows[:HELD_OUT], "train": rows[HELD_OUT:], "new_kinds": new}
 
 
 def problems() -> dict[str, list[Row]]:
     draw = random.Random(0)
-    rows = distinct(HELD_OUT + TRAINING + DEMONSTRATIONS, lambda: problem(PROBLEMS, draw))
+    rows = distinct(HELD_OUT + TRAINING + DEMONSTRATIONS, lambda number: problem(PROBLEMS, number, draw))
     return {
         "held_out": rows[:HELD_OUT],
         "train": rows[HELD_OUT : HELD_OUT + TRAINING],
         "demonstrations": [demonstration(row) for row in rows[HELD_OUT + TRAINING :]],
-        "new_problems": distinct(HELD_OUT, lambda: problem(NEW_PROBLEMS, draw)),
+        "new_problems": distinct(HELD_OUT, lambda number: problem(NEW_PROBLEMS, number, draw)),
+    }
+
+
+def questions(data: str) -> dict[str, list[Row]]:
+    rows = {name: cleaned(read(data, split)) for name, split in (("train", "train"), ("held_out", "test"))}
+    return {
+        name: [
+            {"prompt": row["question"], "answer": row["answer"]}
+            for row in group
+            if len(row["question"]) <= LONGEST_QUESTION
+        ]
+        for name, group in rows.items()
     }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path, help="folder for json/ and tool/")
+    parser.add_argument("output", type=Path, help="folder for json/, tool/ and gsm8k/")
+    parser.add_argument("--data", metavar="DIR|hub", help="GSM8K: a folder with its two files, or `hub`; else left out")
     arguments = parser.parse_args(words)
     tasks = {"json": facts(), "tool": problems()}
+    if arguments.data:
+        tasks["gsm8k"] = questions(arguments.data)
     for task, files in tasks.items():
         (arguments.output / task).mkdir(parents=True, exist_ok=True)
         for name, rows in files.items():
