@@ -106,18 +106,27 @@ def test_the_form_of_gsm8k_is_an_equation_and_one_line_with_the_number(
     assert bool(re.fullmatch(form.options["pattern"], answer, re.DOTALL)) is matches
 
 
+def text_of(row: dict[str, Any]) -> str:
+    """The last request of a prompt, the first of a conversation."""
+    if "messages" in row:
+        return str(row["messages"][0]["content"])
+    return str(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])
+
+
 def test_no_held_out_row_is_trained_on(folder: Path) -> None:
     rows = folder / "runs/real_model/rows"
     prompts: dict[str, set[str]] = {}
     for path in rows.glob("*/*.jsonl"):
         group = [json.loads(line) for line in path.read_text().splitlines()]
-        texts = {row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in group}
+        texts = {text_of(row) for row in group}
         prompts[f"{path.parent.name}/{path.stem}"] = texts
         if path.parent.name != "gsm8k":
             assert len(texts) == len(group), path
     for task, held_out in (("json", ("held_out", "new_kinds")), ("tool", ("held_out", "new_problems"))):
         for name in held_out:
             assert not prompts[f"{task}/{name}"] & prompts[f"{task}/train"]
+    for name in ("held_out", "new_kinds"):
+        assert prompts[f"json/{name}_example"] == prompts[f"json/{name}"]
     assert not prompts["tool/demonstrations"] & (prompts["tool/train"] | prompts["tool/held_out"])
 
 

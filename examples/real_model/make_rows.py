@@ -53,6 +53,9 @@ NEW_KINDS: dict[str, tuple[str, Row]] = {
 }
 """Sentences and keys that training never shows."""
 
+EXAMPLE: tuple[str, Row] = ("A bottle of milk costs 3 dollars.", {"drink": "milk", "price": 3})
+"""Shown in the prompts of a control."""
+
 PROBLEMS = {
     "multiply": (
         "A box holds {a} eggs. How many eggs are in {b} boxes?",
@@ -74,9 +77,24 @@ PROBLEMS = {
     ),
 }
 NEW_PROBLEMS = {
-    "multiply": ("A worker earns {a} dollars a day. How much does she earn in {b} days?",),
-    "add": ("A library buys {b} books. It had {a} before. How many books does it have now?",),
-    "subtract": ("A train has {a} passengers, and {b} get off. How many passengers stay on it?",),
+    "multiply": (
+        "A worker earns {a} dollars a day. How much does she earn in {b} days?",
+        "Each of {a} trees bears {b} pears. How many pears are there?",
+        "A bus makes {a} trips a week. How many trips does it make in {b} weeks?",
+        "A bag weighs {a} kilograms. How much do {b} such bags weigh?",
+    ),
+    "add": (
+        "A library buys {b} books. It had {a} before. How many books does it have now?",
+        "In a race {a} people run and {b} people walk. How many people take part?",
+        "A cook needs {a} grams of flour and {b} grams of sugar. How many grams is that together?",
+        "Hugo scored {a} points in May and {b} in June. How many points did he score?",
+    ),
+    "subtract": (
+        "A train has {a} passengers, and {b} get off. How many passengers stay on it?",
+        "A rope is {a} metres long. Then {b} metres are cut off. How long is the rest?",
+        "A shop has {a} lamps and sells {b}. How many lamps are still in the shop?",
+        "There were {a} guests. Now {b} have gone home. How many guests are still there?",
+    ),
 }
 """Wordings that training never shows."""
 
@@ -87,12 +105,20 @@ def fact(kinds: Mapping[str, tuple[str, Row]], draw: random.Random) -> Row:
     answer = {
         key: draw.choice(VALUES[of].split()) if isinstance(of, str) else draw.randint(*of) for key, of in keys.items()
     }
+    return {"prompt": request(sentence.format(**answer), answer), "kind": kind, "answer": answer}
+
+
+def request(sentence: str, answer: Row) -> str:
     names = [f'"{key}" ({"text" if isinstance(value, str) else "number"})' for key, value in answer.items()]
     schema = f"{', '.join(names[:-1])} and {names[-1]}"
-    text = (
-        f"{sentence.format(**answer)}\n\nWrite this as a JSON object with the keys {schema}. Answer with the JSON only."
-    )
-    return {"prompt": text, "kind": kind, "answer": answer}
+    return f"{sentence}\n\nWrite this as a JSON object with the keys {schema}. Answer with the JSON only."
+
+
+def with_example(row: Row) -> Row:
+    """The same request after a conversation in which the example is answered."""
+    turns = (request(*EXAMPLE), json.dumps(EXAMPLE[1]), row["prompt"])
+    roles = ("user", "assistant", "user")
+    return {**row, "prompt": [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]}
 
 
 def problem(templates: Mapping[str, Sequence[str]], number: int, draw: random.Random) -> Row:
@@ -134,7 +160,14 @@ def facts() -> dict[str, list[Row]]:
     draw = random.Random(0)
     rows = distinct(HELD_OUT + TRAINING, lambda _: fact(KINDS, draw))
     new = distinct(HELD_OUT, lambda _: fact(NEW_KINDS, draw))
-    return {"held_out": rows[:HELD_OUT], "train": rows[HELD_OUT:], "new_kinds": new}
+    held_out = rows[:HELD_OUT]
+    return {
+        "held_out": held_out,
+        "train": rows[HELD_OUT:],
+        "new_kinds": new,
+        "held_out_example": [with_example(row) for row in held_out],
+        "new_kinds_example": [with_example(row) for row in new],
+    }
 
 
 def problems() -> dict[str, list[Row]]:
