@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(models, config):
 
 
 def test_the_mask_covers_where_tokens_are_predicted(models):
-    """Defect 23 of OpenRLHF: with the mask at the tokens' own positions, the divergence omits the position that
+    """A defect of OpenRLHF: with the mask at the tokens' own positions, the divergence omits the position that
     predicts the first token of the answer and includes the position after the last. Its loss and gradients differ."""
     config, examples = Distill.Config(alpha=1.0), rows()
     got, gradients, _ = distilled(models, Distill(config), examples)

@@ -84,7 +84,7 @@ class TestGAE(AdvantageContract):
 
 
 def test_std_option_is_not_ignored():
-    """Defect 24: group normalisation ignored the switch that turns the division by std off."""
+    """Group normalisation ignored the switch that turns the division by std off."""
     r_N, group_N = torch.tensor([0.0, 1.0, 1.0, 3.0, 0.0, 10.0]).double(), torch.tensor([0, 0, 0, 0, 1, 1])
     by_group = GroupNorm().baseline(r_N, group_N)
     assert by_group.tolist() == pytest.approx(

@@ -366,7 +366,7 @@ def test_live_old_logprobs_give_the_policy_gradient(loss):
 @pytest.mark.parametrize("far", [-1e4, 1e4])
 @pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), SAPO()])
 def test_ratios_without_bounds_stay_finite(loss, far, sign):
-    """Defect 3: the sequence ratio had no bound and became inf."""
+    """The sequence ratio had no bound and became inf."""
     batch = one_sequence(2, old_logprobs=[-2e4, -2e4], advantages=[sign, sign])
     lp = torch.tensor([-2e4 + far, -2e4 + far], requires_grad=True)
     total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"logprobs": lp}, {}, {})

@@ -28,7 +28,7 @@ def test_needs_a_critic_and_a_reference_only_for_kl():
 
 
 def test_critic_warmup_is_exactly_n_steps():
-    """Defect 27: a warm-up of N froze the policy for N + 1 steps."""
+    """A warm-up of N froze the policy for N + 1 steps."""
     algorithm = TestPPO().build(PPO.Config(critic_warmup=2))
     trained = [[u.role for u in algorithm.updates(step)] for step in range(4)]
     assert trained == [["critic"], ["critic"], ["critic", "policy"], ["critic", "policy"]]

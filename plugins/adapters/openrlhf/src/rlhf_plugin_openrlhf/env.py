@@ -54,9 +54,9 @@ class _AgentEnv(Env):
         self._label = label_of(row, self.config.label)
         self._instance = await built(self._class)
         accepts = inspect.signature(self._instance.reset).parameters
-        named = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
+        takes_seed = "seed" in accepts or any(p.kind is p.VAR_KEYWORD for p in accepts.values())
         states = {"observation": prompt, "prompt": prompt, "label": self._label}
-        result = await self._instance.reset(states, **({"seed": seed} if named else {}))
+        result = await self._instance.reset(states, **({"seed": seed} if takes_seed else {}))
         observation = result.get("observation") if isinstance(result, dict) else None
         if not isinstance(observation, str) or not observation.startswith(prompt):
             raise EnvError(
@@ -87,8 +87,8 @@ class _AgentEnv(Env):
         score = scalar(result.get("scores"), "scores")
         if score is not None:
             info["scores"] = score
-        wanted = result.get("sampling_params")
-        sampling = None if wanted is None or self.sampling is None else from_params(wanted, self.sampling)
+        new_params = result.get("sampling_params")
+        sampling = None if new_params is None or self.sampling is None else from_params(new_params, self.sampling)
         changed = sampling if sampling != self.sampling else None
         return EnvStep(feedback, reward, bool(result["done"]), changed, info, images, score)
 

@@ -37,10 +37,8 @@ class ExecutorConfig(ComponentConfig):
             try:
                 signature.bind(**self.arguments)
             except TypeError as cause:
-                called = f"{self.executor.__name__}{signature}"
-                raise ValueError(
-                    f"arguments = {self.arguments}: {called} cannot be called with them: {cause}"
-                ) from None
+                call = f"{self.executor.__name__}{signature}"
+                raise ValueError(f"arguments = {self.arguments}: {call} cannot be called with them: {cause}") from None
         return self
 
     def built_executor(self) -> Any:

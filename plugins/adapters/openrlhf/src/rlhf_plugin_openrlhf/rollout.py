@@ -45,7 +45,7 @@ class _ExecutorRollout(Rollout):
             where = f"row {row.index} of {row.source}"
             raise RolloutError(f"{where} has images, which an executor's execute() does not get; use an environment")
         executor, engine = self.config.built_executor(), Engine(ctx)
-        given = {
+        arguments = {
             "prompt": ctx.tokenizer.decode(list(prompt.ids), skip_special_tokens=False),
             "label": label_of(row, self.config.label),
             "sampling_params": to_params(ctx.sampling),
@@ -54,5 +54,5 @@ class _ExecutorRollout(Rollout):
             "llm_engine": engine,
         }
         if "images" in inspect.signature(executor.execute).parameters:  # executors of OpenRLHF before 0.10 lack it
-            given["images"] = None
-        return engine.turns(await executor.execute(**given))
+            arguments["images"] = None
+        return engine.turns(await executor.execute(**arguments))

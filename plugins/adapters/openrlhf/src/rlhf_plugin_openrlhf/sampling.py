@@ -49,7 +49,7 @@ def from_params(params: Any, sampling: Sampling) -> Sampling:
             raise ValueError(f"sampling_params.{name} = {value!r} is not supported; leave it at {off[0]!r}")
     max_tokens = getattr(params, "max_tokens", None)
     top_k = getattr(params, "top_k", None)
-    wanted: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_tokens,
         "temperature": getattr(params, "temperature", None),
         "top_p": getattr(params, "top_p", None),
@@ -59,7 +59,7 @@ def from_params(params: Any, sampling: Sampling) -> Sampling:
         "stop_token_ids": _tuple(getattr(params, "stop_token_ids", None)),
         "ignore_eos": getattr(params, "ignore_eos", None),
     }
-    return replace(sampling, **{k: v for k, v in wanted.items() if v is not None})
+    return replace(sampling, **{k: v for k, v in settings.items() if v is not None})
 
 
 def _tuple(values: Any) -> tuple[Any, ...] | None:

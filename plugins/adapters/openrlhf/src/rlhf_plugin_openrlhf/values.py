@@ -13,69 +13,69 @@ from rlhf.errors import shown
 from rlhf.types import Row
 
 
-def scalar(value: Any, what: str) -> float | None:
+def scalar(value: Any, label: str) -> float | None:
     """One number: a tensor or list with one element, or the number itself; None stays None. Raises TypeError for other
     values."""
     if value is None:
         return None
     if isinstance(value, list | tuple):
         if len(value) == 1:
-            return scalar(value[0], what)
+            return scalar(value[0], label)
     elif isinstance(value, numbers.Real):
         try:
             return float(value)
         except OverflowError:
-            raise TypeError(f"{what} is {shown(value)}; expected a number that a float can hold") from None
+            raise TypeError(f"{label} is {shown(value)}; expected a number that a float can hold") from None
     elif hasattr(value, "item") and getattr(value, "size", None) is not None and _elements(value) == 1:
         return float(value.item())
-    raise TypeError(f"{what} is {value!r}; expected one number: a float, or a tensor or list with one element")
+    raise TypeError(f"{label} is {value!r}; expected one number: a float, or a tensor or list with one element")
 
 
-def scalars(values: Any, what: str, count: int) -> list[float | None]:
+def scalars(values: Any, label: str, count: int) -> list[float | None]:
     """One number for each of ``count`` samples: a list or a tensor; None: none has one. For one sample the number
     itself too. Raises TypeError for other values."""
     if values is None:
         return [None] * count
     if count == 1:
-        return [scalar(values, what)]
+        return [scalar(values, label)]
     numbers = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(numbers, list | tuple) or len(numbers) != count:
         raise TypeError(
-            f"{what} is {shown(values)}; expected {count} numbers, one for each sample of the batch. A function that "
+            f"{label} is {shown(values)}; expected {count} numbers, one for each sample of the batch. A function that "
             'scores one sample a call needs batch = "sample" in its section.'
         )
-    return [scalar(number, f"{what}[{n}]") for n, number in enumerate(numbers)]
+    return [scalar(number, f"{label}[{n}]") for n, number in enumerate(numbers)]
 
 
 def batch_logs(values: Any, count: int) -> list[dict[str, Any]]:
     """``extra_logs`` for each of ``count`` samples. A text, and a single number such as a mean, is of every sample."""
     infos: list[dict[str, Any]] = [{} for _ in range(count)]
     for name, value in _mapping(values, "extra_logs").items():
-        what = f"extra_logs[{name!r}]"
-        numbers = [value] * count if isinstance(value, str) else _one_or_each(value, what, count)
+        label = f"extra_logs[{name!r}]"
+        numbers = [value] * count if isinstance(value, str) else _one_or_each(value, label, count)
         for info, number in zip(infos, numbers, strict=True):
             info[str(name)] = number
     return infos
 
 
-def _one_or_each(value: Any, what: str, count: int) -> list[float | None]:
+def _one_or_each(value: Any, label: str, count: int) -> list[float | None]:
     try:
-        return [scalar(value, what)] * count
+        return [scalar(value, label)] * count
     except TypeError:
         if count == 1:
             raise
-        return scalars(value, what, count)
+        return scalars(value, label, count)
 
 
-def logs(values: Any, what: str) -> dict[str, Any]:
+def logs(values: Any, label: str) -> dict[str, Any]:
     """``extra_logs`` with plain numbers; text stays text."""
-    values = _mapping(values, what)
-    return {str(k): v if isinstance(v, str) else scalar(v, f"{what}[{k!r}]") for k, v in values.items()}
+    values = _mapping(values, label)
+    return {str(k): v if isinstance(v, str) else scalar(v, f"{label}[{k!r}]") for k, v in values.items()}
 
 
-def _mapping(values: Any, what: str) -> Mapping[Any, Any]:
+def _mapping(values: Any, label: str) -> Mapping[Any, Any]:
     if values is not None and not isinstance(values, Mapping):
-        raise TypeError(f"{what} is {values!r}; expected a dict")
+        raise TypeError(f"{label} is {values!r}; expected a dict")
     return values or {}
 
 

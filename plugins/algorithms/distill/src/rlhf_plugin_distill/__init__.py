@@ -111,7 +111,7 @@ class DistillOnPolicy(_Distillation):
             return None, {}
         # Without the column temperature: heads read the student's logits as they are.
         batch = batch.only(("loss_mask", "own_tokens", "truncated", "given"))
-        own = [unit for unit, given in enumerate(batch.unit["given"].tolist()) if not given]
+        own = [unit for unit, from_data in enumerate(batch.unit["given"].tolist()) if not from_data]
         return batch, length_metrics(batch.select(own)) if own else {}
 
 

@@ -119,9 +119,9 @@ class DPOConfig(ComponentConfig):
             "discopop_tau": ("discopop",),
             "bco_shift": ("bco_pair",),
         }
-        for option, wanted in readers.items():
-            given = getattr(self, option)
-            if given != type(self).model_fields[option].default and not set(wanted) & set(names):
-                raise ValueError(f"{option} = {given!r} is read by {', '.join(wanted)} only, not by {', '.join(names)}")
+        for option, losses in readers.items():
+            value = getattr(self, option)
+            if value != type(self).model_fields[option].default and not set(losses) & set(names):
+                raise ValueError(f"{option} = {value!r} is read by {', '.join(losses)} only, not by {', '.join(names)}")
         if self.f_alpha != 0.5 and self.f_divergence != "alpha_divergence":
             raise ValueError(f"f_alpha = {self.f_alpha:g} is read with f_divergence = 'alpha_divergence' only")

@@ -56,15 +56,15 @@ class OnlineDPO(Pairwise):
         samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}
-        found = pair_samples(samples, self.config.pairs, self.config.min_gap)
-        if not found.pairs:
+        pairing = pair_samples(samples, self.config.pairs, self.config.min_gap)
+        if not pairing.pairs:
             return None, {}
-        batch = as_pairs(samples, found.pairs)
+        batch = as_pairs(samples, pairing.pairs)
         return batch, {
-            "pairs/made": float(len(found.pairs)),
-            "pairs/groups": float(found.groups),
-            "pairs/tied_groups": float(found.tied_groups),
-            "pairs/equal_answers": float(found.equal_answers),
+            "pairs/made": float(len(pairing.pairs)),
+            "pairs/groups": float(pairing.groups),
+            "pairs/tied_groups": float(pairing.tied_groups),
+            "pairs/equal_answers": float(pairing.equal_answers),
             "pairs/chosen_score": float(batch.unit["chosen_score"].mean()),
             "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
         }

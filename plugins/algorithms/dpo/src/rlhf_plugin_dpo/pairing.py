@@ -47,11 +47,11 @@ class Pairing:
         else:
             candidates = [(a, b) for n, a in enumerate(ranked) for b in ranked[n + 1 :]]
         apart = [(a, b) for a, b in candidates if a.score - b.score > min_gap]
-        taken = [(a, b) for a, b in apart if a.answer != b.answer]
+        pairs = [(a, b) for a, b in apart if a.answer != b.answer]
         self.groups += 1
         self.tied_groups += not apart
-        self.equal_answers += len(apart) - len(taken)
-        self.pairs += taken
+        self.equal_answers += len(apart) - len(pairs)
+        self.pairs += pairs
 
 
 def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
@@ -69,10 +69,10 @@ def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
         members = groups.setdefault(group, [])
         if answers[unit].numel():
             members.append(Sample(unit, number, score_U[unit], tuple(answers[unit].tolist())))
-    found = Pairing()
+    pairing = Pairing()
     for members in groups.values():
-        found.add(members, choice, min_gap)
-    return found
+        pairing.add(members, choice, min_gap)
+    return pairing
 
 
 def scores(batch: Batch) -> Tensor:

@@ -39,8 +39,8 @@ class KTO(Algorithm):
     @property
     def _mismatched(self) -> bool:
         """Whether the loss uses mismatched answers."""
-        wanted = self.parts["loss"].prepass()
-        return any(isinstance(a.output, Head) and a.output.over == TWIN_MASK for a in wanted)
+        annotations = self.parts["loss"].prepass()
+        return any(isinstance(a.output, Head) and a.output.over == TWIN_MASK for a in annotations)
 
     def needs(self) -> Needs:
         roles = (RoleSpec("policy", trained=True), RoleSpec("reference", like="policy"))
@@ -104,7 +104,7 @@ class KTOPair(KTO):
     data = "pairs"
 
     def labelled(self, example: Example) -> list[tuple[int, bool]]:
-        return sorted(((i, s.role == 0) for i, s in enumerate(example.sequences)), key=lambda found: not found[1])
+        return sorted(((i, s.role == 0) for i, s in enumerate(example.sequences)), key=lambda pair: not pair[1])
 
 
 def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) -> UnitData:

@@ -26,15 +26,15 @@ def with_twins(suite: Any, batch: Batch, seed: int) -> Batch:
 
     units = []
     for u in range(batch.units):
-        one, n = batch.select([u]), twin_tokens(u)
-        own = {name: values.tolist() for name, values in one.tok.items()}
-        sequences = [SequenceData(one.ids_N.tolist(), {**own, TWIN_MASK: [False] * one.tokens})]
+        single, n = batch.select([u]), twin_tokens(u)
+        own = {name: values.tolist() for name, values in single.tok.items()}
+        sequences = [SequenceData(single.ids_N.tolist(), {**own, TWIN_MASK: [False] * single.tokens})]
         if n:
             tok = {name: [values[0]] * (n + 1) for name, values in own.items()}
             masks = {"loss_mask": [False] * (n + 1), TWIN_MASK: [False] + [True] * n}
             sequences.append(SequenceData([7] * (n + 1), {**tok, **masks}, TWIN))
-        units.append(UnitData(sequences, {"label": bool(one.unit["label"][0])}))
-    made = pack(units)
-    reference_N = -1.0 - torch.arange(made.tokens) % 4
-    made = made.with_column("tok", "twin_ref_logprobs", reference_N, over=TWIN_MASK)
-    return made.with_column("tok", "twin_logprobs", reference_N + RISE, over=TWIN_MASK)
+        units.append(UnitData(sequences, {"label": bool(single.unit["label"][0])}))
+    twin_batch = pack(units)
+    reference_N = -1.0 - torch.arange(twin_batch.tokens) % 4
+    twin_batch = twin_batch.with_column("tok", "twin_ref_logprobs", reference_N, over=TWIN_MASK)
+    return twin_batch.with_column("tok", "twin_logprobs", reference_N + RISE, over=TWIN_MASK)

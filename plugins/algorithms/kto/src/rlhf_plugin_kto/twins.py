@@ -50,7 +50,7 @@ class Labelled:
         return (*self.images, *(image.moved(len(self.prompt)) for image in other.later_images))
 
     @property
-    def asked(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    def question(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
         """Prompt and images."""
         return self.prompt, tuple(image.data for image in self.images)
 
@@ -62,12 +62,12 @@ def twins(rows: Sequence[Labelled]) -> list[int | None]:
     The result depends on the set of rows, not on their order in ``rows``.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].place, rows[i].prompt, rows[i].answer))
-    several = len({row.asked for row in rows}) > 1
-    found: list[int | None] = [None] * len(rows)
+    several = len({row.question for row in rows}) > 1
+    partners: list[int | None] = [None] * len(rows)
     for at, i in enumerate(order):
         for k in range(1, len(order)):
             other = rows[order[at - k]]
-            if other.asked != rows[i].asked if several else other.answer != rows[i].answer:
-                found[i] = order[at - k]
+            if other.question != rows[i].question if several else other.answer != rows[i].answer:
+                partners[i] = order[at - k]
                 break
-    return found
+    return partners

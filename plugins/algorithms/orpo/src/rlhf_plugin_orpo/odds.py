@@ -15,10 +15,10 @@ def log1mexp(x: Tensor) -> Tensor:
 
     log(-expm1(x)) above -log 2 and log1p(-exp(x)) below: each loses digits where the other does not.
     """
-    near = x > -LN_2
+    near_zero = x > -LN_2
     # Each branch gets -1 at elements where the other branch is selected: its gradient there could be infinite.
     return torch.where(
-        near, torch.log(-torch.expm1(x.where(near, -1.0))), torch.log1p(-torch.exp(x.where(~near, -1.0)))
+        near_zero, torch.log(-torch.expm1(x.where(near_zero, -1.0))), torch.log1p(-torch.exp(x.where(~near_zero, -1.0)))
     )
 
 

@@ -65,15 +65,15 @@ class PerSource(Algorithm):
 
     def _check_sources(self) -> None:
         """Raises ConfigError where the members' sources are not those of ``data.train``."""
-        there = self.run.sources
-        if not there:  # not in a run
+        sources = self.run.sources
+        if not sources:  # not in a run
             return
-        if unknown := [source for source in self._owner if source not in there]:
+        if unknown := [source for source in self._owner if source not in sources]:
             raise ConfigError(
                 f"algorithm.members: {', '.join(map(repr, unknown))} is no source of data.train; there are "
-                f"{', '.join(map(repr, there))}. A source's name is its `name`, or the stem of its file"
+                f"{', '.join(map(repr, sources))}. A source's name is its `name`, or the stem of its file"
             )
-        if missing := [source for source in there if source not in self._owner]:
+        if missing := [source for source in sources if source not in self._owner]:
             raise ConfigError(
                 f"algorithm.members: no member trains on {', '.join(map(repr, missing))} of data.train. Add it to the "
                 "`sources` of a member"
@@ -128,17 +128,17 @@ class PerSource(Algorithm):
         parts: dict[str, Batch] = {}
         metrics: dict[str, float] = {}
         for name, own in groups.items():
-            made, counts = self.members[name].assemble(own) if own else (None, {})
+            own_batch, counts = self.members[name].assemble(own) if own else (None, {})
             metrics |= {f"{name}/{key}": value for key, value in counts.items()}
-            if made is not None:
-                parts[name] = made
+            if own_batch is not None:
+                parts[name] = own_batch
         return (join(parts, self.members) if parts else None), metrics
 
     def annotations(self, step: int) -> list[Annotation]:
         """Those of every member, at its own units only."""
         from rlhf.ops.heads import resolve_head
 
-        wanted = []
+        annotations = []
         for name, member in self.members.items():
             for a in member.annotations(step):
                 head = resolve_head(a.output)
@@ -148,8 +148,8 @@ class PerSource(Algorithm):
                         "which is not of tokens under loss_mask alone; per_source cannot join it"
                     )
                 own = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
-                wanted.append(replace(a, output=own, column=f"{name}/{a.column}"))
-        return wanted
+                annotations.append(replace(a, output=own, column=f"{name}/{a.column}"))
+        return annotations
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         from rlhf_plugin_per_source.parts import join
@@ -165,28 +165,30 @@ class PerSource(Algorithm):
         """One update of the policy. A step with fewer samples than minibatches takes as many as the member that takes
         most."""
         planned = self._check_updates(step)
-        found = {name: planned_update(name, member, step) for name, member in self.members.items()}
+        plans = {name: planned_update(name, member, step) for name, member in self.members.items()}
         idle: dict[str, float] = {}
         if batch is not None:
             from rlhf_plugin_per_source.loss import TRAINED
 
             now = {name: member.updates(step, own) for name, member, own in self._parts(batch)}
             idle = {f"{name}/{TRAINED}": 0.0 for name, updates in now.items() if not updates}
-            taken = {name: policy_update(name, self.members[name], updates) for name, updates in now.items() if updates}
-            if not taken:
+            batch_updates = {
+                name: policy_update(name, self.members[name], updates) for name, updates in now.items() if updates
+            }
+            if not batch_updates:
                 return []
-            planned = replace(planned, minibatches=max(update.minibatches for update in taken.values()))
-            found = {name: taken.get(name, found[name]) for name in now}
-        coef = {f"{name}/{key}": value for name, u in found.items() for key, value in u.coef.items()}
-        live = {f"{name}/{column}": output for name, u in found.items() for column, output in u.live.items()}
+            planned = replace(planned, minibatches=max(update.minibatches for update in batch_updates.values()))
+            plans = {name: batch_updates.get(name, plans[name]) for name in now}
+        coef = {f"{name}/{key}": value for name, u in plans.items() for key, value in u.coef.items()}
+        live = {f"{name}/{column}": output for name, u in plans.items() for column, output in u.live.items()}
         return [replace(planned, coef=coef | idle, live=live)]
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        found: dict[str, float] = {}
+        all_metrics: dict[str, float] = {}
         for name, member, own in self._parts(batch):
             of_member = member.finish(step, own, metrics_of(name, tuple(self.members), metrics))
-            found |= {f"{name}/{key}": value for key, value in of_member.items()}
-        return found
+            all_metrics |= {f"{name}/{key}": value for key, value in of_member.items()}
+        return all_metrics
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         for member in self.members.values():
@@ -217,13 +219,14 @@ class PerSource(Algorithm):
 
     def _check_updates(self, step: int) -> Update:
         """The passes of a step, on which all members must agree. Raises ConfigError where they do not."""
-        found = {name: planned_update(name, member, step) for name, member in self.members.items()}
-        passes = {name: (update.epochs, update.minibatches) for name, update in found.items()}
+        updates = {name: planned_update(name, member, step) for name, member in self.members.items()}
+        passes = {name: (update.epochs, update.minibatches) for name, update in updates.items()}
         if len(set(passes.values())) > 1:
-            said = ", ".join(f"{name!r} {e} and {m}" for name, (e, m) in passes.items())
+            counts = ", ".join(f"{name!r} {e} and {m}" for name, (e, m) in passes.items())
             raise ConfigError(
                 f"algorithm.members: all members share each optimizer step, so their epochs and minibatches must be "
-                f"equal. They are {said}. Set --algorithm.members.NAME.epochs and --algorithm.members.NAME.minibatches"
+                f"equal. They are {counts}. Set --algorithm.members.NAME.epochs and "
+                "--algorithm.members.NAME.minibatches"
             )
         epochs, minibatches = next(iter(passes.values()))
         return Update("policy", "loss", epochs, minibatches)

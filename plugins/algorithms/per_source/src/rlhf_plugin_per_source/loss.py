@@ -82,15 +82,15 @@ class LossOfMembers(Loss):
             keep_U = x[f"{name}/{PART}"]
             keep = {"token": keep_U[x.unit_A], "sequence": keep_U[x.unit_S], "unit": keep_U}
             if bool(keep_U.any()):
-                found = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
+                output = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
             else:
-                found = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, loss)))
+                output = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, loss)))
             trained = x.coef.get(f"{name}/{TRAINED}", 1.0)
             for term, reduce in loss.reduce().items():
                 level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
-                values = found.terms[term] if trained == 1.0 else found.terms[term] * trained
+                values = output.terms[term] if trained == 1.0 else output.terms[term] * trained
                 terms[f"{name}/{term}"] = _spread(values, keep[level])
-            for metric, (level, values, *where) in found.metrics.items():
+            for metric, (level, values, *where) in output.metrics.items():
                 counted = _spread(where[0], keep[level]) if where else keep[level]
                 metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), counted)
         return LossOutput(terms, metrics)  # type: ignore[arg-type]

@@ -35,24 +35,24 @@ def policy_update(name: str, member: Algorithm, updates: Sequence[Any]) -> Updat
     """The one update of the policy that ``updates`` must be. Raises ConfigError for anything else."""
     if len(updates) == 1 and isinstance(updates[0], Update) and updates[0].role == "policy":
         return updates[0]
-    said = ", ".join(f"{type(u).__name__}({u.role!r})" for u in updates) or "nothing"
+    names = ", ".join(f"{type(u).__name__}({u.role!r})" for u in updates) or "nothing"
     raise ConfigError(
-        f"member {name!r}: algorithm {member.name!r} does {said} in a step; a member does one update of the policy and "
-        "copies no weights (leave out kl.snapshot_every, snapshot_every)"
+        f"member {name!r}: algorithm {member.name!r} does {names} in a step; a member does one update of the policy "
+        "and copies no weights (leave out kl.snapshot_every, snapshot_every)"
     )
 
 
 def metrics_of(name: str, members: Sequence[str], metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a step as the algorithm reads them where it is alone: its own without its name, those of other
     members left out."""
-    found = {}
+    own = {}
     for key, value in metrics.items():
         for start in ("policy/loss/", "policy/", ""):
             owner, slash, rest = key.removeprefix(start).partition("/")
             if key.startswith(start) and slash and owner in members:
                 if owner == name:
-                    found[start + rest] = value
+                    own[start + rest] = value
                 break
         else:
-            found[key] = value
-    return found
+            own[key] = value
+    return own

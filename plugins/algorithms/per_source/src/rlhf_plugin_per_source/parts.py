@@ -29,36 +29,36 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
     joined = concat(bare)
     tok, seq, unit = dict(joined.tok), dict(joined.seq), dict(joined.unit)
     token = sequence = first = 0
-    here = {name: torch.zeros(joined.units, dtype=torch.bool) for name in names}
-    tok |= {f"{name}/loss_mask": torch.zeros(joined.tokens, dtype=torch.bool) for name in here}
+    member_units = {name: torch.zeros(joined.units, dtype=torch.bool) for name in names}
+    tok |= {f"{name}/loss_mask": torch.zeros(joined.tokens, dtype=torch.bool) for name in member_units}
     for name, b in parts.items():
         if PART in b.unit or any("/" in column for column in (*b.tok, *b.seq, *b.unit)):
             raise TrainingError(f"member {name!r} makes a column {PART!r}, or one with '/' in its name")
-        for made, columns, start, size in (
+        for table, columns, start, size in (
             (tok, b.tok, token, joined.tokens),
             (seq, b.seq, sequence, joined.sequences),
             (unit, b.unit, first, joined.units),
         ):
-            made |= {f"{name}/{c}": _padded(v, start, size) for c, v in columns.items() if c != "temperature"}
-        here[name][first : first + b.units] = True
+            table |= {f"{name}/{c}": _padded(v, start, size) for c, v in columns.items() if c != "temperature"}
+        member_units[name][first : first + b.units] = True
         token, sequence, first = token + b.tokens, sequence + b.sequences, first + b.units
-    unit |= {f"{name}/{PART}": here_U for name, here_U in here.items()}
+    unit |= {f"{name}/{PART}": units_U for name, units_U in member_units.items()}
     return replace(joined, tok=tok, seq=seq, unit=unit)
 
 
 def part(batch: Batch, name: str) -> Batch | None:
     """What was joined for this member, with its columns of now; None where the batch has no unit of it."""
-    here_U = batch.unit[f"{name}/{PART}"]
-    if not bool(here_U.any()):
+    units_U = batch.unit[f"{name}/{PART}"]
+    if not bool(units_U.any()):
         return None
-    kept = batch if bool(here_U.all()) else batch.keep(here_U[batch.unit_B])
+    units = batch if bool(units_U.all()) else batch.keep(units_U[batch.unit_B])
 
     def own(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {c.removeprefix(f"{name}/"): v for c, v in columns.items() if c.startswith(f"{name}/")}
 
-    shared = {c: kept.tok[c] for c in SHARED if c in kept.tok}
-    unit = {c: v for c, v in own(kept.unit).items() if c != PART}
-    return replace(kept, tok={**own(kept.tok), **shared}, seq=own(kept.seq), unit=unit)
+    shared = {c: units.tok[c] for c in SHARED if c in units.tok}
+    unit = {c: v for c, v in own(units.unit).items() if c != PART}
+    return replace(units, tok={**own(units.tok), **shared}, seq=own(units.seq), unit=unit)
 
 
 def _shared(b: Batch, parts: Iterable[Batch]) -> dict[str, Tensor]:

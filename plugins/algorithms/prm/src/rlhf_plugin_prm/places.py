@@ -27,18 +27,18 @@ def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
     Steps are found in sampled turns only, in each turn separately, because only the policy's own text gets credit. A
     token that ends two steps appears once.
     """
-    made: list[Context] = []
+    all_contexts: list[Context] = []
     for number, turn in enumerate(trajectory.turns):
-        if turn.fresh or not made:
-            made.append(Context())
-        context = made[-1]
+        if turn.fresh or not all_contexts:
+            all_contexts.append(Context())
+        context = all_contexts[-1]
         if turn.sampled:
             for token in dict.fromkeys(ends(turn.ids)):
                 context.positions.append(len(context.ids) + token)
                 context.places.append((number, token))
         context.images += tuple(image.moved(len(context.ids)) for image in turn.images)
         context.ids += turn.ids
-    return made
+    return all_contexts
 
 
 def last_token(trajectory: Trajectory) -> list[Context]:

@@ -29,17 +29,17 @@ def label_ids(settings: dict[str, Any]) -> tuple[int, int] | None:
     return (right, wrong) if isinstance(right, int) and isinstance(wrong, int) else None
 
 
-def separator_of(settings: dict[str, Any], model: str, given: str | None) -> str:
-    """The text that ends a step: the one that training wrote there, else ``given``, else a line break.
+def separator_of(settings: dict[str, Any], model: str, separator: str | None) -> str:
+    """The text that ends a step: the one that training wrote there, else ``separator``, else a line break.
 
     Raises ConfigError if both exist and differ: the model was not trained to be read after the given text.
     """
     trained = settings.get(STEP_SEPARATOR)
     if not isinstance(trained, str) or not trained:
-        return "\n" if given is None else given
-    if given is not None and given != trained:
+        return "\n" if separator is None else separator
+    if separator is not None and separator != trained:
         raise ConfigError(
-            f"reward 'prm': separator = {given!r}, but {model!r} was trained on steps that end with {trained!r} "
+            f"reward 'prm': separator = {separator!r}, but {model!r} was trained on steps that end with {trained!r} "
             f"({STEP_SEPARATOR} in its config.json), and was not trained to be read after other text. Leave separator "
             "out, or train a model on such steps with data.step_separator."
         )

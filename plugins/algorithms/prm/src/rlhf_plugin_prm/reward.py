@@ -100,11 +100,11 @@ class ProcessReward(Reward):
         return (RoleSpec(self.config.role, head=self._head, model=self.config.model),)
 
     def _check_labels(self) -> None:
-        given = self.config.label_tokens
+        labels = self.config.label_tokens
         if self._head == CLASSES:
-            if given is not None:
+            if labels is not None:
                 raise ConfigError(f"reward {self.name!r}: {self.config.model!r} has two classes and no label_tokens")
-        elif given is None and label_ids(self._settings) is None:
+        elif labels is None and label_ids(self._settings) is None:
             raise ConfigError(
                 f"reward {self.name!r}: {self.config.model!r} is a language model whose config.json does not say which "
                 'tokens its labels are. Set label_tokens, e.g. ["+", "-"] (right, wrong)'
@@ -118,15 +118,15 @@ class ProcessReward(Reward):
         self._check_labels()
         if self._head == CLASSES:
             return
-        given = self.config.label_tokens
-        named = None if given is None else tuple(context.tokens.single(t, "label_tokens") for t in given)
-        self._read = step_logits(*(named or label_ids(self._settings) or ()))
+        labels = self.config.label_tokens
+        label_tokens = None if labels is None else tuple(context.tokens.single(t, "label_tokens") for t in labels)
+        self._read = step_logits(*(label_tokens or label_ids(self._settings) or ()))
 
     async def score(self, group: Group) -> list[RewardResult]:
         if self._context is None or self._context.read_role is None:
             raise RewardError(f"this run does not hold the role {self.config.role!r}")
-        asked = [self._contexts(t) for t in group.trajectories]
-        flat = [context for found in asked for context in found if context.positions]
+        contexts_of_samples = [self._contexts(t) for t in group.trajectories]
+        flat = [context for sample_contexts in contexts_of_samples for context in sample_contexts if context.positions]
         images = [c.images for c in flat]
         logits = await self._context.read_role(
             self.config.role,
@@ -137,16 +137,16 @@ class ProcessReward(Reward):
         )
         values = iter(logits)
         return [
-            self._result([(place, logit) for c in found if c.positions
+            self._result([(place, logit) for c in sample_contexts if c.positions
                           for place, logit in zip(c.places, next(values), strict=True)])
-            for found in asked
+            for sample_contexts in contexts_of_samples
         ]  # fmt: skip
 
     def _contexts(self, trajectory: Trajectory) -> list[Context]:
-        found = contexts(trajectory, self._ends)
-        if self.config.without_steps == "last_token" and not any(c.positions for c in found):
+        all_contexts = contexts(trajectory, self._ends)
+        if self.config.without_steps == "last_token" and not any(c.positions for c in all_contexts):
             return last_token(trajectory)
-        return found
+        return all_contexts
 
     def _result(self, logits: list[tuple[tuple[int, int], float]]) -> RewardResult:
         assert self._context is not None

@@ -84,8 +84,8 @@ class AdaptiveMixing(Curriculum):
             if len(group.scores) >= self.min_scores:
                 gains[self._source_of(group.row)].append(gain(group.scores))
         rate = self.config.rate
-        for name, found in gains.items():
-            self._values[name] = rate * math.fsum(found) / len(found) + (1 - rate) * self._values[name]
+        for name, source_gains in gains.items():
+            self._values[name] = rate * math.fsum(source_gains) / len(source_gains) + (1 - rate) * self._values[name]
 
     def metrics(self) -> Mapping[str, float]:
         shares = {f"share/{name}": share for name, share in self._used.items()}

@@ -112,11 +112,11 @@ class PassRate(Curriculum):
 
     def _draw(self, n: int) -> list[int]:
         """``n`` rows that are not in the batch yet; fewer where there are not as many."""
-        free, band, seen = self._last < self._first, self._in_band(), self._last >= 0
+        free, band, old = self._last < self._first, self._in_band(), self._last >= 0
         queues = {
             "band": self._oldest(free & band, n),
-            "unseen": iter(self._order[~seen[self._order]][:n]),
-            "outside": self._oldest(free & seen & ~band, n),
+            "unseen": iter(self._order[~old[self._order]][:n]),
+            "outside": self._oldest(free & old & ~band, n),
         }
         chosen = []
         for _ in range(n):
@@ -134,12 +134,12 @@ class PassRate(Curriculum):
 
     def _in_band(self) -> NDArray[np.bool_]:
         """By row: whether its pass rate is known and lies in the band."""
-        known = self._scored > 0
-        rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=known)
-        inside: NDArray[np.bool_] = known & (rates > self.config.low) & (rates < self.config.high)
+        has_rate = self._scored > 0
+        rates = np.divide(self._passed, self._scored, out=np.zeros_like(self._passed), where=has_rate)
+        inside: NDArray[np.bool_] = has_rate & (rates > self.config.low) & (rates < self.config.high)
         return inside
 
-    def _oldest(self, wanted: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
+    def _oldest(self, selection: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
         """Of the wanted rows the ``n`` that were chosen longest ago, in that order."""
-        rows = np.flatnonzero(wanted)
+        rows = np.flatnonzero(selection)
         return iter(rows[np.argsort(self._last[rows], kind="stable")][:n])

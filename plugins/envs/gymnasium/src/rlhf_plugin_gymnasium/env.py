@@ -89,15 +89,15 @@ class GymnasiumEnv(Env):
 
     def step(self, action: str) -> EnvStep:
         assert self._env is not None
-        said: str | None = action
+        answer: str | None = action
         if self.config.answer == "tag":
             closed = "".join(action.rpartition("</answer>")[:2])  # tags without an end would take quadratic time
-            said = next(reversed(TAG.findall(closed)), None)
-        number = self._named.get(said.strip().casefold()) if said is not None else None
+            answer = next(reversed(TAG.findall(closed)), None)
+        number = self._named.get(answer.strip().casefold()) if answer is not None else None
         if number is None:
             form = " between <answer> and </answer>" if self.config.answer == "tag" else ""
-            told = f"That is not an action. Write one of them{form}, and nothing else. {self._allowed}"
-            return EnvStep(told, self.config.invalid_reward, self.config.on_invalid == "end", info={"valid": False})
+            message = f"That is not an action. Write one of them{form}, and nothing else. {self._allowed}"
+            return EnvStep(message, self.config.invalid_reward, self.config.on_invalid == "end", info={"valid": False})
         observation, reward, terminated, truncated, _ = self._env.step(number)
         ends = {"terminated": bool(terminated), "truncated": bool(truncated)}
         return EnvStep(self._text(observation), float(reward), any(ends.values()), info={"valid": True, **ends})
@@ -117,8 +117,8 @@ class GymnasiumEnv(Env):
     def _text(self, observation: Any) -> str:
         assert self._env is not None
         if self._env.render_mode == "ansi":
-            drawn: Any = self._env.render()
-            return plain(drawn)
+            picture: Any = self._env.render()
+            return plain(picture)
         return as_text(self._env.observation_space, observation)
 
 

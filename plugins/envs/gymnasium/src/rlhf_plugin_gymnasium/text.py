@@ -36,7 +36,7 @@ def as_text(space: gymnasium.Space[Any], value: Any) -> str:
     if isinstance(space, spaces.Dict):
         return "\n".join(f"{key}: {as_text(part, value[key])}" for key, part in space.items())
     if isinstance(space, spaces.Tuple):
-        return "(" + ", ".join(as_text(part, one) for part, one in zip(space, value, strict=True)) + ")"
+        return "(" + ", ".join(as_text(part, item) for part, item in zip(space, value, strict=True)) + ")"
     if isinstance(space, spaces.Text):
         return str(value)
     return _numbers(value.tolist() if hasattr(value, "tolist") else value)
@@ -45,8 +45,8 @@ def as_text(space: gymnasium.Space[Any], value: Any) -> str:
 def plain(rendered: str) -> str:
     """A terminal's text without its codes. A coloured character becomes ``[red:S]``, because the colour has a meaning:
     where the player is."""
-    shown = COLOURED.sub(lambda found: _named(found[1], found[2]), rendered)
-    return OTHER_CODES.sub("", shown).strip("\n")
+    text = COLOURED.sub(lambda match: _named(match[1], match[2]), rendered)
+    return OTHER_CODES.sub("", text).strip("\n")
 
 
 def _named(codes: str, text: str) -> str:

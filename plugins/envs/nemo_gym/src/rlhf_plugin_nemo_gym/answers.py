@@ -32,28 +32,28 @@ class Answer:
 
     def items(self, number: int) -> list[dict[str, Any]]:
         """The turn as output items of a response. Calls with a problem are items too, with the arguments ``{}``."""
-        made: list[dict[str, Any]] = []
+        outputs: list[dict[str, Any]] = []
         if self.reasoning:
             summary = [{"type": "summary_text", "text": self.reasoning}]
-            made.append({"type": "reasoning", "id": f"reasoning_{number}", "summary": summary})
+            outputs.append({"type": "reasoning", "id": f"reasoning_{number}", "summary": summary})
         if self.content or not self.calls:
             part = {"type": "output_text", "text": self.content, "annotations": []}
             message = {"type": "message", "id": f"message_{number}", "role": "assistant", "status": "completed"}
-            made.append(message | {"content": [part]})
+            outputs.append(message | {"content": [part]})
         for call in self.calls:
             item = {"type": "function_call", "id": call.id, "call_id": call.id, "name": call.name}
-            made.append(item | {"arguments": json.dumps(call.arguments), "status": "completed"})
-        return made
+            outputs.append(item | {"arguments": json.dumps(call.arguments), "status": "completed"})
+        return outputs
 
 
 def parsed(text: str, number: int, tools: set[str]) -> Answer:
     """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
     reasoning, _, rest = text.rpartition(THOUGHT)
     # behind the last end, every tag without an end would be searched to the end of the text: quadratic time
-    called, end, behind = rest.rpartition(CALL_END)
-    bodies = CALL.findall(called + end)
+    front, end, behind = rest.rpartition(CALL_END)
+    bodies = CALL.findall(front + end)
     calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(bodies)]
-    content = CALL.sub("", called + end) + behind
+    content = CALL.sub("", front + end) + behind
     return Answer(reasoning.replace("<think>", "").strip(), content.strip(), tuple(calls))
 
 
@@ -74,11 +74,11 @@ def response(output: list[dict[str, Any]], tools: list[Any]) -> dict[str, Any]:
 
 def _call(body: str, call_id: str, tools: set[str]) -> ToolCall:
     try:
-        read = json.loads(body, parse_constant=_refuse)
+        data = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         return ToolCall(call_id, "", {}, f"the tool call is not JSON: {error}")
-    name = read.get("name") if isinstance(read, dict) else None
-    arguments = read.get("arguments", {}) if isinstance(read, dict) else None
+    name = data.get("name") if isinstance(data, dict) else None
+    arguments = data.get("arguments", {}) if isinstance(data, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(call_id, "", {}, 'a tool call is {"name": text, "arguments": object}')
     if name not in tools:  # the server also has paths that are not tools, such as /verify

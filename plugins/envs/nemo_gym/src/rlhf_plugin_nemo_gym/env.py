@@ -93,8 +93,8 @@ class NemoGym(Env):
         return results
 
     async def _verified(self) -> EnvStep:
-        asked = self._row | {"response": response(self._output, self._tools)}
-        body = await self._post("verify", asked)
+        request = self._row | {"response": response(self._output, self._tools)}
+        body = await self._post("verify", request)
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -102,11 +102,11 @@ class NemoGym(Env):
         reward = answer.get("reward") if isinstance(answer, dict) else None
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not _is_finite(reward):
             raise EnvError(f"{self.config.url}/verify answered reward = {shown(reward)}; expected a finite number")
-        numbers = {k: v for k, v in answer.items() if isinstance(v, int | float) and k not in asked and k != "reward"}
+        numbers = {k: v for k, v in answer.items() if isinstance(v, int | float) and k not in request and k != "reward"}
         return EnvStep("", float(reward), True, info={k: v for k, v in numbers.items() if _is_finite(v)})
 
-    async def _post(self, path: str, body: Any, told: tuple[int, ...] = ()) -> str:
-        """The text of the server's answer. Raises EnvError for another status than 200 and those in ``told``."""
+    async def _post(self, path: str, body: Any, statuses: tuple[int, ...] = ()) -> str:
+        """The text of the server's answer. Raises EnvError for another status than 200 and those in ``statuses``."""
         url = f"{self.config.url}/{path}"
         if self._client is None:
             raise EnvError(f"{url}: the episode has not been reset")
@@ -118,15 +118,15 @@ class NemoGym(Env):
             async with self._client.stream(
                 "POST", url, content=content, headers={"Content-Type": "application/json"}
             ) as answer:
-                read = b""
+                data = b""
                 async for part in answer.aiter_bytes():
-                    read += part
-                    if len(read) > LONGEST:
+                    data += part
+                    if len(data) > LONGEST:
                         raise EnvError(f"{url} answered more than {LONGEST // 2**20} MiB")
         except (httpx.HTTPError, OSError) as error:
             raise EnvError(f"{url}: {error or type(error).__name__}") from error
-        text = read.decode(errors="replace")
-        if answer.status_code not in (200, *told):
+        text = data.decode(errors="replace")
+        if answer.status_code not in (200, *statuses):
             raise EnvError(f"{url} answered with HTTP status {answer.status_code}: {text[:200]!r}")
         return text
 

@@ -69,11 +69,11 @@ class OpenEnv(Env):
         if missing := [name for name in c.reset if name not in row.columns]:
             raise EnvError(f"no column {missing[0]!r} (option `reset`); the row has {', '.join(row.columns) or 'none'}")
         data = {"seed": seed % 2**32} | {name: row[name] for name in c.reset}  # many generators take 32 bits
-        asked = message("reset", data)
+        request = message("reset", data)
         with self._attributed("connecting"):
             self._connection = await connect(c.url, open_timeout=None, max_size=LONGEST, ping_interval=None)
         try:
-            first = await self._ask("reset()", asked)
+            first = await self._ask("reset()", request)
         except InvalidAction as error:
             raise EnvError(f"{c.url} refused the reset: {error}") from None
         if first.done:
@@ -108,11 +108,11 @@ class OpenEnv(Env):
             connection.transport.abort()
             await connection.wait_closed()
 
-    async def _ask(self, what: str, text: str) -> Observed:
+    async def _ask(self, call: str, text: str) -> Observed:
         if self._connection is None:
-            raise EnvError(f"{what} was called before reset()")
+            raise EnvError(f"{call} was called before reset()")
         self._waits = True
-        with self._attributed(what):
+        with self._attributed(call):
             with contextlib.suppress(ConnectionClosed):  # what the server sent before it ended the connection says why
                 await self._connection.send(text)
             answer = await self._connection.recv()
@@ -120,11 +120,11 @@ class OpenEnv(Env):
         try:
             return observed(answer, self.config.action_field)
         except EnvError as error:
-            raise EnvError(f"{self.config.url}: {what}: {error}") from None
+            raise EnvError(f"{self.config.url}: {call}: {error}") from None
 
     @contextmanager
-    def _attributed(self, what: str) -> Iterator[None]:
+    def _attributed(self, call: str) -> Iterator[None]:
         try:
             yield
         except (WebSocketException, OSError) as error:
-            raise EnvError(f"{self.config.url}: {what}: {error or type(error).__name__}") from error
+            raise EnvError(f"{self.config.url}: {call}: {error or type(error).__name__}") from error

@@ -73,13 +73,13 @@ def observed(answer: str | bytes, field: str | None) -> Observed:
     answer than an observation.
     """
     try:
-        read = json.loads(answer, parse_constant=_refuse)
+        content = json.loads(answer, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise EnvError(f"the server answered {shown(answer)}, which is not JSON: {error}") from None
-    data = read.get("data") if isinstance(read, dict) else None
-    if not isinstance(data, dict) or read.get("type") not in ("observation", "error"):
-        raise EnvError(f"the server answered {shown(read)}; expected a message of the type observation or error")
-    if read["type"] == "error":
+    data = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(data, dict) or content.get("type") not in ("observation", "error"):
+        raise EnvError(f"the server answered {shown(content)}; expected a message of the type observation or error")
+    if content["type"] == "error":
         _raise(data, field)
     observation, reward, done = (data.get(name) for name in ("observation", "reward", "done"))
     if not isinstance(observation, dict):
@@ -92,17 +92,17 @@ def observed(answer: str | bytes, field: str | None) -> Observed:
 
 
 def _raise(data: dict[str, Any], field: str | None) -> None:
-    code, said = data.get("code"), data.get("message")
+    code, text = data.get("code"), data.get("message")
     if code == "VALIDATION_ERROR":
         errors = [e for e in data.get("errors") or () if isinstance(e, dict)]
-        why = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors) or str(said)
+        why = "; ".join(f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg')}" for e in errors) or str(text)
         if field is not None and any(e.get("type") in MISFIT for e in errors):
             raise UnknownField(why)
         raise InvalidAction(why)
     hint = ""
     if code == "CAPACITY_REACHED":
         hint = ". Set `concurrency` in [env] to the number of sessions that the server allows (max_concurrent_envs)"
-    raise EnvError(f"the server answered the error {code}: {said}{hint}")
+    raise EnvError(f"the server answered the error {code}: {text}{hint}")
 
 
 def _is_finite(value: float) -> bool:

@@ -32,18 +32,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1000, help="number of questions (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="seed of the first question; each next one is 1 more")
     parser.add_argument("--config", default="{}", help="the task's own options as JSON")
-    given = parser.parse_args()
-    seeds = range(given.first_seed, given.first_seed + given.rows)
+    args = parser.parse_args()
+    seeds = range(args.first_seed, args.first_seed + args.rows)
     try:
-        config = json.loads(given.config)
+        config = json.loads(args.config)
         if not isinstance(config, dict):
             raise ValueError("--config: a JSON object is expected")
         if not 0 <= seeds.start <= seeds.stop - 1 <= MOST_SEED:
             raise ValueError(f"--rows and --first-seed: at least 1 row, and seeds from 0 to {MOST_SEED}")
-        check(given.task, config)
+        check(args.task, config)
     except ValueError as error:
         parser.error(str(error))
-    for row in rows(given.task, config, seeds):
+    for row in rows(args.task, config, seeds):
         sys.stdout.write(json.dumps(row) + "\n")
 
 

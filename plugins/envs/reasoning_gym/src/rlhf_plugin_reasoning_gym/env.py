@@ -51,8 +51,10 @@ class ReasoningGym(Env):
         if task is None and c.task is None:
             raise EnvError(f"{where} has no column 'task', and [env] sets no task. Set one of them")
         if task_config is not None and (task is None or not isinstance(task_config, Mapping)):
-            got = shown(task_config) if task is not None else "a task_config without a task"
-            raise EnvError(f"{where} has {got}; allowed in the column 'task_config': a table, beside the column 'task'")
+            value = shown(task_config) if task is not None else "a task_config without a task"
+            raise EnvError(
+                f"{where} has {value}; allowed in the column 'task_config': a table, beside the column 'task'"
+            )
         if task is not None:
             try:
                 check(task, task_config or {})
@@ -60,8 +62,8 @@ class ReasoningGym(Env):
                 raise EnvError(f"{where}: {error}") from None
         if (own := row.get("seed")) is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
             raise EnvError(f"{where} has the seed {shown(own)}; allowed: a whole number from 0 to {MOST_SEED}")
-        chosen = seed % (MOST_SEED + 1) if own is None else own
-        self._entry = Entry(task or c.task, c.task_config if task is None else task_config or {}, chosen)
+        entry_seed = seed % (MOST_SEED + 1) if own is None else own
+        self._entry = Entry(task or c.task, c.task_config if task is None else task_config or {}, entry_seed)
         return self._entry.question
 
     def step(self, action: str) -> EnvStep:

@@ -64,8 +64,10 @@ def _check(task: str, text: str) -> None:
 
     config = json.loads(text)
     if task not in DATASETS:
-        near = did_you_mean(task, DATASETS) or f" It has {len(DATASETS)}, among them chain_sum, countdown and sudoku."
-        raise ValueError(f"reasoning-gym has no task {task!r}.{near}")
+        suggestion = (
+            did_you_mean(task, DATASETS) or f" It has {len(DATASETS)}, among them chain_sum, countdown and sudoku."
+        )
+        raise ValueError(f"reasoning-gym has no task {task!r}.{suggestion}")
     allowed = {field.name for field in fields(DATASETS[task][1])} - SET_HERE
     for name in config:
         if name in SET_HERE:
@@ -73,8 +75,8 @@ def _check(task: str, text: str) -> None:
                 f"{name!r} is set for every entry; remove it. The column 'seed' of a row chooses the entry"
             )
         if name not in allowed:
-            near = did_you_mean(name, allowed)
-            raise ValueError(f"task {task!r} has no option {name!r}.{near} It has {', '.join(sorted(allowed))}")
+            suggestion = did_you_mean(name, allowed)
+            raise ValueError(f"task {task!r} has no option {name!r}.{suggestion} It has {', '.join(sorted(allowed))}")
     if task == COMPOSITE:
         for part in _parts(config):
             if not isinstance(part, dict) or "name" not in part or part.keys() - {"name", "weight", "config"}:

@@ -94,11 +94,13 @@ class TextArena(Env):
     def _opponents_turns(self) -> bool:
         """The opponent's turns until it is the policy's. Returns whether the game is over."""
         while self._opponent is not None and self._game.player != self._seat:
-            said = self._opponent(self._game.messages(), derive_seed(self._seed, "opponent", self._turn))
+            action = self._opponent(self._game.messages(), derive_seed(self._seed, "opponent", self._turn))
             self._turn += 1
-            if not isinstance(said, str):
-                raise EnvError(f"act() of the opponent {self.config.opponent!r} returned {shown(said)}; allowed: text")
-            if self._game.act(said):
+            if not isinstance(action, str):
+                raise EnvError(
+                    f"act() of the opponent {self.config.opponent!r} returned {shown(action)}; allowed: text"
+                )
+            if self._game.act(action):
                 return True
         return False
 

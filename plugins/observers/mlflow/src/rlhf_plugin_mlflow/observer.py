@@ -110,8 +110,8 @@ class MLflowObserver(Observer):
 
     def rollouts_finished(self, step: int, groups: Sequence[Group]) -> None:
         if self.config.samples and (step - 1) % self.config.samples_every == 0:
-            shown = [asdict(sample) for sample in first_samples(groups, self.config.samples)]
-            text = json.dumps(shown, indent=1, ensure_ascii=False)
+            samples = [asdict(sample) for sample in first_samples(groups, self.config.samples)]
+            text = json.dumps(samples, indent=1, ensure_ascii=False)
             self._client.log_text(self._run_id, text, f"rollouts/step-{step:06d}.json")
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -138,8 +138,8 @@ class MLflowObserver(Observer):
         """Create the run. The config is logged as parameters, and as an artifact."""
         from mlflow.entities import Param, RunTag
 
-        found = client.get_experiment_by_name(self.config.experiment)
-        experiment = found.experiment_id if found is not None else client.create_experiment(self.config.experiment)
+        entry = client.get_experiment_by_name(self.config.experiment)
+        experiment = entry.experiment_id if entry is not None else client.create_experiment(self.config.experiment)
         run_id: str = client.create_run(experiment, run_name=info.name).info.run_id
         config = {**redact(info.config), "total_steps": info.total_steps}
         params = [Param(_name(key), text[:_PARAM_LENGTH]) for key, text in _flat(config)]

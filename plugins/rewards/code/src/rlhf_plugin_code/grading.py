@@ -44,14 +44,14 @@ def call_verdicts(tests: Sequence[CallTest], run: Finished, cpu_seconds: int, to
     failure = _failure(run, cpu_seconds) or Verdict("error", "the program ended without an answer")
     verdicts = []
     for n, test in enumerate(tests):
-        given = answers.get(n, [])
-        if not given:
+        replies = answers.get(n, [])
+        if not replies:
             verdicts.append(failure)
             failure = Verdict("not run", failure.why) if failure.word in ("timeout", "output") else failure
-        elif len(given) > 1:
-            verdicts.append(Verdict("error", f"{len(given)} answers to one call"))
+        elif len(replies) > 1:
+            verdicts.append(Verdict("error", f"{len(replies)} answers to one call"))
         else:
-            verdicts.append(_answer(given[0], test, tolerance))
+            verdicts.append(_answer(replies[0], test, tolerance))
     return verdicts
 
 

@@ -31,10 +31,10 @@ def _main():  # type: ignore[no-untyped-def]
     import resource
 
     for name, limit in setup["limits"].items():
-        which = getattr(resource, name)
-        most = resource.getrlimit(which)[1]
+        resource_id = getattr(resource, name)
+        most = resource.getrlimit(resource_id)[1]
         soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in limit)
-        resource.setrlimit(which, (soft, hard))
+        resource.setrlimit(resource_id, (soft, hard))
     if setup["filter"]:
         import _ctypes  # the package ctypes takes as long to import as the interpreter to start
 
@@ -123,9 +123,9 @@ def _main():  # type: ignore[no-untyped-def]
         if kind is str:
             return quote(value)
         if kind is list or kind is tuple:
-            return "[" + ",".join([text(one) for one in value]) + "]"
+            return "[" + ",".join([text(item) for item in value]) + "]"
         if kind is dict and all(type(key) is str for key in value):
-            return "{" + ",".join([quote(key) + ":" + text(one) for key, one in value.items()]) + "}"
+            return "{" + ",".join([quote(key) + ":" + text(item) for key, item in value.items()]) + "}"
         raise TypeError("the answer holds a " + kind.__name__ + " that is no JSON value")
 
     def found(name):  # type: ignore[no-untyped-def]

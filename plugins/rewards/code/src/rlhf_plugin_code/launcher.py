@@ -73,11 +73,11 @@ class Launcher:
         self._process: _Process | None = None
         self._lock = threading.Lock()
 
-    async def run(self, program: str, given: str = "", calls: Sequence[Call] | None = None) -> Finished:
+    async def run(self, program: str, stdin: str = "", calls: Sequence[Call] | None = None) -> Finished:
         """Run a program once.
 
         Args:
-            given: its standard input.
+            stdin: its standard input.
             calls: functions of the program that are called one after another; None: the program is run as a script.
 
         Raises RewardError if the program did not start or something outside the sandbox ended it. A cancelled call
@@ -85,7 +85,7 @@ class Launcher:
         """
         nonce = secrets.token_hex(16)
         header = repr({**self._header, "nonce": nonce, "program": program, "calls": calls})
-        answer = await self._alive().ask({"header": header, "input": given})
+        answer = await self._alive().ask({"header": header, "input": stdin})
         out, err = answer["out"], answer["err"].strip()
         begun, mark, rest = out.partition("\n")
         if answer["end"] in ("failed", "cancelled") or not mark or begun != nonce:

@@ -70,7 +70,7 @@ class Program:
 
     def _talk(self, started: Started, data: bytes, deadline: float) -> tuple[str, bytearray, bytearray]:
         """(end, standard output, end of standard error) of a program that may still run."""
-        out, err, sent = bytearray(), bytearray(), 0
+        out, err, position = bytearray(), bytearray(), 0
         exited, looked = os.pidfd_open(started.pid), time.monotonic()
         try:
             with selectors.DefaultSelector() as streams:
@@ -91,20 +91,20 @@ class Program:
                         looked = time.monotonic()
                     if started.stdin in ready:
                         try:
-                            sent += os.write(started.stdin.fileno(), data[sent : sent + CHUNK])
+                            position += os.write(started.stdin.fileno(), data[position : position + CHUNK])
                         except BrokenPipeError:
-                            sent = len(data)
-                        if sent == len(data):
+                            position = len(data)
+                        if position == len(data):
                             streams.unregister(started.stdin)
                             started.stdin.close()
-                    for stream, kept in ((started.stdout, out), (started.stderr, err)):
+                    for stream, buffer in ((started.stdout, out), (started.stderr, err)):
                         # what was written before the exit is read to its end
                         while (stream in ready or exited in ready) and stream in streams.get_map():
                             try:
                                 part = os.read(stream.fileno(), CHUNK)
                             except BlockingIOError:
                                 break
-                            kept += part
+                            buffer += part
                             if not part:
                                 streams.unregister(stream)
                             if len(out) > self._limits.output:

@@ -123,6 +123,6 @@ class CodeReward(Reward):
             if last in ("timeout", "not run") or (last != "passed" and not c.partial):
                 verdicts.append(Verdict("not run"))
                 continue
-            run = await self._launcher.run(program, test.given)
+            run = await self._launcher.run(program, test.stdin)
             verdicts.append(stdin_verdict(test, run, c.cpu_seconds))
         return verdicts

@@ -19,9 +19,9 @@ LAYOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
-    """The program is run with ``given`` as standard input and must print ``expected``."""
+    """The program is run with ``stdin`` as standard input and must print ``expected``."""
 
-    given: str
+    stdin: str
     expected: str
 
 
@@ -66,15 +66,15 @@ def _list(value: Any, where: str) -> Tests:
         raise RewardError(f"{where} holds {shown(value)}. {LAYOUTS}")
     stdin: list[StdinTest] = []
     calls: list[CallTest] = []
-    for n, one in enumerate(value):
+    for n, case in enumerate(value):
         at = f"{where}, test {n}"
-        keys = set(one) if isinstance(one, Mapping) else None
+        keys = set(case) if isinstance(case, Mapping) else None
         if keys == {"input", "output"}:
-            stdin.append(StdinTest(_text(one["input"], f"{at}, input"), _text(one["output"], f"{at}, output")))
+            stdin.append(StdinTest(_text(case["input"], f"{at}, input"), _text(case["output"], f"{at}, output")))
         elif keys == {"function", "args", "expected"}:
-            calls.append(_call(one["function"], one["args"], one["expected"], at))
+            calls.append(_call(case["function"], case["args"], case["expected"], at))
         else:
-            raise RewardError(f"{at} is {shown(one)}. {LAYOUTS}")
+            raise RewardError(f"{at} is {shown(case)}. {LAYOUTS}")
     if stdin and calls:
         raise RewardError(f"{where} mixes tests by standard input and calls of functions. Give one kind in a row.")
     return stdin or calls
@@ -94,8 +94,8 @@ def _columns(value: Mapping[str, Any], where: str) -> Tests:
     pairs = list(enumerate(zip(inputs, outputs, strict=True)))
     if name is None:
         return [
-            StdinTest(_lines(given, f"{where}, inputs[{n}]"), _lines(expected, f"{where}, outputs[{n}]"))
-            for n, (given, expected) in pairs
+            StdinTest(_lines(stdin, f"{where}, inputs[{n}]"), _lines(expected, f"{where}, outputs[{n}]"))
+            for n, (stdin, expected) in pairs
         ]
     tests = []
     for n, (arguments, expected) in pairs:

@@ -38,11 +38,11 @@ def candidates(choice: Choice) -> list[str]:
     if choice == "limits":
         return ["limits"]
     installed = {"bwrap": shutil.which("bwrap") is not None, "sandlock": find_spec("sandlock") is not None}
-    asked = [name for name in installed if choice in ("auto", name)]
-    found = [name for name in asked if installed[name]]
-    if not found:
-        raise ConfigError(f"reward 'code': sandbox = {choice!r}, but {' and '.join(asked)} is not installed. {REMEDY}")
-    return found
+    names = [name for name in installed if choice in ("auto", name)]
+    usable = [name for name in names if installed[name]]
+    if not usable:
+        raise ConfigError(f"reward 'code': sandbox = {choice!r}, but {' and '.join(names)} is not installed. {REMEDY}")
+    return usable
 
 
 async def working(names: Sequence[str], python: Interpreter, limits: Limits) -> Launcher:

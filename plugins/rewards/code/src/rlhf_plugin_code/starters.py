@@ -46,27 +46,27 @@ class Bwrap:
 
     def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
         self._filter = filter_
-        shown = [word for path in python.paths for word in ("--ro-bind", path, path)]
+        binds = [word for path in python.paths for word in ("--ro-bind", path, path)]
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
         variables = [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
         # a session of its own, because a signal to the process group would reach bwrap and the launcher process outside
         self._command = [
             "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534",
             "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--clearenv", *variables,
-            "--size", str(limits.disk), "--tmpfs", "/tmp", *shown,  # the interpreter may be in /tmp
+            "--size", str(limits.disk), "--tmpfs", "/tmp", *binds,  # the interpreter may be in /tmp
             "--tmpfs", "/dev", *devices, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp",
         ]  # fmt: skip
         self._python = list(python.command)
 
     def start(self, inside: str) -> Started:
-        read, write = os.pipe()
+        read_end, write_end = os.pipe()
         try:
-            os.write(write, self._filter)  # smaller than a pipe's buffer
-            os.close(write)
-            command = [*self._command, "--seccomp", str(read), *self._python, "-c", inside]
-            return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, pass_fds=(read,))
+            os.write(write_end, self._filter)  # smaller than a pipe's buffer
+            os.close(write_end)
+            command = [*self._command, "--seccomp", str(read_end), *self._python, "-c", inside]
+            return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, pass_fds=(read_end,))
         finally:
-            os.close(read)
+            os.close(read_end)
 
 
 class Sandlock:

@@ -41,10 +41,10 @@ class Template:
             return False
         at = 0
         for gap, piece in self.pieces:
-            found = text.find(piece, at)
-            if found < 0 or bool(text[at:found].strip()) != gap:
+            start = text.find(piece, at)
+            if start < 0 or bool(text[at:start].strip()) != gap:
                 return False
-            at = found + len(piece)
+            at = start + len(piece)
         return bool(text[at:].strip()) == self.open_end
 
     def _counts(self) -> dict[str, int]:

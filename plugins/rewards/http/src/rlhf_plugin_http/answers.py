@@ -43,8 +43,10 @@ def results(body: bytes, samples: int, url: str) -> list[RewardResult]:
 
 def _numbers(values: Any, name: str, samples: int, url: str) -> list[float]:
     if not isinstance(values, list) or len(values) != samples:
-        got = f"{len(values)} values" if isinstance(values, list) else shown(values)
-        raise RewardError(f"{url} answered {got} as {name!r} of {samples} samples. The reward expects one per sample.")
+        summary = f"{len(values)} values" if isinstance(values, list) else shown(values)
+        raise RewardError(
+            f"{url} answered {summary} as {name!r} of {samples} samples. The reward expects one per sample."
+        )
     for n, value in enumerate(values):
         if type(value) not in (int, float) or not math.isfinite(value):
             raise RewardError(f"{url} answered {shown(value)} as {name}[{n}]. The reward expects a finite number.")

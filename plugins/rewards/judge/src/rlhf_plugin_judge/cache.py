@@ -16,9 +16,9 @@ IN_MEMORY = 100_000
 """Judgements kept in memory; the oldest is dropped first."""
 
 
-def key_of(asked: dict[str, Any]) -> str:
+def key_of(request: dict[str, Any]) -> str:
     """The hash of everything that decides a judgement."""
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
 class Cache:

@@ -80,18 +80,18 @@ class Endpoint:
             httpx.AsyncClient(timeout=self._timeout, verify=self._certificates) as client,
             client.stream("POST", self._url, json=body, headers=self._headers) as response,
         ):
-            found = b""
+            data = b""
             async for part in response.aiter_bytes():
-                found += part
-                if len(found) > LONGEST:
+                data += part
+                if len(data) > LONGEST:
                     raise RewardError(f"{self._url} answered more than {LONGEST // 2**20} MiB")
-            status, start = response.status_code, found[:200].decode(errors="replace")
+            status, start = response.status_code, data[:200].decode(errors="replace")
             if status == 429 or status > 499:
                 after = _seconds(response.headers.get("Retry-After"))
                 raise Unavailable(f"{self._url} answered with HTTP status {status}: {start!r}", after)
             if status != 200:
                 raise RewardError(f"{self._url} answered with HTTP status {status}: {start!r}")
-            return found
+            return data
 
     def _read(self, body: bytes) -> Reply:
         try:

@@ -71,9 +71,9 @@ class JudgeReward(Reward):
         return await _all(self._rate(t) for t in group.trajectories)
 
     async def _rate(self, trajectory: Trajectory) -> RewardResult:
-        found = await self._judge(trajectory, {"answer": trajectory.answer, "completion": trajectory.completion})
-        info = {f"score_{name}": score for name, score in found.verdict["scores"].items()} | self._costs([found], 1)
-        return RewardResult(self._scores.value(found.verdict), info=info)
+        judgement = await self._judge(trajectory, {"answer": trajectory.answer, "completion": trajectory.completion})
+        scores = {f"score_{name}": score for name, score in judgement.verdict["scores"].items()}
+        return RewardResult(self._scores.value(judgement.verdict), info=scores | self._costs([judgement], 1))
 
     async def _compare(self, group: Group) -> list[RewardResult]:
         """The share of comparisons that each answer wins. An answer without a rival has none: not applicable."""
@@ -81,15 +81,15 @@ class JudgeReward(Reward):
         if len(answers) == 1:
             return [RewardResult(None)]
         pairs = list(itertools.permutations(range(len(answers)), 2))
-        found = await _all(
+        judgements = await _all(
             self._judge(answers[a], {"answer_a": answers[a].answer, "answer_b": answers[b].answer}) for a, b in pairs
         )
         won = [0.0] * len(answers)
-        for (a, b), one in zip(pairs, found, strict=True):
-            share = WINS[one.verdict["winner"]]
+        for (a, b), judgement in zip(pairs, judgements, strict=True):
+            share = WINS[judgement.verdict["winner"]]
             won[a] += share
             won[b] += 1 - share
-        games, info = 2 * (len(answers) - 1), self._costs(found, len(answers))
+        games, info = 2 * (len(answers) - 1), self._costs(judgements, len(answers))
         return [RewardResult(wins / games, info=dict(info)) for wins in won]
 
     async def _judge(self, trajectory: Trajectory, answers: Mapping[str, str]) -> _Judgement:
@@ -97,15 +97,15 @@ class JudgeReward(Reward):
         prompt = trajectory.prompt_text
         settings = {"model": c.model, "body": dict(c.body), "response_format": c.response_format}
         key = key_of({**settings, "messages": self._questions.messages(FENCE, prompt, answers, columns)})
-        if (kept := self._cache.get(key)) is not None:
+        if (verdict := self._cache.get(key)) is not None:
             try:
-                return _Judgement(self._form.checked(kept), cached=True)
+                return _Judgement(self._form.checked(verdict), cached=True)
             except Unreadable:
                 pass  # a file that somebody changed: ask
         fence = f"{FENCE}-{secrets.token_hex(8)}"
-        found = await self._ask(self._questions.messages(fence, prompt, answers, columns))
-        self._cache.put(key, found.verdict)
-        return found
+        judgement = await self._ask(self._questions.messages(fence, prompt, answers, columns))
+        self._cache.put(key, judgement.verdict)
+        return judgement
 
     async def _ask(self, messages: Messages) -> _Judgement:
         body = {**self.config.body, "model": self.config.model} | self._response_format()
@@ -142,11 +142,11 @@ class JudgeReward(Reward):
             return {"response_format": {"type": "json_object"}}
         return {}
 
-    def _costs(self, found: list[_Judgement], samples: int) -> dict[str, float]:
+    def _costs(self, judgements: list[_Judgement], samples: int) -> dict[str, float]:
         """What the judgements of a call cost, for each of its samples."""
-        costs = {"cached": sum(one.cached for one in found) / len(found)}
-        counted = [one.tokens for one in found if one.tokens is not None]
-        if len(counted) < len(found):
+        costs = {"cached": sum(judgement.cached for judgement in judgements) / len(judgements)}
+        counted = [judgement.tokens for judgement in judgements if judgement.tokens is not None]
+        if len(counted) < len(judgements):
             if not self._warned:
                 _LOG.warning("reward 'judge': the server does not count tokens (usage), so costs are not reported.")
                 self._warned = True

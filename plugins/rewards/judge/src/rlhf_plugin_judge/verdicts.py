@@ -100,9 +100,9 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keys(value: Any, what: str, names: Sequence[str]) -> None:
+def _keys(value: Any, label: str, names: Sequence[str]) -> None:
     if not isinstance(value, dict) or sorted(value) != sorted(names):
-        raise Unreadable(f"{what} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
+        raise Unreadable(f"{label} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
 
 
 def _refuse(constant: str) -> float:

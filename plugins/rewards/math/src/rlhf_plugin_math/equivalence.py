@@ -12,14 +12,14 @@ POINTS = (Fraction(7, 5), Fraction(-13, 11), Fraction(29, 17))
 DIGITS = 30
 
 
-def equivalent(given: str, truth: str, tolerance: float = 0.0, max_chars: int = 300, max_bits: int = 10_000) -> bool:
+def equivalent(answer: str, truth: str, tolerance: float = 0.0, max_chars: int = 300, max_bits: int = 10_000) -> bool:
     """Whether the answers are equal as text, as numbers, element by element, or as expressions.
 
     ``50%`` equals both 50 and 1/2, because data sets use both. Expressions are equal if their difference is zero: by
     SymPy's automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: only an answer that was
     constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded.
     """
-    left, right = normalise(given), normalise(truth)
+    left, right = normalise(answer), normalise(truth)
     if not left or not right:
         return False
     if _text(left) == _text(right):
@@ -80,8 +80,8 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
 def _formula(text: str) -> bool:
     """Whether the text may be a formula: it has a digit, an operator or a command, and no prose."""
     words = re.findall(r"(?<![\\a-zA-Z])[A-Za-z]{2,}", text)
-    known = {"sqrt", "sin", "cos", "tan", "exp", "ln", "log", "pi", "abs"}
-    return all(w in known for w in words) and bool(re.search(r"[\d+\-*/^\\|]|^[A-Za-z]$|π|√|pi", text))
+    commands = {"sqrt", "sin", "cos", "tan", "exp", "ln", "log", "pi", "abs"}
+    return all(w in commands for w in words) and bool(re.search(r"[\d+\-*/^\\|]|^[A-Za-z]$|π|√|pi", text))
 
 
 def _equal_expressions(left: str, right: str, max_bits: int) -> bool:

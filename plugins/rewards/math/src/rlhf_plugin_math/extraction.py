@@ -33,9 +33,9 @@ MAX_CHARS = 1000
 def extract_answer(text: str, places: Sequence[str]) -> str | None:
     """The answer from the first of ``places`` with an answer; None if there is none."""
     for place in places:
-        found = _PLACES[place](text)
-        if found is not None and found.strip():
-            return found.strip()
+        answer = _PLACES[place](text)
+        if answer is not None and answer.strip():
+            return answer.strip()
     return None
 
 
@@ -59,12 +59,12 @@ def after_hash(text: str) -> str | None:
 
 def after_answer_is(text: str) -> str | None:
     """The text after the last "answer is", "answer:" or a line's "A:". A sentence is reduced to its number."""
-    found = None
-    for found in _IS.finditer(text):  # noqa: B007 - the last one counts
+    match = None
+    for match in _IS.finditer(text):  # noqa: B007 - the last one counts
         pass
-    if found is None:
+    if match is None:
         return None
-    rest = (found[1] or found[2])[:MAX_CHARS].strip().strip("*_ ")
+    rest = (match[1] or match[2])[:MAX_CHARS].strip().strip("*_ ")
     sentence = re.match(r"(.*?)[.!;]?(?:\s+[A-Za-z]{2,}.*)?$", rest.rstrip("."))
     short = sentence[1] if sentence else rest
     if re.search(r"\d", rest) and not re.search(r"\d", short):
@@ -75,10 +75,10 @@ def after_answer_is(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number, with its sign, fraction and percent sign."""
-    found = None
-    for found in NUMBER.finditer(text):  # noqa: B007 - the last one counts
+    match = None
+    for match in NUMBER.finditer(text):  # noqa: B007 - the last one counts
         pass
-    return None if found is None else found[0]
+    return None if match is None else match[0]
 
 
 _PLACES: dict[str, Callable[[str], str | None]] = {

@@ -40,9 +40,9 @@ class AgentConfig(ProgramConfig):
     @property
     def function(self) -> tuple[Path, str]:
         """File and name of the function."""
-        found = _PROGRAM.fullmatch(self.program or "")
-        assert found is not None
-        return Path(found["path"]).expanduser().resolve(), found["function"]
+        match = _PROGRAM.fullmatch(self.program or "")
+        assert match is not None
+        return Path(match["path"]).expanduser().resolve(), match["function"]
 
 
 def check_program(config: AgentConfig) -> None:
@@ -64,8 +64,10 @@ def check_program(config: AgentConfig) -> None:
         ) from None
     except (SyntaxError, ValueError) as error:  # ValueError: text that is not UTF-8, or a null byte
         raise ConfigError(f"rollout.program: cannot read {str(path)!r} as Python: {error}") from None
-    made = [s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()]
-    if function not in made:
-        raise ConfigError(f"rollout.program: {path} defines no {function!r}; it defines {', '.join(made) or 'nothing'}")
+    symbols = [s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()]
+    if function not in symbols:
+        raise ConfigError(
+            f"rollout.program: {path} defines no {function!r}; it defines {', '.join(symbols) or 'nothing'}"
+        )
     if config.python is not None and shutil.which(os.path.expanduser(config.python)) is None:
         raise ConfigError(f"rollout.python: {config.python!r} is no program. Give the path of a Python.")

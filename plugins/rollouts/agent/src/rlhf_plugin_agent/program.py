@@ -91,7 +91,7 @@ class Program:
         self._result.read()
         if code:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise ProgramFailed(f"the program {how}{self._said()}")
+            raise ProgramFailed(f"the program {how}{self._tail_text()}")
         value = self._returned()
         if value is None and self._config.returns_reward:
             raise RolloutError("the program returned no reward, but rollout.returns_reward = true. Return a number.")
@@ -112,19 +112,19 @@ class Program:
         return (python, str(_RUNNER), str(path), function)
 
     def _returned(self) -> Any:
-        kept = bytes(self._result.tail)
-        if not kept and self._config.command is not None:
+        data = bytes(self._result.tail)
+        if not data and self._config.command is not None:
             return None
         try:
-            return json.loads(kept)["reward"]
+            return json.loads(data)["reward"]
         except (ValueError, KeyError, TypeError):
-            if kept:
+            if data:
                 raise RolloutError(
-                    f'the program sent {kept[:60]!r} as its result; it must be {{"reward": NUMBER}}'
+                    f'the program sent {data[:60]!r} as its result; it must be {{"reward": NUMBER}}'
                 ) from None
-            raise RolloutError(f"the program ended before its function returned{self._said()}") from None
+            raise RolloutError(f"the program ended before its function returned{self._tail_text()}") from None
 
-    def _said(self) -> str:
+    def _tail_text(self) -> str:
         """The end of what it printed, for messages."""
         text = bytes(self._output.tail).decode(errors="replace").replace(self._secret, "<key>").strip()
         return f". The end of its output:\n{text}" if text else " and printed nothing"

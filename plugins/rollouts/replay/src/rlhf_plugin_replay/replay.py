@@ -54,10 +54,10 @@ class Replay(Rollout):
         recorded = self._recording().get(ctx.index)
         number, sample = ctx.index
         if recorded is None:
-            held = self._recording()
-            groups = sorted({n for n, _ in held})
+            recording = self._recording()
+            groups = sorted({n for n, _ in recording})
             raise RolloutError(
-                f"{self.config.path} has no sample {sample} of group {number}; it holds {len(held)} samples "
+                f"{self.config.path} has no sample {sample} of group {number}; it holds {len(recording)} samples "
                 f"of groups {groups[0]} to {groups[-1]}. Replay with the recorded run's data, batch size, samples per "
                 'prompt and steps, or set stream.on_failed_sample to "drop_group".'
             )
@@ -85,19 +85,19 @@ def read(path: Path) -> dict[Key, Recorded]:
     files = sorted(path.glob("step-*.arrow")) if path.is_dir() else [path]
     if not files or not all(f.is_file() for f in files):
         raise ConfigError(f"rollout.path: {path} is neither a file nor a folder with step-*.arrow")
-    found: dict[Key, Recorded] = {}
+    samples: dict[Key, Recorded] = {}
     for file in files:
         where = str(file)
         try:
             for place, sample in _rows(file) if file.suffix == ".arrow" else _lines(file):
                 where = place
                 if sample["sample"] is not None:
-                    found[tuple(sample["index"])] = (sample["row"], sample["turns"], sample.get("info") or {})
+                    samples[tuple(sample["index"])] = (sample["row"], sample["turns"], sample.get("info") or {})
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
             raise ConfigError(f"rollout.path: {where} is not a recorded sample: {cause}") from cause
-    if not found:
+    if not samples:
         raise ConfigError(f"rollout.path: {path} holds no samples")
-    return found
+    return samples
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

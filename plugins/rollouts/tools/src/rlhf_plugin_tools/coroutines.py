@@ -12,14 +12,14 @@ class AsyncFunction(Tool):
     """An ``async def`` function."""
 
     def __init__(self, function: PythonFunction) -> None:
-        self.name, self.schema, self.source = function.name, function.schema, function.what
+        self.name, self.schema, self.source = function.name, function.schema, function.label
         self._function = function
 
     async def call(self, arguments: str, timeout: float, longest: int) -> str:
-        given = self._function.validated(arguments)
+        keywords = self._function.validated(arguments)
         try:
             async with asyncio.timeout(timeout) as limit:
-                value = await self._function.function(**given)
+                value = await self._function.function(**keywords)
         except TimeoutError as error:
             if limit.expired():
                 raise too_slow(self.name, timeout) from None

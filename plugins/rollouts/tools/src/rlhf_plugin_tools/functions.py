@@ -52,24 +52,24 @@ class PythonFunction:
     """
 
     def __init__(self, source: Source) -> None:
-        what = self.what = f"file:{source.path}:{source.name}"
+        label = self.label = f"file:{source.path}:{source.name}"
         module = SourceFile.of(source.path, source.text).load()
         function = getattr(module, source.name, None)
         if not inspect.isfunction(function):
             own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-            raise ConfigError(f"{what}: the file has no function of this name. It has: {', '.join(own) or 'none'}")
+            raise ConfigError(f"{label}: the file has no function of this name. It has: {', '.join(own) or 'none'}")
         self.name = source.name
         self.function: Callable[..., Any] = function
         self.is_async = inspect.iscoroutinefunction(function)
-        told = docstring_parser.parse(function.__doc__ or "")
-        description = "\n\n".join(filter(None, (told.short_description, told.long_description)))
+        doc = docstring_parser.parse(function.__doc__ or "")
+        description = "\n\n".join(filter(None, (doc.short_description, doc.long_description)))
         if not description:
-            raise ConfigError(f"{what} has no docstring. It is what the policy is told about the tool: write one")
-        self._arguments = _arguments(function, {p.arg_name: p.description or "" for p in told.params}, what)
+            raise ConfigError(f"{label} has no docstring. It is what the policy is told about the tool: write one")
+        self._arguments = _arguments(function, {p.arg_name: p.description or "" for p in doc.params}, label)
         try:
             parameters = self._arguments.json_schema(schema_generator=_WithoutTitles)
         except PydanticUserError as error:
-            raise ConfigError(f"{what}: a parameter has a type without a JSON schema: {error.message}") from None
+            raise ConfigError(f"{label}: a parameter has a type without a JSON schema: {error.message}") from None
         parameters.pop("title", None)
         self.schema = schema_of(self.name, description, parameters)
 
@@ -79,35 +79,37 @@ class PythonFunction:
         Raises ToolError, which names every invalid argument.
         """
         try:
-            found: dict[str, Any] = self._arguments.validate_json(arguments, strict=True)  # also inside of models
+            keywords: dict[str, Any] = self._arguments.validate_json(arguments, strict=True)  # also inside of models
         except ValidationError as error:
             problems = ((e["loc"], e["msg"]) for e in error.errors(include_url=False, include_context=False))
             raise invalid_arguments(self.name, problems) from None
-        return found
+        return keywords
 
 
-def _arguments(function: Callable[..., Any], told: dict[str, str], what: str) -> TypeAdapter[Any]:
+def _arguments(function: Callable[..., Any], descriptions: dict[str, str], label: str) -> TypeAdapter[Any]:
     """The arguments as a type of dicts. Raises ConfigError."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except Exception as error:  # a name that is not defined, or anything else that an annotation raises
-        raise ConfigError(f"{what}: its type hints cannot be read: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"{label}: its type hints cannot be read: {type(error).__name__}: {error}") from None
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{what}: parameter {name!r} is one that a policy cannot give by its name")
+            raise ConfigError(f"{label}: parameter {name!r} is one that a policy cannot give by its name")
         if name not in hints:
-            raise ConfigError(f"{what}: parameter {name!r} has no type hint; the policy is told the types of arguments")
+            raise ConfigError(
+                f"{label}: parameter {name!r} has no type hint; the policy is told the types of arguments"
+            )
         optional = parameter.default is not parameter.empty
         extra = {"default": parameter.default} if optional and _plain(parameter.default) else None
-        field = Field(description=told.get(name) or None, json_schema_extra=extra)
-        wanted: Any = NotRequired if optional else Required
+        field = Field(description=descriptions.get(name) or None, json_schema_extra=extra)
+        presence: Any = NotRequired if optional else Required
         described: Any = Annotated
-        fields[name] = wanted[described[hints[name], field]]
+        fields[name] = presence[described[hints[name], field]]
     try:
         return TypeAdapter(with_config(_CONFIG)(TypedDict(function.__name__, fields)))  # type: ignore[operator]
     except PydanticUserError as error:
-        raise ConfigError(f"{what}: a parameter has a type that JSON cannot hold: {error.message}") from None
+        raise ConfigError(f"{label}: a parameter has a type that JSON cannot hold: {error.message}") from None
 
 
 def _plain(value: object) -> bool:

@@ -30,7 +30,7 @@ class Server:
     that opened it. After the server died the next call of :meth:`connect` starts it again."""
 
     def __init__(self, name: str, config: McpServer) -> None:
-        self.what, self.config = f"MCP server {name!r}", config
+        self.label, self.config = f"MCP server {name!r}", config
         self.listed: list[types.Tool] | None = None
         """Its tools, after the first :meth:`connect`."""
         self._alive, self._connecting = False, asyncio.Lock()
@@ -52,7 +52,7 @@ class Server:
         missing = [name for name in self.config.env if name not in os.environ]
         if missing:
             raise ConfigError(
-                f"{self.what}: env names {', '.join(missing)}, which is not set. Export it, or remove it from env."
+                f"{self.label}: env names {', '.join(missing)}, which is not set. Export it, or remove it from env."
             )
         self._stop, self._client, self._output = asyncio.Event(), None, None
         ready: asyncio.Future[list[types.Tool]] = asyncio.get_running_loop().create_future()
@@ -61,11 +61,11 @@ class Server:
             async with asyncio.timeout(START_DEADLINE):
                 listed = await ready
             if self.listed is not None and listed != self.listed:
-                raise RolloutError(f"{self.what} was started again and now lists other tools than before")
+                raise RolloutError(f"{self.label} was started again and now lists other tools than before")
         except TimeoutError:
             tail = self._tail()
             await self.close()
-            raise RolloutError(f"{self.what} did not list its tools in {START_DEADLINE:g} s{tail}") from None
+            raise RolloutError(f"{self.label} did not list its tools in {START_DEADLINE:g} s{tail}") from None
         except BaseException:
             await self.close()
             raise
@@ -97,16 +97,16 @@ class Server:
             raise ToolError(f"{name!r}: {error.message}"[:LONGEST_ERROR]) from None
         except RuntimeError as error:
             if self._client is not client or not self._alive:  # closed meanwhile, for another sample
-                raise RolloutError(f"{self.what} closed its connection during a call of {name!r}") from None
+                raise RolloutError(f"{self.label} closed its connection during a call of {name!r}") from None
             # what `mcp` raises for a result that breaks the tool's output schema
             first = str(error).partition("\n")[0]
-            raise ToolError(f"{self.what} breaks its own declaration of {name!r}: {first}"[:LONGEST_ERROR]) from None
+            raise ToolError(f"{self.label} breaks its own declaration of {name!r}: {first}"[:LONGEST_ERROR]) from None
         except Exception as error:
             raise await self._died(client, f"failed during a call of {name!r}: {_first(error)}") from None
 
     async def _died(self, client: mcp.Client, doing: str) -> RolloutError:
         mine = self._client is client and self._alive  # another sample may have closed it, or started it again
-        error = RolloutError(f"{self.what} {doing}{self._tail() if mine else ''}")
+        error = RolloutError(f"{self.label} {doing}{self._tail() if mine else ''}")
         if mine:
             await self.close()
         return error
@@ -128,7 +128,7 @@ class Server:
                 await self._stop.wait()
         except Exception as error:
             if not ready.done():
-                ready.set_exception(RolloutError(f"{self.what} cannot be used: {_first(error)}{self._tail()}"))
+                ready.set_exception(RolloutError(f"{self.label} cannot be used: {_first(error)}{self._tail()}"))
             self._alive = False
         finally:
             if self._output is not None:

@@ -20,15 +20,15 @@ class McpTool(Tool):
     """Raises ConfigError: a schema that the server declares is no JSON schema."""
 
     def __init__(self, server: Server, listed: types.Tool) -> None:
-        self.name, self.source, self._server = listed.name, server.what, server
-        for which, schema in (("input", listed.input_schema), ("output", listed.output_schema)):
+        self.name, self.source, self._server = listed.name, server.label, server
+        for direction, schema in (("input", listed.input_schema), ("output", listed.output_schema)):
             if schema is None:
                 continue
             try:
                 validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 raise ConfigError(
-                    f"{server.what} declares an {which} schema of {listed.name!r} that is no JSON schema: "
+                    f"{server.label} declares an {direction} schema of {listed.name!r} that is no JSON schema: "
                     f"{error.json_path}: {error.message}. Correct the server, or leave the tool out with "
                     "`tools` in the server's table."
                 ) from None
@@ -49,19 +49,19 @@ class McpTool(Tool):
 
     def _validated(self, arguments: str) -> dict[str, Any]:
         try:
-            given = json.loads(arguments, parse_constant=_refuse)
+            keywords = json.loads(arguments, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise invalid_arguments(self.name, [((), f"not JSON: {error}")]) from None
         try:
-            problem = best_match(self._input.iter_errors(given))
+            problem = best_match(self._input.iter_errors(keywords))
         except Unresolvable as error:
             raise RolloutError(
                 f"{self.source} declares an input schema of {self.name!r} that refers to what is not in it: {error}"
             ) from None
         if problem is not None:
             raise invalid_arguments(self.name, [(problem.absolute_path, problem.message)])
-        assert isinstance(given, dict)  # `mcp` accepts no other schema
-        return given
+        assert isinstance(keywords, dict)  # `mcp` accepts no other schema
+        return keywords
 
 
 def _refuse(constant: str) -> float:

@@ -60,8 +60,8 @@ def invalid_arguments(name: str, problems: Iterable[tuple[Iterable[object], str]
     """Args:
     problems: [(path of the argument, what is wrong with it), ...].
     """
-    told = "; ".join(": ".join(filter(None, (".".join(map(str, path)), message))) for path, message in problems)
-    return ToolError(f"invalid arguments for {name!r}: {told}")
+    text = "; ".join(": ".join(filter(None, (".".join(map(str, path)), message))) for path, message in problems)
+    return ToolError(f"invalid arguments for {name!r}: {text}")
 
 
 def as_text(name: str, value: object, longest: int) -> str:

@@ -35,7 +35,7 @@ class Toolbox:
     def counts(self) -> Counter[str]:
         """The counts of a sample, all 0. :meth:`answer` adds to them. Names that the policy makes up have one count, so
         that metrics do not get names of its choice."""
-        of_tools = [f"{what}/{name}" for name in self.tools for what in ("calls", "errors")]
+        of_tools = [f"{kind}/{name}" for name in self.tools for kind in ("calls", "errors")]
         return Counter(dict.fromkeys([*of_tools, "calls_unknown", "calls_unreadable"], 0))
 
     @property
@@ -48,10 +48,10 @@ class Toolbox:
         try:
             if self._plain:
                 await self._workers.start()
-            found: list[Tool] = [*self._functions, *self._plain]
+            tools: list[Tool] = [*self._functions, *self._plain]
             for name, server_config in self._config.mcp.items():
-                found += await self._tools_of(name, server_config)
-            for tool in found:
+                tools += await self._tools_of(name, server_config)
+            for tool in tools:
                 other = self.tools.setdefault(tool.name, tool)
                 if other is not tool:
                     raise ConfigError(
@@ -90,8 +90,8 @@ class Toolbox:
             tool = self.tools.get(name)
             counts["calls_unknown" if tool is None else f"calls/{name}"] += 1
             if tool is None:
-                known = ", ".join(self.tools)
-                raise ToolError(f"there is no tool {name!r}. Tools: {known}.{did_you_mean(name, self.tools)}")
+                names = ", ".join(self.tools)
+                raise ToolError(f"there is no tool {name!r}. Tools: {names}.{did_you_mean(name, self.tools)}")
             async with self._slots:
                 return await tool.call(function["arguments"], self._config.timeout, self._config.max_result)
         except ToolError as error:
@@ -113,7 +113,7 @@ class Toolbox:
         await server.connect()
         listed = server.listed or []
         names = [tool.name for tool in listed]
-        if unknown := [wanted for wanted in config.tools if wanted not in names]:
+        if unknown := [tool_name for tool_name in config.tools if tool_name not in names]:
             raise ConfigError(
                 f"[rollout.mcp.{name}] tools names {', '.join(unknown)}; the server has {', '.join(names) or 'none'}."
             )

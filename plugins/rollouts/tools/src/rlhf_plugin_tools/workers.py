@@ -153,7 +153,7 @@ class PlainFunction(Tool):
     """A ``def`` function, called in a worker process."""
 
     def __init__(self, function: PythonFunction, workers: Workers) -> None:
-        self.name, self.schema, self.source = function.name, function.schema, function.what
+        self.name, self.schema, self.source = function.name, function.schema, function.label
         self._workers = workers
 
     async def call(self, arguments: str, timeout: float, longest: int) -> str:

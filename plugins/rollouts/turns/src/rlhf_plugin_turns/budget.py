@@ -15,14 +15,14 @@ def room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
     return ctx.max_tokens - sum(len(t.ids) for t in turns)
 
 
-def within_budget(sampling: Sampling, left: int, what: str) -> Sampling:
+def within_budget(sampling: Sampling, left: int, label: str) -> Sampling:
     """A copy of ``sampling`` for this sample, with at most ``left`` new tokens.
 
     Raises RolloutError if no token is left.
     """
     if left < 1:
         raise RolloutError(
-            f"{what} leaves no room for an answer: {1 - left} tokens too many. Raise data.max_tokens or set "
+            f"{label} leaves no room for an answer: {1 - left} tokens too many. Raise data.max_tokens or set "
             "data.max_prompt_tokens with data.too_long = 'drop'."
         )
     return sampling if sampling.max_new_tokens <= left else replace(sampling, max_new_tokens=left)

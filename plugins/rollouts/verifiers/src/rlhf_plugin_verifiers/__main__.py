@@ -22,15 +22,15 @@ def main() -> None:
     parser.add_argument("--split", default="train", choices=("train", "eval"))
     parser.add_argument("--first", type=int, default=0, help="number of the first example (default: %(default)s)")
     parser.add_argument("--rows", type=int, help="number of rows (default: all examples)")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        config = VerifiersConfig(id=given.id, args=json.loads(given.args), python=given.python)
-        if given.first < 0 or (given.rows is not None and given.rows < 1):
+        config = VerifiersConfig(id=options.id, args=json.loads(options.args), python=options.python)
+        if options.first < 0 or (options.rows is not None and options.rows < 1):
             raise ValueError("--first is at least 0 and --rows at least 1")
         check_python(config)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
-    rows = {"split": given.split, "first": given.first, "count": given.rows}
+    rows = {"split": options.split, "first": options.first, "count": options.rows}
     about = json.dumps({"id": config.id, "args": dict(config.args), "rows": rows})
     command = supervised([own_python(config.python), str(PROGRAM), about])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -44,16 +44,16 @@ def check_python(config: VerifiersConfig) -> None:
     if shutil.which(python) is None:
         raise ConfigError(f"rollout.python: {python!r} is no program. {_MAKE}")
     command = [python, "-I", "-c", _VERSION]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    wanted = required()
-    if found.returncode:
-        raise ConfigError(f"rollout.python: {python!r} is no Python that starts: {found.stderr.strip()[-300:]}")
-    version = found.stdout.strip()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    requirement = required()
+    if result.returncode:
+        raise ConfigError(f"rollout.python: {python!r} is no Python that starts: {result.stderr.strip()[-300:]}")
+    version = result.stdout.strip()
     if not version:
         raise ConfigError(f"rollout.python: {python!r} has no package verifiers. {_MAKE}")
-    if version not in wanted.specifier:
+    if version not in requirement.specifier:
         raise ConfigError(
-            f"rollout.python: {python!r} has verifiers {version}; needed is {wanted}. Later versions have no "
+            f"rollout.python: {python!r} has verifiers {version}; needed is {requirement}. Later versions have no "
             f"load_environment. {_MAKE}"
         )
 
@@ -61,9 +61,9 @@ def check_python(config: VerifiersConfig) -> None:
 def required() -> Requirement:
     """What this distribution declares for the environment's Python."""
     texts = importlib.metadata.distribution(DISTRIBUTION).requires or []
-    found = next(r for r in map(Requirement, texts) if r.name == "verifiers")
-    found.marker = None
-    return found
+    requirement = next(r for r in map(Requirement, texts) if r.name == "verifiers")
+    requirement.marker = None
+    return requirement
 
 
 _MAKE = (

@@ -93,15 +93,15 @@ class Player:
         self._environment = environment
         self._openai = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", timeout=None)
 
-    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
         """Reward and metrics of one sample. Raises Refused, or what the environment raises."""
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        example = dict(self.example(asked["split"], asked["index"], asked.get("prompt")))
-        own = self._openai.with_options(base_url=asked["base_url"], api_key=asked["api_key"])
+        example = dict(self.example(request["split"], request["index"], request.get("prompt")))
+        own = self._openai.with_options(base_url=request["base_url"], api_key=request["api_key"])
         failed: list[str] = []
         FAILED_REWARDS.set(failed)
-        result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(own), asked["model"], {})
+        result = await self._environment.run_rollout(example, OpenAIChatCompletionsClient(own), request["model"], {})
         error = result.get("error")
         if error and EMPTY_ANSWER not in error["error_chain_str"]:  # an empty answer is the policy's
             raise Refused(f"{error['error_chain_repr']}")
@@ -128,12 +128,12 @@ class Player:
         """Raises Refused: the environment has no such dataset."""
         environment = self._environment
         if split == "train":
-            made = environment.build_dataset()
+            dataset = environment.build_dataset()
         else:
-            made = environment.build_eval_dataset()
-        if made is None:
+            dataset = environment.build_eval_dataset()
+        if dataset is None:
             raise Refused(f"the environment has no dataset of the split {split!r}")
-        return made
+        return dataset
 
 
 def text_of(prompt: Any) -> str:
@@ -152,10 +152,10 @@ async def serve(requests: int, tell: Any, environment: Any) -> None:
     player = Player(environment)
     playing: dict[int, asyncio.Task[None]] = {}
 
-    async def one(asked: dict[str, Any]) -> None:
-        number = asked["number"]
+    async def answer(request: dict[str, Any]) -> None:
+        number = request["number"]
         try:
-            tell({"number": number, **await player.play(asked)})
+            tell({"number": number, **await player.play(request)})
         except Exception as error:
             why = str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
             tell({"number": number, "failed": f"the environment failed: {why}"})
@@ -165,11 +165,11 @@ async def serve(requests: int, tell: Any, environment: Any) -> None:
             del playing[number]
 
     while line := await reader.readline():
-        asked = json.loads(line)
-        if not asked.get("cancel"):
-            playing[asked["number"]] = asyncio.create_task(one(asked))
-        elif asked["number"] in playing:
-            playing[asked["number"]].cancel()
+        request = json.loads(line)
+        if not request.get("cancel"):
+            playing[request["number"]] = asyncio.create_task(answer(request))
+        elif request["number"] in playing:
+            playing[request["number"]].cancel()
     for task in list(playing.values()):
         task.cancel()
     await asyncio.gather(*playing.values())

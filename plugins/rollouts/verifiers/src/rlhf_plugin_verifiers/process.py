@@ -37,12 +37,12 @@ class EnvironmentProcess:
         self._started: asyncio.Future[asyncio.subprocess.Process] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def play(self, asked: dict[str, Any]) -> dict[str, Any]:
+    async def play(self, request: dict[str, Any]) -> dict[str, Any]:
         """``reward``, ``metrics`` and ``truncated`` of one sample. Raises RolloutError."""
         process = await self._running()
         number = next(self._numbers)
         done = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(process, {"number": number, **asked})
+        self._send(process, {"number": number, **request})
         try:
             played = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -69,8 +69,8 @@ class EnvironmentProcess:
         python = own_python(config.python)
         environment = passed_environment(config.environment)
         if config.python is not None:
-            kept = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-            environment = {**kept, "PATH": os.pathsep.join([os.path.dirname(python), environment.get("PATH", "")])}
+            variables = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+            environment = {**variables, "PATH": os.pathsep.join([os.path.dirname(python), environment.get("PATH", "")])}
         try:
             process = await asyncio.create_subprocess_exec(
                 *supervised([python, str(PROGRAM), json.dumps({"id": config.id, "args": dict(config.args)})]),
@@ -94,21 +94,21 @@ class EnvironmentProcess:
         """Hands the process's answers to the samples, until its end."""
         assert process.stdin is not None
         assert process.stdout is not None
-        what = f"the environment {self._config.id!r}"
-        why, refused = f"{what} ended with the run", False
+        label = f"the environment {self._config.id!r}"
+        why, refused = f"{label} ended with the run", False
         try:
             while line := await process.stdout.readline():
                 answer = json.loads(line)
                 if "loaded" in answer:
                     refused = bool(answer["loaded"])
-                    loaded.set_result(f"{what} cannot be used: {answer['loaded']}" if refused else "")
+                    loaded.set_result(f"{label} cannot be used: {answer['loaded']}" if refused else "")
                 elif (done := self._waiting.pop(answer["number"], None)) is not None:
                     done.set_result(answer)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await process.wait()
             output.read()
-            why = f"the process of {what} {_ending(process.returncode)}{_said(output)}"
+            why = f"the process of {label} {_ending(process.returncode)}{_tail_text(output)}"
         finally:
             if not refused:
                 self._started = None  # the next sample starts another process
@@ -150,6 +150,6 @@ def _ending(code: int | None) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def _said(output: Pipe) -> str:
+def _tail_text(output: Pipe) -> str:
     text = bytes(output.tail).decode(errors="replace").strip()
     return f". The end of its output:\n{text}" if text else " and printed nothing"

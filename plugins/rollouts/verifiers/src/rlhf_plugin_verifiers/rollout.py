@@ -46,11 +46,11 @@ class Verifiers(Rollout):
         example = _example(row)
         session = Session(ctx)
         async with self._endpoint.serve(session) as (base_url, key):
-            asked = {**example, "base_url": base_url, "api_key": key, "model": self.config.models[0]}
+            request = {**example, "base_url": base_url, "api_key": key, "model": self.config.models[0]}
             process = min(self._processes, key=lambda p: p.samples)
             process.samples += 1
             try:
-                played = await session.during(process.play(asked))
+                played = await session.during(process.play(request))
                 turns = await session.close()
             except BaseException:
                 await session.cancel()
