@@ -43,18 +43,18 @@ class AdapterContract(Contract):
             about, adapter = self.about(config), self.build(config)
             for kind in ("reward", "env", "loss"):
                 for text in (NATIVE, UNRELATED, "", "this is not python ("):
-                    got = adapter.recognises(kind, text)
+                    answer = adapter.recognises(kind, text)
                     expect(
-                        got is False,
-                        f"{about} recognises({kind!r}) gives {got!r} for a file that is not its own: {text!r}",
+                        answer is False,
+                        f"{about} recognises({kind!r}) gives {answer!r} for a file that is not its own: {text!r}",
                     )
             for kind, text, _ in self.given():
                 before = set(sys.modules)
                 try:
-                    got = adapter.recognises(kind, text + "\nraise SystemExit('executed')\n")
+                    answer = adapter.recognises(kind, text + "\nraise SystemExit('executed')\n")
                 except SystemExit as error:
                     raise Nonconformance(f"{about} recognises() executes the file: only look at its text") from error
-                expect(got is True, f"{about} does not recognise its own {kind} file")
+                expect(answer is True, f"{about} does not recognise its own {kind} file")
                 ours = {m for m in set(sys.modules) - before if m.split(".")[0] != self.cls.__module__.split(".")[0]}
                 expect(not ours, f"{about} recognises() imported {sorted(ours)}: it must only look at the text")
 
@@ -85,13 +85,15 @@ class AdapterContract(Contract):
             about, adapter = self.about(config), self.build(config)
             for kind, text, _ in self.given():
                 try:
-                    got = self._adapt(adapter, kind, text, "no_such_attribute", about)
+                    component = self._adapt(adapter, kind, text, "no_such_attribute", about)
                 except PluginInvalid as error:
                     expect(
                         "no_such_attribute" in str(error), f"{about} the message does not name the attribute: {error}"
                     )
                     continue
-                raise Nonconformance(f"{about} took {got!r} for the attribute 'no_such_attribute', which is not there")
+                raise Nonconformance(
+                    f"{about} took {component!r} for the attribute 'no_such_attribute', which is not there"
+                )
 
     def _adapt(self, adapter: Any, kind: str, text: str, attribute: str | None, about: str) -> Any:
         module = types.ModuleType("rlhf_testing_foreign_file")

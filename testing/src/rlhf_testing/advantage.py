@@ -75,9 +75,9 @@ class AdvantageContract(Contract):
             except Nonconformance:
                 raise
             except Exception as error:
-                given = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
+                inputs = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
                 raise Nonconformance(
-                    f"{about} returns() raised {type(error).__name__}: {error} (it was given {given})"
+                    f"{about} returns() raised {type(error).__name__}: {error} (it was given {inputs})"
                 ) from error
 
     def test_masked_positions(self) -> None:
@@ -89,16 +89,16 @@ class AdvantageContract(Contract):
             poisoned = e.returns(torch.where(c.mask_NA, c.R_NA, nan), c.mask_NA, values, c.boot_N)
             wide = [None if t is None else torch.nn.functional.pad(t, (0, 5)) for t in (c.R_NA, c.values_NA)]
             padded = e.returns(wide[0], torch.nn.functional.pad(c.mask_NA, (0, 5)), wide[1], c.boot_N)
-            for n, what in enumerate(("advantages", "returns")):
+            for n, column in enumerate(("advantages", "returns")):
                 own = clean[n][c.mask_NA]
                 expect(
                     same_bits(own, poisoned[n][c.mask_NA]),
-                    f"{about} NaN at masked positions changes the {what}: take torch.where(mask_NA, x, 0) first, "
+                    f"{about} NaN at masked positions changes the {column}: take torch.where(mask_NA, x, 0) first, "
                     "or a function of rlhf.ops.returns (NaN times a mask is NaN)",
                 )
                 expect(
                     same_bits(own, padded[n][:, : c.R_NA.shape[1]][c.mask_NA]),
-                    f"{about} five more columns of padding change the {what}",
+                    f"{about} five more columns of padding change the {column}",
                 )
 
     def test_order_of_samples(self) -> None:
@@ -113,16 +113,16 @@ class AdvantageContract(Contract):
             )
             whole, shuffled = self._returns(e, c), self._returns(e, p)
             alone = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
-            for n, what in enumerate(("advantages", "returns")):
+            for n, column in enumerate(("advantages", "returns")):
                 m = p.mask_NA
                 _close(
-                    whole[n][order][m], shuffled[n][m], f"{about} the {what} depend on the order of the trajectories"
+                    whole[n][order][m], shuffled[n][m], f"{about} the {column} depend on the order of the trajectories"
                 )
-                one = torch.cat([a[n] for a in alone])
+                rows = torch.cat([a[n] for a in alone])
                 _close(
                     whole[n][c.mask_NA],
-                    one[c.mask_NA],
-                    f"{about} the {what} of a trajectory depend on the others in returns(): statistics of the group "
+                    rows[c.mask_NA],
+                    f"{about} the {column} of a trajectory depend on the others in returns(): statistics of the group "
                     "belong in baseline(), those of the batch in `normalise`",
                 )
 
@@ -148,10 +148,10 @@ class AdvantageContract(Contract):
                 continue
             for value in (0.0, 1.0, -3.7, 1e4):
                 r_N = torch.full_like(c.r_N, value)
-                got = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
+                largest = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
                 expect(
-                    got <= 1e-9 * max(1.0, abs(value)),
-                    f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {got:.3g}, not 0",
+                    largest <= 1e-9 * max(1.0, abs(value)),
+                    f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {largest:.3g}, not 0",
                 )
 
     def test_smallest_group(self) -> None:
@@ -202,15 +202,16 @@ class AdvantageContract(Contract):
             raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
         for about, config, e, c in self.cases():
             if has_baseline:
-                asked = "own_tokens_N" in inspect.signature(self.statement_baseline).parameters
-                own = {"own_tokens_N": c.own_tokens_N} if asked else {}
+                takes_tokens = "own_tokens_N" in inspect.signature(self.statement_baseline).parameters
+                own = {"own_tokens_N": c.own_tokens_N} if takes_tokens else {}
                 stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
                 _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
             if has_returns:
                 double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
                 stated_pair = self.statement_returns(c.R_NA.double(), c.mask_NA, double[0], double[1], config)
-                for got, want, what in zip(self._returns(e, c), stated_pair, ("advantages", "returns"), strict=True):
-                    _close(got[c.mask_NA], want[c.mask_NA], f"{about} the {what} differ from the statement")
+                columns = ("advantages", "returns")
+                for value, want, column in zip(self._returns(e, c), stated_pair, columns, strict=True):
+                    _close(value[c.mask_NA], want[c.mask_NA], f"{about} the {column} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
         """float64 [N], as loops over groups. A fourth argument ``own_tokens_N``, where it has one, is int64 [N]."""
@@ -236,15 +237,15 @@ def _baseline(estimator: Any, c: Credit) -> Tensor:
     return r_N
 
 
-def _pair(estimator: Any, c: Credit, got: Any) -> tuple[Tensor, Tensor]:
+def _pair(estimator: Any, c: Credit, result: Any) -> tuple[Tensor, Tensor]:
     """Returns the result of ``returns``. Fails where its form is wrong."""
     shape = tuple(c.R_NA.shape)
-    what = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
-    expect(isinstance(got, tuple) and len(got) == 2, f"{what}, got {_shown(got)}")
-    for values in got:
+    rule = f"advantage {estimator.name!r}: returns() must give (advantages, returns), two tensors of shape {shape}"
+    expect(isinstance(result, tuple) and len(result) == 2, f"{rule}, got {_shown(result)}")
+    for values in result:
         right = isinstance(values, Tensor) and tuple(values.shape) == shape and values.is_floating_point()
-        expect(right, f"{what} and a floating type, got {_shown(values)}")
-    return got
+        expect(right, f"{rule} and a floating type, got {_shown(values)}")
+    return result
 
 
 def _shown(value: Any) -> str:

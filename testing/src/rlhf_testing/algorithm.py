@@ -92,11 +92,13 @@ class AlgorithmContract(SampleChecks):
             data = self.data(self.build(config))
             mixed = [_shuffled(d, n) if isinstance(d, Group) else d for n, d in enumerate(data)][::-1]
             a, b = self.step(config, data=data), self.step(config, data=mixed)
-            one, two = _by_unit(a.batch, a.credited), _by_unit(b.batch, b.credited)
-            expect(one.keys() == two.keys(), f"{about} a different order of the samples gives different units")
-            for key, columns in one.items():
+            units, shuffled_units = _by_unit(a.batch, a.credited), _by_unit(b.batch, b.credited)
+            expect(
+                units.keys() == shuffled_units.keys(), f"{about} a different order of the samples gives different units"
+            )
+            for key, columns in units.items():
                 for name, values in columns.items():
-                    apart = float((values - two[key][name]).abs().max()) if values.numel() else 0.0
+                    apart = float((values - shuffled_units[key][name]).abs().max()) if values.numel() else 0.0
                     expect(
                         apart <= 1e-5 * max(1.0, float(values.abs().max()) if values.numel() else 0.0),
                         f"{about} the column {name!r} of a sample depends on the order of the samples (by {apart:.1e})",
@@ -128,10 +130,11 @@ class AlgorithmContract(SampleChecks):
             self.step(config, algorithm=algorithm)
             check_state(algorithm, fresh, about)
             for number in range(1, self.steps + 1):
-                for what in ("annotations", "updates"):
-                    a, b = getattr(algorithm, what)(number), getattr(fresh, what)(number)
+                for method in ("annotations", "updates"):
+                    a, b = getattr(algorithm, method)(number), getattr(fresh, method)(number)
                     expect(
-                        a == b, f"{about} after state_dict() and load_state_dict() {what}({number}) differ: {a} and {b}"
+                        a == b,
+                        f"{about} after state_dict() and load_state_dict() {method}({number}) differ: {a} and {b}",
                     )
 
     def test_plan(self) -> None:
@@ -141,17 +144,15 @@ class AlgorithmContract(SampleChecks):
             about, algorithm = self.about(config), self.build(config)
             for number in range(self.steps):
                 plan = algorithm.updates(number)
-                taken = self.step(
-                    config, number, algorithm=algorithm, data=self.data(algorithm, seed=number), end=False
-                )
+                step = self.step(config, number, algorithm=algorithm, data=self.data(algorithm, seed=number), end=False)
                 again = algorithm.updates(number)
                 expect(
                     plan == again,
                     f"{about} updates({number}) without a batch gives {plan} before and {again} after a batch was "
                     "assembled and credited: read the batch that updates() is given, and keep nothing between methods",
                 )
-                planned, got = _optimizer_steps(plan), _optimizer_steps(taken.updates)
-                more = {role: count for role, count in got.items() if count > planned[role]}
+                planned, actual = _optimizer_steps(plan), _optimizer_steps(step.updates)
+                more = {role: count for role, count in actual.items() if count > planned[role]}
                 expect(
                     not more,
                     f"{about} step {number} trains {more} optimizer steps, and updates({number}) without a batch plans "
@@ -198,9 +199,9 @@ def _shuffled(group: Group, seed: int) -> Group:
 
 def _by_unit(batch: Batch, names: set[str]) -> dict[tuple[int, ...], dict[str, torch.Tensor]]:
     """{tokens of a unit: the unit's values in the columns that credit() made}."""
-    made = {}
+    values_of = {}
     for u in range(batch.units):
-        one = batch.select([u])
-        columns = {**one.tok, **one.seq, **one.unit}
-        made[tuple(one.ids_N.tolist())] = {n: columns[n].double() for n in sorted(names) if n in columns}
-    return made
+        unit = batch.select([u])
+        columns = {**unit.tok, **unit.seq, **unit.unit}
+        values_of[tuple(unit.ids_N.tolist())] = {n: columns[n].double() for n in sorted(names) if n in columns}
+    return values_of

@@ -14,7 +14,7 @@ from rlhf_testing.contract import expect
 
 
 class SampleChecks(AlgorithmSubject):
-    """Algorithms on pairs and demonstrations pass them without a check."""
+    """Checks of algorithms on samples. Algorithms on pairs and demonstrations pass without a check."""
 
     def test_smallest_group(self) -> None:
         """Groups of ``group_min`` samples with equal rewards give finite credit and gradients, or no batch. Where they
@@ -46,12 +46,12 @@ class SampleChecks(AlgorithmSubject):
             if not needs.reward or self.assemble(self.build(config), equal) is None:
                 continue
             unequal = self.step(config, data=data)
-            made = credited_columns(unequal)
-            if made:
+            columns = credited_columns(unequal)
+            if columns:
                 expect(
-                    bool(apart(made, credited_columns(self.step(config, data=equal)))),
+                    bool(apart(columns, credited_columns(self.step(config, data=equal)))),
                     f"{about} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
-                    f"the credit of equal ones ({', '.join(made)}): nothing is learnt from them. Declare a larger "
+                    f"the credit of equal ones ({', '.join(columns)}): nothing is learnt from them. Declare a larger "
                     "group_min",
                 )
             else:
@@ -100,6 +100,6 @@ class SampleChecks(AlgorithmSubject):
                 for trajectory in group.trajectories:
                     trajectory.reward = trajectory.score = None
                     trajectory.status = trajectory.status if scored else "failed"
-            got = self.assemble(algorithm, groups)
+            batch = self.assemble(algorithm, groups)
             why = "no sample has a reward" if scored else "every sample failed"
-            expect(got is None, f"{about} assemble() must return no batch when {why}, got {type(got)}")
+            expect(batch is None, f"{about} assemble() must return no batch when {why}, got {type(batch)}")

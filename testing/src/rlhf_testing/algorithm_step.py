@@ -79,9 +79,9 @@ def model_step(
     if assembled is None:
         raise Nonconformance("assemble() returned no batch for data with something to learn from")
     batch = assembled
-    wanted = algorithm.annotations(number)
-    batch = annotate(trainers, batch, wanted, "annotations()")
-    over = {a.column: resolve_head(a.output).over for a in wanted}
+    annotations = algorithm.annotations(number)
+    batch = annotate(trainers, batch, annotations, "annotations()")
+    over = {a.column: resolve_head(a.output).over for a in annotations}
     if annotated_as is not None:
         batch = same_annotations(batch, annotated_as, over)
     annotated = batch
@@ -115,20 +115,20 @@ def model_step(
 
 def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[str, float]]:
     """Returns the result of ``assemble``. Fails where its form is wrong."""
-    made = algorithm.assemble(data)
-    pair = isinstance(made, tuple) and len(made) == 2
-    fits = pair and (made[0] is None or isinstance(made[0], Batch)) and isinstance(made[1], Mapping)
+    result = algorithm.assemble(data)
+    pair = isinstance(result, tuple) and len(result) == 2
+    fits = pair and (result[0] is None or isinstance(result[0], Batch)) and isinstance(result[1], Mapping)
     expect(
-        fits, f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {_shown(made)}"
+        fits, f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {_shown(result)}"
     )
-    return made[0], dict(made[1])
+    return result[0], dict(result[1])
 
 
-def annotate(trainers: dict[str, Any], batch: Batch, wanted: Sequence[Annotation], who: str) -> Batch:
+def annotate(trainers: dict[str, Any], batch: Batch, annotations: Sequence[Annotation], method: str) -> Batch:
     """Writes each annotation's output of a role into its column. Fails for an undeclared role or an unknown view."""
-    for a in wanted:
-        trainer = _named(trainers, a.role, f"{who} reads the role", "needs() declares")
-        expect(a.view in ("live", "ema", "base"), f"{who} asks for the view {a.view!r}; there are live, ema, base")
+    for a in annotations:
+        trainer = _named(trainers, a.role, f"{method} reads the role", "needs() declares")
+        expect(a.view in ("live", "ema", "base"), f"{method} asks for the view {a.view!r}; there are live, ema, base")
         head = resolve_head(a.output)
         needed = {"temperature", head.over, *head.columns}
         values = trainer.forward([batch.only(sorted(needed))], [head])[0][head.name]
@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}"
 
 
-def _named(table: dict[str, Any], name: str, what: str, there: str) -> Any:
+def _named(table: dict[str, Any], name: str, claim: str, listing: str) -> Any:
     if name not in table:
-        raise Nonconformance(f"{what} {name!r}, but {there} {sorted(table)}")
+        raise Nonconformance(f"{claim} {name!r}, but {listing} {sorted(table)}")
     return table[name]

@@ -107,8 +107,8 @@ class AlgorithmSubject(Contract):
             expect(needs.group_min >= 1, f"{about} group_min is {needs.group_min}; it must be at least 1")
             expect(any(r.trained for r in needs.roles), f"{about} no role is trained: {names}")
             for role in needs.roles:
-                known = role.head in ("lm", "scalar") or role.head.removeprefix("classes:").isdigit()
-                expect(known, f"{about} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
+                is_head = role.head in ("lm", "scalar") or role.head.removeprefix("classes:").isdigit()
+                expect(is_head, f"{about} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
                 expect(
                     role.like is None or role.like in names,
                     f"{about} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",

@@ -46,12 +46,12 @@ def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> An
     async def limited() -> Any:
         return await asyncio.wait_for(run(), limit)
 
-    name, known = getattr(method, "__qualname__", str(method)), (getattr(method, "__func__", method), limit)
+    name, key = getattr(method, "__qualname__", str(method)), (getattr(method, "__func__", method), limit)
     too_slow = Nonconformance(
         f"{name} took longer than {limit:g} s on fabricated data. A run stops a call at its deadline, and the sample "
         "fails"
     )
-    if known in _TOO_SLOW:
+    if key in _TOO_SLOW:
         raise too_slow
     begin = time.monotonic()
     try:
@@ -60,7 +60,7 @@ def call(method: Callable[..., Any], *arguments: Any, limit: float = 30.0) -> An
     except (TimeoutError, Interrupted) as error:
         if time.monotonic() - begin < limit:  # the method's own TimeoutError
             raise
-        _TOO_SLOW.add(known)
+        _TOO_SLOW.add(key)
         raise too_slow from error
 
 

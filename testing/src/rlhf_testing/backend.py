@@ -30,8 +30,8 @@ class BackendContract(PluginContract):
 
         for kind in PARTS:
             reference = getattr(self.cls, kind)
-            given = isinstance(reference, str) and reference != ""
-            expect(given, f"{self.about()} {kind} is {reference!r}: name the plugin, e.g. {kind} = 'local'")
+            is_text = isinstance(reference, str) and reference != ""
+            expect(is_text, f"{self.about()} {kind} is {reference!r}: name the plugin, e.g. {kind} = 'local'")
             try:
                 parse_reference(kind, reference)
             except ConfigError as error:

@@ -13,10 +13,10 @@ def changed_fields(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any
     """``kl.coef``, its value and its field, for each field of a config, nested ones included, that is not at its
     default."""
     for name, info in type(config).model_fields.items():
-        value, usual = getattr(config, name), info.get_default(call_default_factory=True)
-        if isinstance(value, BaseModel) and type(value) is type(usual):
+        value, default = getattr(config, name), info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(default):
             yield from changed_fields(value, f"{path}{name}.")
-        elif value != usual:
+        elif value != default:
             yield f"{path}{name}", value, info
 
 

@@ -31,39 +31,41 @@ class CheckContract(PluginContract):
     def findings(self, examination: Examination) -> list[Finding]:
         """The findings that ``look`` returns. Fails where their form is wrong."""
         try:
-            found = list(self.cls().look(examination))
+            findings = list(self.cls().look(examination))
         except Exception as error:
             raise Nonconformance(
                 f"{self.about()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
                 "finding with the status 'fail'"
             ) from error
-        for finding in found:
+        for finding in findings:
             expect(isinstance(finding, Finding), f"{self.about()} look() gives {finding!r}; expected a Finding")
             texts = finding.name and finding.found
             expect(bool(texts), f"{self.about()} the finding {finding!r} needs a name, and text in `found`")
-        return found
+        return findings
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_findings(self) -> None:
         """On this machine ``look`` returns findings, each with a name, a status, what was found and what to do."""
-        found = self.findings(Examination(ask=in_this_process))
-        expect(bool(found), f"{self.about()} look() gives nothing; a check that does not apply is a finding 'skipped'")
-        names = [finding.name for finding in found]
+        findings = self.findings(Examination(ask=in_this_process))
+        expect(
+            bool(findings), f"{self.about()} look() gives nothing; a check that does not apply is a finding 'skipped'"
+        )
+        names = [finding.name for finding in findings]
         expected = not self.finds or names == list(self.finds)
         expect(expected, f"{self.about()} the findings here are {names}, expected are {list(self.finds)}")
 
     def test_a_failing_probe_is_a_finding(self) -> None:
         """Where a probe does not finish, ``look`` reports a finding and does not raise."""
-        asked = []
+        probes = []
 
         def fails(probe: Probe, argument: Any = None, /) -> ProbeAnswer:
-            asked.append(probe)
+            probes.append(probe)
             return ProbeAnswer(1.0, "killed by SIGSEGV", "the end of what it printed")
 
-        found = self.findings(Examination(ask=fails))
-        said = any(f.status in ("fail", "warn") for f in found) or not asked
-        expect(said, f"{self.about()} a probe was killed, and no finding warns or fails: {found}")
+        findings = self.findings(Examination(ask=fails))
+        warns = any(f.status in ("fail", "warn") for f in findings) or not probes
+        expect(warns, f"{self.about()} a probe was killed, and no finding warns or fails: {findings}")
 
     def test_import_is_light(self) -> None:
         """Importing the check's module imports no framework, because a broken framework would end the report. Probes

@@ -68,8 +68,8 @@ class CommandContract(PluginContract):
             ) from error
         flags = [name for action in parser._actions for name in action.option_strings]
         expect("--traceback" not in flags, f"{self.about()} adds --traceback, which the program itself takes")
-        taken = [action.dest for action in parser._actions]
-        free = not (self.cls.run_file_flags and "overrides" in taken)
+        destinations = [action.dest for action in parser._actions]
+        free = not (self.cls.run_file_flags and "overrides" in destinations)
         expect(free, f"{self.about()} adds an argument `overrides`: flags of the run file come under this name")
 
     def test_line_of_help(self) -> None:
@@ -102,8 +102,8 @@ class CommandContract(PluginContract):
         for words, code in self.calls:
             args = self.parsed(words)
             with contextlib.redirect_stdout(io.StringIO()):
-                got = self.cls().run(args)
+                exit_code = self.cls().run(args)
             expect(
-                type(got) is int and got == code,
-                f"{self.about()} run() with {list(words)} returned {got!r}, expected the exit code {code}",
+                type(exit_code) is int and exit_code == code,
+                f"{self.about()} run() with {list(words)} returned {exit_code!r}, expected the exit code {code}",
             )

@@ -97,8 +97,8 @@ def run(
             f"{contract.__name__} does not know; it has {sorted(a for a in dir(contract) if not a.startswith('_'))}"
         )
     packaged = getattr(resolved, "distribution", "") not in ("", FILE, IN_PROCESS)
-    made = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
-    instance = type(f"{resolved.cls.__name__}Contract", (contract,), made)()
+    namespace = {"registered": packaged, **attributes, contract.kind: resolved.cls, "__module__": __name__}
+    instance = type(f"{resolved.cls.__name__}Contract", (contract,), namespace)()
     results: list[CheckResult] = []
 
     def report(result: CheckResult) -> None:
@@ -118,21 +118,21 @@ def run(
 
 
 def _secrets(hearing: Hearing) -> CheckResult:
-    if not hearing.told:
+    if not hearing.leaks:
         return CheckResult(SECRETS, True, "Nothing that is printed or raised holds a secret of the environment.")
-    names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.told))
-    said = f"What it prints or raises shows {names}. Logs are kept and passed on, so no secret may stand in them."
-    return CheckResult(SECRETS, False, said)
+    names = ", ".join("the whole environment" if name == DECOY else f"${name}" for name in sorted(hearing.leaks))
+    message = f"What it prints or raises shows {names}. Logs are kept and passed on, so no secret may stand in them."
+    return CheckResult(SECRETS, False, message)
 
 
 def _methods(contract: type[PluginContract]) -> Iterator[str]:
     """Names of the test methods, those of every component first, then in the order they are written."""
-    seen: set[str] = set()
+    names: set[str] = set()
     first = [base for base in (PluginContract, Contract) if issubclass(contract, base)]
     for base in (*first, *reversed(contract.__mro__)):
         for name in vars(base):
-            if name.startswith("test_") and name not in seen:
-                seen.add(name)
+            if name.startswith("test_") and name not in names:
+                names.add(name)
                 yield name
 
 

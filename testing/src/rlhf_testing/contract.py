@@ -39,9 +39,9 @@ def expect(condition: bool, message: str) -> None:
         raise Nonconformance(message)
 
 
-def missing(what: str) -> unittest.SkipTest:
-    """Raise this where the author did not supply ``what``: pytest and ``rlhf plugins check`` report a skip."""
-    return unittest.SkipTest(f"The check needs what only you can supply: {what}")
+def missing(part: str) -> unittest.SkipTest:
+    """Raise this where the author did not supply ``part``: pytest and ``rlhf plugins check`` report a skip."""
+    return unittest.SkipTest(f"The check needs what only you can supply: {part}")
 
 
 @contextlib.contextmanager
@@ -76,9 +76,9 @@ class PluginContract:
     @property
     def cls(self) -> Any:
         """The class under test."""
-        found = getattr(type(self), self.kind, None)
-        expect(isinstance(found, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
-        return found
+        cls = getattr(type(self), self.kind, None)
+        expect(isinstance(cls, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
+        return cls
 
     def about(self, config: Any = None) -> str:
         """The subject of messages: the class, and the options of the config that are not at their defaults."""
@@ -188,9 +188,9 @@ def check_state(component: Component, fresh: Component, about: str) -> None:
 
 def check_config(config: Any) -> None:
     """One config: round trip, frozen, unknown keys refused."""
-    cls, shown = type(config), repr(config)
+    cls, text = type(config), repr(config)
     again = cls.model_validate_json(config.model_dump_json())
-    expect(again == config, f"{shown} is {again!r} after a dump and a load")
+    expect(again == config, f"{text} is {again!r} after a dump and a load")
     for name in cls.model_fields:
         try:
             setattr(config, name, getattr(config, name))

@@ -34,9 +34,9 @@ class CurriculumContract(Contract):
     def build(self, config: Any) -> Any:
         """An instance after ``setup``."""
         columns = {"prompt": [f"What is {i} + 2?" for i in range(17)], **self.columns}
-        made = super().build(config)
+        curriculum = super().build(config)
         try:
-            made.setup(MadeUpRows(self.sizes, columns), SEED, STEPS)
+            curriculum.setup(MadeUpRows(self.sizes, columns), SEED, STEPS)
         except Exception as error:
             missing = f" the column {error.args[0]!r}" if isinstance(error, NoColumn) else f": {error}"
             raise Nonconformance(
@@ -44,7 +44,7 @@ class CurriculumContract(Contract):
                 f"{dict(self.sizes)}), as it lacks{missing}. Give what it reads: "
                 'conformance = {"columns": {NAME: [values, ...]}, "sizes": {SOURCE: rows}} in the plugin\'s class'
             ) from error
-        return made
+        return curriculum
 
     def play(self, config: Any, until: int = STEPS, staleness: int = 0, score: Score | None = None) -> Play:
         """Simulates a run from its start. Error messages name the curriculum."""
@@ -75,11 +75,11 @@ class CurriculumContract(Contract):
         rows = sum(self.sizes.values())
         for config in self.grid():
             if self.cls.repeats:
-                made = self.build(config)
-                given = list(made.choose(2 * rows + 1, 0))
+                curriculum = self.build(config)
+                choice = list(curriculum.choose(2 * rows + 1, 0))
                 expect(
-                    len(given) == 2 * rows + 1,
-                    f"{self.about(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(given)}. Rows may come "
+                    len(choice) == 2 * rows + 1,
+                    f"{self.about(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Rows may come "
                     "again in a batch that is larger than the data, or set repeats = False",
                 )
                 continue
@@ -137,7 +137,7 @@ class CurriculumContract(Contract):
             whole.choose(BATCH // 2, 5)
             fresh = self.build(config)
             fresh.load_state_dict(_through_json(whole.state_dict(), self.about(config)))
-            rest, again = ([*map(position_of, made.choose(BATCH // 2, 5))] for made in (whole, fresh))
+            rest, again = ([*map(position_of, curriculum.choose(BATCH // 2, 5))] for curriculum in (whole, fresh))
             expect(
                 rest == again,
                 f"{self.about(config)} chose {again} for the rest of a batch in the middle of which it resumed, and "
@@ -150,11 +150,11 @@ class CurriculumContract(Contract):
         if self.cls.min_scores:
             return
         for config in self.grid():
-            told = self.play(config).chosen
+            rows = self.play(config).chosen
             other = self.play(config, score=lambda row, step, sample: 1.0 - made_up_score(row, step, sample)).chosen
             expect(
-                told == other,
-                f"{self.about(config)} chose other rows for other scores: {_difference(told, other)}. Set min_scores "
+                rows == other,
+                f"{self.about(config)} chose other rows for other scores: {_difference(rows, other)}. Set min_scores "
                 "= 1, so that runs without scores are refused",
             )
             self.go_on(config, Play(self.build(config)))  # an offline run
@@ -185,9 +185,9 @@ def _through_json(state: Any, about: str) -> Any:
         raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}") from error
 
 
-def _difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
+def _difference(batches: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:
     """A text about the first batch that differs."""
-    step = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), math.inf)
+    step = next((i for i, (a, b) in enumerate(zip(batches, other, strict=False)) if a != b), math.inf)
     if not isinstance(step, int):
-        return f"{len(one)} batches and {len(other)}"
-    return f"{list(one[step])} and {list(other[step])} at step {step}"
+        return f"{len(batches)} batches and {len(other)}"
+    return f"{list(batches[step])} and {list(other[step])} at step {step}"

@@ -46,8 +46,8 @@ class MadeUpRows(TrainingRows):
         self._columns, self._seed, self._shuffled = dict(columns or {}), seed, shuffled
         shares = [*probabilities, *[None] * len(sizes)]
         firsts = itertools.accumulate(sizes.values(), initial=0)
-        made = zip(sizes.items(), firsts, shares, strict=False)
-        self.sources = tuple(RowSource(name, first, n, tuple(self._columns), p) for (name, n), first, p in made)
+        parts = zip(sizes.items(), firsts, shares, strict=False)
+        self.sources = tuple(RowSource(name, first, n, tuple(self._columns), p) for (name, n), first, p in parts)
 
     def values(self, column: str) -> Iterator[object]:
         if column not in self._columns:
@@ -105,13 +105,14 @@ class Play:
         rows: list[int] = []
         groups: list[FinishedGroup] = []
         for missing in (BATCH, 1) if self._score is not None else (BATCH,):  # one group is filtered and replaced
-            given = self.curriculum.choose(missing, step)
-            found = [position_of(row) for row in given]
+            choice = self.curriculum.choose(missing, step)
+            positions = [position_of(row) for row in choice]
             expect(
-                len(found) == missing, f"choose({missing}, {step}) gave {len(found)} rows; exactly {missing} are needed"
+                len(positions) == missing,
+                f"choose({missing}, {step}) gave {len(positions)} rows; exactly {missing} are needed",
             )
-            groups += [self._group(row, step, "kept") for row in found]
-            rows += found
+            groups += [self._group(row, step, "kept") for row in positions]
+            rows += positions
         fates: tuple[Fate, ...] = ("filtered", "left_out") if step % 2 else ("filtered",)
         for index, fate in enumerate(fates):
             group = groups[index]

@@ -138,8 +138,8 @@ class EnvContract(Contract):
         thousands of episodes, and the worker process of a plain environment serves many of them in turn."""
         ends = {"an episode that was played to its end": True, "one that was left at once": False}
         played = [(config, when) for config in self.grid() for when in ends]
-        found = leaks([partial(self._closed, config, ends[when]) for config, when in played])
-        for (config, when), left in zip(played, found, strict=True):
+        leftovers = leaks([partial(self._closed, config, ends[when]) for config, when in played])
+        for (config, when), left in zip(played, leftovers, strict=True):
             expect(
                 not left,
                 f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "

@@ -74,7 +74,7 @@ def groups(
         columns: further columns of every row.
     """
     rng = random.Random(seed)
-    made = []
+    group_list = []
     for number in range(count):
         data = row(_usual(number) | dict(columns or {}), number)
         shared = rng.uniform(-1, 1)
@@ -95,8 +95,8 @@ def groups(
                     reward if scored else None,
                 )
             )
-        made.append(Group(data, number, trajectories))
-    return made
+        group_list.append(Group(data, number, trajectories))
+    return group_list
 
 
 def _turns(rng: random.Random, number: int, sample: int, logprobs: bool, rounds: int) -> list[Turn]:
@@ -146,7 +146,7 @@ def examples(
             it there.
     """
     rng, further = random.Random(seed), dict(columns or {})
-    made = []
+    example_list = []
     for index in range(count):
         prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 5))]
         sequences = []
@@ -159,8 +159,8 @@ def examples(
             values = MadeUpColumns({"margin": float(further["margin"])} if "margin" in further else {})
         if form == "steps":
             values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
-        made.append(Example(row(_usual(index) | further, index), sequences, values))
-    return made
+        example_list.append(Example(row(_usual(index) | further, index), sequences, values))
+    return example_list
 
 
 def batch(
@@ -182,7 +182,7 @@ def batch(
     from rlhf.ops.packing import SequenceData, UnitData, pack
 
     rng = random.Random(seed)
-    made = []
+    unit_data = []
     for u in range(units):
         blank = empty and u == units - 1
         roles = [0, 1] if form == "pairs" else [0, 0] if fresh and u % 3 == 1 else [0]
@@ -195,8 +195,8 @@ def batch(
             tok = dict.fromkeys({"loss_mask", mask}, own)
             sequences.append(SequenceData(ids, {**tok, "temperature": [rng.choice((0.7, 1.0, 1.3))] * len(own)}, role))
         columns = {"label": u % 2 == 0} if form == "labels" else {}
-        made.append(UnitData(sequences, columns))
-    return pack(made)
+        unit_data.append(UnitData(sequences, columns))
+    return pack(unit_data)
 
 
 def values(name: str, size: int, seed: int) -> Tensor:
@@ -230,17 +230,17 @@ def read(
     import torch
 
     size = {"lm": 256, "scalar": 1}.get(role.head) or int(role.head.partition(":")[2])
-    found: list[list[Any]] = []
-    for sequence, read in zip(ids, positions, strict=True):
-        if list(read) != sorted(set(read)) or (read and not 0 <= read[0] <= read[-1] < len(sequence)):
+    rows: list[list[Any]] = []
+    for sequence, places in zip(ids, positions, strict=True):
+        if list(places) != sorted(set(places)) or (places and not 0 <= places[0] <= places[-1] < len(sequence)):
             raise ValueError(
-                f"positions {list(read)} of a sequence of {len(sequence)} tokens: they must increase, inside"
+                f"positions {list(places)} of a sequence of {len(sequence)} tokens: they must increase, inside"
             )
-        prefixes = [list(sequence[: p + (head.at == "at")]) for p in read]
+        prefixes = [list(sequence[: p + (head.at == "at")]) for p in places]
         outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]
-        own = torch.tensor([sequence[p] for p in read])
-        found.append(head.fn(torch.stack(outputs), own, {}, head.constants).tolist() if read else [])
-    return found
+        own = torch.tensor([sequence[p] for p in places])
+        rows.append(head.fn(torch.stack(outputs), own, {}, head.constants).tolist() if places else [])
+    return rows
 
 
 def is_logprob(name: str) -> bool:

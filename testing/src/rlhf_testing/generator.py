@@ -46,12 +46,12 @@ class Sampled:
 
     def turns(self, requests: Sequence[GenerationRequest], about: str) -> list[Turn]:
         """One turn per request, in request order. Fails unless each request is answered exactly once."""
-        got = list(self.generator.generate(requests))
-        order = sorted(n for n, _ in got)
+        answers = list(self.generator.generate(requests))
+        order = sorted(n for n, _ in answers)
         expect(
             order == list(range(len(requests))), f"{about} {len(requests)} requests are answered as {order}, each once"
         )
-        return [turn for _, turn in sorted(got, key=lambda pair: pair[0])]
+        return [turn for _, turn in sorted(answers, key=lambda pair: pair[0])]
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """[T, V] of the plain forward pass."""
@@ -119,24 +119,24 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             about, s = self.about(config), self.make(config)
             sampling = Sampling(max_new_tokens=7, temperature=0.9)
             for n, turn in enumerate(s.turns(self.requests(sampling), about)):
-                which = f"{about} request {n}"
+                label = f"{about} request {n}"
                 expect(
                     turn.sampled and 1 <= len(turn.ids) <= 7,
-                    f"{which}: {len(turn.ids)} of at most 7 tokens, sampled={turn.sampled}",
+                    f"{label}: {len(turn.ids)} of at most 7 tokens, sampled={turn.sampled}",
                 )
-                got = None if turn.logprobs is None else len(turn.logprobs)
-                expect(got == len(turn.ids), f"{which}: {len(turn.ids)} tokens and {got} log-probs")
+                count = None if turn.logprobs is None else len(turn.logprobs)
+                expect(count == len(turn.ids), f"{label}: {len(turn.ids)} tokens and {count} log-probs")
                 expect(
-                    turn.temperature == 0.9, f"{which}: temperature {turn.temperature} is reported, 0.9 was asked for"
+                    turn.temperature == 0.9, f"{label}: temperature {turn.temperature} is reported, 0.9 was asked for"
                 )
                 expect(
                     turn.versions == ((0, 0),),
-                    f"{which}: versions {turn.versions}, all tokens are of version 0: ((0, 0),)",
+                    f"{label}: versions {turn.versions}, all tokens are of version 0: ((0, 0),)",
                 )
-                expect(turn.finish in ("stop", "length"), f"{which}: finish is {turn.finish!r}")
+                expect(turn.finish in ("stop", "length"), f"{label}: finish is {turn.finish!r}")
                 expect(
                     turn.text == s.decode(turn.ids),
-                    f"{which}: text {turn.text!r}, its tokens decode to {s.decode(turn.ids)!r}",
+                    f"{label}: text {turn.text!r}, its tokens decode to {s.decode(turn.ids)!r}",
                 )
 
     def test_logprobs(self) -> None:
@@ -176,11 +176,11 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
         for request, turn in zip(requests, turns, strict=True):
             rows = s.logprobs(request.ids, turn.ids, sampling.temperature)
             want = rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
-            got = torch.tensor(turn.logprobs)
-            apart = float((got - want).abs().max())
+            logprobs = torch.tensor(turn.logprobs)
+            apart = float((logprobs - want).abs().max())
             if keep is not None:  # rounding decides at the edge of a truncation, so the mass has two bounds
                 most, least = (_log_mass(rows, partial(keep, margin=m)) for m in (1.0, -1.0))
-                apart = float(torch.maximum(want - most - got, got - want + least).max())
+                apart = float(torch.maximum(want - most - logprobs, logprobs - want + least).max())
             expect(
                 apart <= LOGPROB,
                 f"{about} log-probs differ from the reference forward pass by {apart:.1e} (allowed {LOGPROB:.0e}). "
@@ -257,5 +257,5 @@ def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: flo
 
 def _log_mass(rows: Tensor, keep: Callable[[Tensor, int], bool]) -> Tensor:
     """For each row of log-probs, the log of the probability mass that is kept."""
-    kept = torch.tensor([[keep(row, token) for token in range(len(row))] for row in rows])
-    return rows.masked_fill(~kept, float("-inf")).logsumexp(-1)
+    mask = torch.tensor([[keep(row, token) for token in range(len(row))] for row in rows])
+    return rows.masked_fill(~mask, float("-inf")).logsumexp(-1)

@@ -46,11 +46,11 @@ class SamplingChecks:
             back = s.turns(requests[::-1], about)[::-1]
             for n, request in enumerate(requests):
                 alone = s.turns([request], about)[0]
-                for what, other in (("alone", alone), ("in reversed order", back[n])):
+                for position, other in (("alone", alone), ("in reversed order", back[n])):
                     expect(
                         other.ids == together[n].ids,
-                        f"{about} request {n} draws {other.ids} {what} and {together[n].ids} in the batch: a sample is "
-                        "a function of its own tokens, seed and sampling",
+                        f"{about} request {n} draws {other.ids} {position} and {together[n].ids} in the batch: a "
+                        "sample is a function of its own tokens, seed and sampling",
                     )
 
     def test_advance(self) -> None:
@@ -63,15 +63,17 @@ class SamplingChecks:
             requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
             together = s.turns(requests, about)
             last = len(requests) - 1
-            found = s.generator.advance({last: requests[last]})
-            found += s.generator.advance({n: requests[n] for n in range(last)})
-            found += s.generator.advance({}, dropped=[last - 1])
+            answers = s.generator.advance({last: requests[last]})
+            answers += s.generator.advance({n: requests[n] for n in range(last)})
+            answers += s.generator.advance({}, dropped=[last - 1])
             for _ in range(100):
-                found += s.generator.advance({}, seconds=0.1)
-            wanted = [n for n in range(len(requests)) if n != last - 1]
-            names = sorted(name for name, _ in found)
-            expect(names == wanted, f"{about} advance() answers requests {names}; each of {wanted} once was asked for")
-            for name, turn in found:
+                answers += s.generator.advance({}, seconds=0.1)
+            numbers = [n for n in range(len(requests)) if n != last - 1]
+            names = sorted(name for name, _ in answers)
+            expect(
+                names == numbers, f"{about} advance() answers requests {names}; each of {numbers} once was asked for"
+            )
+            for name, turn in answers:
                 expect(
                     turn.ids == together[name].ids,
                     f"{about} request {name} draws {turn.ids} by advance() and {together[name].ids} by generate()",
@@ -85,19 +87,19 @@ class SamplingChecks:
             for temperature in (0.7, 1.3):
                 sampling = Sampling(1, temperature, ignore_eos=True)
                 requests = [GenerationRequest(PROMPT, seed, sampling) for seed in range(400)]
-                drawn = [t.ids[0] for t in s.turns(requests, about)]
+                tokens = [t.ids[0] for t in s.turns(requests, about)]
                 p_V = s.logprobs(PROMPT, [0], temperature)[0].exp().double()
                 order = p_V.argsort(descending=True)
                 bin_V = torch.zeros_like(order)
                 bin_V[order] = (p_V[order].cumsum(0) * 8).long().clamp(max=7)
-                want = torch.zeros(8, dtype=torch.float64).index_add(0, bin_V, p_V) * len(drawn)
-                got = torch.bincount(bin_V[torch.tensor(drawn)], minlength=8).double()
+                want = torch.zeros(8, dtype=torch.float64).index_add(0, bin_V, p_V) * len(tokens)
+                counts = torch.bincount(bin_V[torch.tensor(tokens)], minlength=8).double()
                 filled = want > 1
-                chi = float(((got - want)[filled].square() / want[filled]).sum())
+                chi = float(((counts - want)[filled].square() / want[filled]).sum())
                 expect(
                     chi < 40.0,
                     f"{about} temperature {temperature}: first tokens do not follow the softmax, chi-square {chi:.0f} "
-                    f"of 7 degrees of freedom (allowed 40; chance 1e-6): drawn {got.tolist()}, "
+                    f"of 7 degrees of freedom (allowed 40; chance 1e-6): drawn {counts.tolist()}, "
                     f"expected {want.round().tolist()}",
                 )
 
@@ -127,10 +129,10 @@ class SamplingChecks:
                 for r, n in zip(self.requests(sampling), budgets, strict=True)
             ]
             for budget, turn in zip(budgets, s.turns(requests, about), strict=True):
-                got = (len(turn.ids), turn.finish)
+                tokens, finish = len(turn.ids), turn.finish
                 expect(
-                    got == (budget, "length"),
-                    f"{about} max_new_tokens = {budget} gives {got[0]} tokens, finish {got[1]!r}",
+                    (tokens, finish) == (budget, "length"),
+                    f"{about} max_new_tokens = {budget} gives {tokens} tokens, finish {finish!r}",
                 )
 
     def test_stops(self) -> None:

@@ -22,9 +22,9 @@ class Hearing:
     """Intercepts ``print`` and ``sys.stdout.write``. ``told`` holds the variables whose values were printed."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()
-        named = {name: value for name, value in os.environ.items() if names_secret(name) and len(value) >= _SHORTEST}
-        self.secrets = {**named, DECOY: uuid.uuid4().hex}
+        self.leaks: set[str] = set()
+        values = {name: value for name, value in os.environ.items() if names_secret(name) and len(value) >= _SHORTEST}
+        self.secrets = {**values, DECOY: uuid.uuid4().hex}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -40,7 +40,7 @@ class Hearing:
         """The text with ``$NAME`` in place of each secret. The names are added to ``told``."""
         for name, value in self.secrets.items():
             if value in text:
-                self.told.add(name)
+                self.leaks.add(name)
                 text = text.replace(value, f"${name}")
         return text
 

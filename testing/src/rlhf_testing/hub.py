@@ -94,22 +94,22 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.serves.requests.append((self.command, path))
-        if found := _API.fullmatch(path):
-            return self._api(*found.groups())
-        if found := _FILE.fullmatch(path):
-            return self._file("dataset" if found[1] else "model", *found.groups()[1:])
+        if match := _API.fullmatch(path):
+            return self._api(*match.groups())
+        if match := _FILE.fullmatch(path):
+            return self._file("dataset" if match[1] else "model", *match.groups()[1:])
         return self._refuse(404, "EntryNotFound", f"no such page {path}")
 
     do_HEAD = do_POST = do_GET
 
-    def _api(self, kind: str, name: str, what: str | None, revision: str | None, below: str | None) -> None:
-        commit = self._commit(kind, name, unquote(revision or "main"), reads=what not in (None, "revision"))
+    def _api(self, kind: str, name: str, endpoint: str | None, revision: str | None, below: str | None) -> None:
+        commit = self._commit(kind, name, unquote(revision or "main"), reads=endpoint not in (None, "revision"))
         if commit is None:
             return None
         files = self.serves.repositories[kind, name].commits[commit]
-        if what in ("tree", "paths-info"):
-            wanted = set(files) if what == "tree" else set(self._asked_paths())
-            chosen = [p for p in sorted(files) if p in wanted and p.startswith(below or "")]
+        if endpoint in ("tree", "paths-info"):
+            paths = set(files) if endpoint == "tree" else set(self._asked_paths())
+            chosen = [p for p in sorted(files) if p in paths and p.startswith(below or "")]
             entries = [
                 {"type": "file", "path": p, "size": len(files[p]), "oid": hashlib.sha1(files[p]).hexdigest()}
                 for p in chosen
@@ -119,8 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, json.dumps(info | {"siblings": [{"rfilename": p} for p in sorted(files)]}).encode())
 
     def _asked_paths(self) -> list[str]:
-        asked: Any = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-        paths: list[str] = asked.get("paths", [])
+        body: Any = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        paths: list[str] = body.get("paths", [])
         return paths
 
     def _file(self, kind: str, name: str, revision: str, path: str) -> None:
@@ -136,9 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, kind: str, name: str, revision: str, reads: bool) -> str | None:
         """None where the request was refused."""
         repository = self.serves.repositories.get((kind, name))
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if repository is None or (repository.token is not None and given != repository.token):
-            self._refuse(404 if given else 401, "RepoNotFound", "Repository not found")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if repository is None or (repository.token is not None and token != repository.token):
+            self._refuse(404 if token else 401, "RepoNotFound", "Repository not found")
         elif repository.gated and reads:
             self._refuse(403, "GatedRepo", "Access to it is restricted")
         elif (commit := repository.refs.get(revision, revision)) not in repository.commits:

@@ -55,8 +55,8 @@ class PlainImageModel:
         inputs = self.inputs(parts)
         logits_TV = self.model(**inputs, use_cache=False).logits[0]
         ids_T = inputs["input_ids"][0]
-        found = logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
-        return torch.cat([found.new_zeros(1), found])
+        logprobs_T = logits_TV[:-1].log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
+        return torch.cat([logprobs_T.new_zeros(1), logprobs_T])
 
 
 @cache

@@ -93,13 +93,13 @@ class CountingGenerator(Generator):
 
     def begin_load(self, version: int) -> None:
         self.version = version
-        self.taken: dict[str, str] = {}
+        self.fingerprints: dict[str, str] = {}
 
     def take(self, bucket: Any) -> None:
-        self.taken |= bucket.received()
+        self.fingerprints |= bucket.received()
 
     def end_load(self) -> list[Proof]:
-        return [Proof(self.version, received=self.taken)]
+        return [Proof(self.version, received=self.fingerprints)]
 
 
 class LauncherContract(Contract):
@@ -128,11 +128,11 @@ class LauncherContract(Contract):
                 launcher, group = self.launched(config, size)
                 expect(group.size == size, f"{about} a group of {size} ranks says its size is {group.size}")
                 for round_ in (1, 2):
-                    got = [tuple(r) for r in group.call("echo", [(f"for {rank}",) for rank in range(size)])]
+                    answers = [tuple(r) for r in group.call("echo", [(f"for {rank}",) for rank in range(size)])]
                     want = [(rank, round_, f"for {rank}") for rank in range(size)]
                     expect(
-                        got == want,
-                        f"{about} call {round_} of {size} ranks must give {want} (rank, calls, value), got {got}",
+                        answers == want,
+                        f"{about} call {round_} of {size} ranks must give {want} (rank, calls, value), got {answers}",
                     )
                 sizes = group.call("nothing", [()] * size)
                 expect(sizes == [size] * size, f"{about} the workers see world sizes {sizes}, not {size}")
@@ -161,9 +161,9 @@ class LauncherContract(Contract):
                 try:
                     group.call("fail", [(f"first cause on {rank}",) for rank in range(size)])
                 except Exception as error:
-                    chain, found = "", error
-                    while found is not None:
-                        chain, found = f"{chain}{found}", found.__cause__  # type: ignore[assignment]
+                    chain, cause = "", error
+                    while cause is not None:
+                        chain, cause = f"{chain}{cause}", cause.__cause__  # type: ignore[assignment]
                     expect("first cause on" in chain, f"{about} the worker's message is lost: {chain}")
                 else:
                     raise Nonconformance(f"{about} an exception in a worker does not reach the caller")
@@ -174,10 +174,12 @@ class LauncherContract(Contract):
         for config in self.grid():
             launcher = self.build(config)
             launcher.place({"policy": Place(), "critic": Place(share="policy")})
-            one, two = (launcher.launch_trainer(CountingTrainer, None, self.spec(r)) for r in ("policy", "critic"))
-            one.call("echo", [(0,)])
-            got = two.call("echo", [(0,)])[0][1]
-            expect(got == 1, f"{self.about(config)} two groups share a worker")
+            policy, critic = (
+                launcher.launch_trainer(CountingTrainer, None, self.spec(r)) for r in ("policy", "critic")
+            )
+            policy.call("echo", [(0,)])
+            calls = critic.call("echo", [(0,)])[0][1]
+            expect(calls == 1, f"{self.about(config)} two groups share a worker")
             launcher.shutdown()
 
     def test_worker_in_this_process(self) -> None:
@@ -206,17 +208,18 @@ class LauncherContract(Contract):
             generator.begin_load(5)
             for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
                 generator.take(bucket)
-            proofs, sent = generator.end_load(), policy.call("sent", [()])[0]
+            proofs, fingerprints = generator.end_load(), policy.call("sent", [()])[0]
             expect(
-                len(sent) == 4
-                and all(p.version == 5 and p.received == sent for p in proofs)
+                len(fingerprints) == 4
+                and all(p.version == 5 and p.received == fingerprints for p in proofs)
                 and generator.version == 5,
-                f"{about} four tensors of version 5 were sent, {sent}; the proof is {proofs}",
+                f"{about} four tensors of version 5 were sent, {fingerprints}; the proof is {proofs}",
             )
             requests = [GenerationRequest((n + 1, 7), n, Sampling()) for n in range(5)]
-            got = {n: turn.ids for n, turn in generator.generate(requests)}
+            answers = {n: turn.ids for n, turn in generator.generate(requests)}
             expect(
-                got == {n: r.ids for n, r in enumerate(requests)}, f"{about} requests and answers do not match: {got}"
+                answers == {n: r.ids for n, r in enumerate(requests)},
+                f"{about} requests and answers do not match: {answers}",
             )
             launcher.shutdown()
 
@@ -225,9 +228,9 @@ class LauncherContract(Contract):
         for config in self.grid():
             launcher, group = self.launched(config, self.world_sizes[0])
             buckets = [group.value(item) for item in group.stream("buckets", "live", 24)]
-            got = {name: tensor.tolist() for bucket in buckets for name, tensor in bucket.tensors}
+            tensors = {name: tensor.tolist() for bucket in buckets for name, tensor in bucket.tensors}
             want = {f"w{n}": [float(n)] * 3 for n in range(4)}
-            expect(got == want, f"{self.about(config)} value() of a stream's items must give {want}, got {got}")
+            expect(tensors == want, f"{self.about(config)} value() of a stream's items must give {want}, got {tensors}")
             launcher.shutdown()
 
     def test_shutdown_twice(self) -> None:

@@ -24,11 +24,11 @@ USES = 3
 def held() -> Held:
     """The held objects by ``open files``, ``child processes`` and ``threads``. A kind that this system does not report
     is left out."""
-    found: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
+    objects: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
     for kind, of in (("open files", _files), ("child processes", _children)):
-        if (told := of()) is not None:
-            found[kind] = told
-    return found
+        if (items := of()) is not None:
+            objects[kind] = items
+    return objects
 
 
 def leaks(uses: Sequence[Callable[[], object]]) -> list[list[str]]:
@@ -38,16 +38,16 @@ def leaks(uses: Sequence[Callable[[], object]]) -> list[list[str]]:
         uses: their return values are kept to the end, so that garbage collection does not hide a leak. It runs once
             for all of them, because it takes a second in a process that has imported much.
     """
-    kept = [use() for use in uses for _ in range(WARM)]
+    results = [use() for use in uses for _ in range(WARM)]
     gc.collect()
-    return [_leaks(use, kept) for use in uses]
+    return [_leaks(use, results) for use in uses]
 
 
-def _leaks(use: Callable[[], object], kept: list[object]) -> list[str]:
+def _leaks(use: Callable[[], object], results: list[object]) -> list[str]:
     last = held()
     left: dict[str, list[list[str]]] = {}
     for _ in range(USES):
-        kept.append(use())
+        results.append(use())
         now = held()
         for kind in now:
             more = [words for key, words in now[kind].items() if key not in last.get(kind, {})]
@@ -65,13 +65,13 @@ def _files() -> dict[Any, str] | None:
             names = os.listdir(folder)
         except OSError:
             continue
-        found: dict[Any, str] = {}
+        files: dict[Any, str] = {}
         for name in names:
             try:
-                found[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
+                files[int(name), os.fstat(int(name)).st_ino] = _target(folder / name)
             except (OSError, ValueError):  # the descriptor of the folder itself, which is closed by now
                 continue
-        return found
+        return files
     return None
 
 
@@ -84,7 +84,7 @@ def _target(link: Path) -> str:
 
 def _children() -> dict[Any, str] | None:
     """Child processes, including those that ended and were not waited for."""
-    own, found = os.getpid(), dict[Any, str]()
+    own, processes = os.getpid(), dict[Any, str]()
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -97,5 +97,5 @@ def _children() -> dict[Any, str] | None:
         state, parent = rest.split()[:2]
         if int(parent) == own:
             ended = " (ended, not waited for)" if state == "Z" else ""
-            found[int(number)] = f"{name.split('(', 1)[-1]} {number}{ended}"
-    return found
+            processes[int(number)] = f"{name.split('(', 1)[-1]} {number}{ended}"
+    return processes

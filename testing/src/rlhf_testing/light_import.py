@@ -20,5 +20,5 @@ def expect_light_import(about: str, module: str, remedy: str) -> None:
     code = f"import sys, {module}; print(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     expect(done.returncode == 0, f"{about} its module cannot be imported: {done.stderr[-500:]}")
-    found = done.stdout.split()
-    expect(not found, f"{about} importing {module} imports {found}; {remedy}")
+    frameworks = done.stdout.split()
+    expect(not frameworks, f"{about} importing {module} imports {frameworks}; {remedy}")

@@ -130,14 +130,14 @@ class LossContract(LossSubject):
 
     def _same_metrics(self, about: str, layout: str, a: Any, b: Any) -> None:
         expect(set(a) == set(b), f"{about} split as {layout!r} reports other metrics: {sorted(set(a) ^ set(b))}")
-        one, two = finish_sums(a), finish_sums(b)
-        for name in one:
+        whole, split = finish_sums(a), finish_sums(b)
+        for name in whole:
             if name == "loss" or name.startswith("loss/"):
                 continue
-            allowed = 1e-4 * max(abs(one[name]), abs(two[name]), 1e-3)
+            allowed = 1e-4 * max(abs(whole[name]), abs(split[name]), 1e-3)
             expect(
-                abs(one[name] - two[name]) <= allowed,
-                f"{about} metric {name!r} is {one[name]:.6g} for the whole batch and {two[name]:.6g} split as "
+                abs(whole[name] - split[name]) <= allowed,
+                f"{about} metric {name!r} is {whole[name]:.6g} for the whole batch and {split[name]:.6g} split as "
                 f"{layout!r}: return values per token, sequence or unit",
             )
 

@@ -172,11 +172,11 @@ class LossCase:
         for part in parts:
             micro = batch.select(part)
             outputs = self.outputs(micro)
-            given = micro.only(names)
-            watched = {**outputs, **given.seq, **given.unit}  # token columns are copied for every x[name]
+            inputs = micro.only(names)
+            watched = {**outputs, **inputs.seq, **inputs.unit}  # token columns are copied for every x[name]
             versions = {name: values._version for name, values in watched.items()}
             try:
-                value, metrics = evaluate(recorder, given, outputs, self.suite.coef, {})  # type: ignore[arg-type]
+                value, metrics = evaluate(recorder, inputs, outputs, self.suite.coef, {})  # type: ignore[arg-type]
             except (RuntimeError, IndexError) as error:
                 self._suggest_levels(error)
                 raise
@@ -190,20 +190,20 @@ class LossCase:
 
     def _suggest_levels(self, error: Exception) -> None:
         """Explains an error about shapes: the suite may have made a column per token that is per sequence or unit."""
-        made = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
-        if made:
+        names = [n for n in self.loss.columns() if n in self.batch.tok and n not in self.suite.levels]
+        if names:
             raise Nonconformance(
-                f"{type(error).__name__}: {error}. The suite made one value a token of the columns {', '.join(made)}. "
+                f"{type(error).__name__}: {error}. The suite made one value a token of the columns {', '.join(names)}. "
                 'Where one of them has one value a sequence or a unit, say so: conformance = {"levels": {'
-                f'"{made[-1]}": "unit"}}}} in the loss\'s class'
+                f'"{names[-1]}": "unit"}}}} in the loss\'s class'
             ) from error
 
     def outputs(self, micro: Batch) -> dict[str, Tensor]:
         """The model outputs of a micro-batch, in the form of a trainer's, connected to the leaves for gradients."""
-        made = {}
+        outputs = {}
         for head in self.heads:
             if head.over == "last_token":
-                made[head.name] = micro.seq[LEAF + head.name]
+                outputs[head.name] = micro.seq[LEAF + head.name]
                 continue
             mask_N = micro.tok[head.over]
             leaf = micro.tok[LEAF + head.name][mask_N]
@@ -211,16 +211,18 @@ class LossCase:
                 columns = {c: micro.tok[c][mask_N] for c in head.columns}
                 lent = {role: fabricate.output_head(role, self.seed) for role in head.lent}
                 leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **lent})
-            made[head.name] = leaf
-        return made
+            outputs[head.name] = leaf
+        return outputs
 
     def gradients_of(self, total: Tensor) -> dict[str, Tensor]:
         """Gradients with respect to the leaves; zero where no gradient arrives."""
         if not total.requires_grad:
             return {k: torch.zeros_like(v) for k, v in self.leaves.items()}
         # Where prepare() drops sequences, several runs share the graph from the leaves to the batch.
-        got = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True, retain_graph=True)
-        return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), got, strict=True)}
+        gradients = torch.autograd.grad(total, list(self.leaves.values()), allow_unused=True, retain_graph=True)
+        return {
+            k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(self.leaves.items(), gradients, strict=True)
+        }
 
 
 class Padded:

@@ -41,10 +41,10 @@ class Declared(dict[str, Any]):
 def check_declared(about: str, loss: Loss, again: Loss) -> None:
     """Checks that the declarations are tuples of names and Heads, each once, and equal in another instance."""
     for method in ("outputs", "columns"):
-        given = getattr(loss, method)()
+        declaration = getattr(loss, method)()
         expect(
-            isinstance(given, tuple | list),
-            f'{about} {method}() returns {given!r:.60}; it must be a tuple, of one name too: ("logprobs",)',
+            isinstance(declaration, tuple | list),
+            f'{about} {method}() returns {declaration!r:.60}; it must be a tuple, of one name too: ("logprobs",)',
         )
     heads = [output for output in loss.outputs() if isinstance(output, Head)]
     names = Counter(output.name if isinstance(output, Head) else output for output in loss.outputs())
@@ -69,39 +69,41 @@ _PARTS = (lambda loss: loss.outputs(), lambda loss: loss.columns(), lambda loss:
 
 def check_head(about: str, case: LossCase, head: Head) -> None:
     """Checks a head of the loss's own: one row of float32 values per token, which depends on that token alone."""
-    who = f"{about} head {head.name!r}"
+    label = f"{about} head {head.name!r}"
     try:
         inspect.signature(head.fn).bind(None, None, None, None)
     except (TypeError, ValueError) as error:
-        raise Nonconformance(f"{who} is called as fn(logits_CV, ids_C, columns, constants): {error}") from error
+        raise Nonconformance(f"{label} is called as fn(logits_CV, ids_C, columns, constants): {error}") from error
     batch = case.batch
     mask_N = batch.tok[head.over]
-    read, ids = batch.tok[LEAF + head.name][mask_N].detach(), batch.ids_N[mask_N]
+    inputs, ids = batch.tok[LEAF + head.name][mask_N].detach(), batch.ids_N[mask_N]
     columns = {name: batch.tok[name][mask_N] for name in head.columns}
     constants = {**head.constants, **{role: fabricate.output_head(role, case.seed) for role in head.lent}}
 
     def values(rows: Sequence[int]) -> Tensor:
         at = torch.tensor(rows)
-        given = read[at]
-        version, declared = given._version, Declared(head, {k: v[at] for k, v in columns.items()})
-        found = head.fn(given, ids[at], declared, constants)
-        right = isinstance(found, Tensor) and found.ndim >= 1 and found.shape[0] == len(rows)
-        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        expect(right, f"{who} must give [{len(rows)}, ...] for {len(rows)} tokens, got {got}: nothing over all tokens")
-        expect(given._version == version, f"{who} changes in place what it reads, and other heads too: .clone() it")
-        return found
+        chunk = inputs[at]
+        version, declared = chunk._version, Declared(head, {k: v[at] for k, v in columns.items()})
+        chunk_values = head.fn(chunk, ids[at], declared, constants)
+        right = isinstance(chunk_values, Tensor) and chunk_values.ndim >= 1 and chunk_values.shape[0] == len(rows)
+        shape = tuple(chunk_values.shape) if isinstance(chunk_values, Tensor) else type(chunk_values).__name__
+        expect(
+            right, f"{label} must give [{len(rows)}, ...] for {len(rows)} tokens, got {shape}: nothing over all tokens"
+        )
+        expect(chunk._version == version, f"{label} changes in place what it reads, and other heads too: .clone() it")
+        return chunk_values
 
     order = list(range(len(ids)))
     whole = values(order)
     low = whole.is_floating_point() and torch.finfo(whole.dtype).bits < 32
-    expect(not low, f"{who} gives {whole.dtype}: what it reads is float32, and so are its values")
+    expect(not low, f"{label} gives {whole.dtype}: what it reads is float32, and so are its values")
     bad = int((~torch.isfinite(whole.float())).sum())
-    expect(not bad, f"{who} gives {bad} values that are not finite, for ordinary input between -3 and 3")
-    expect(same_bits(whole, values(order)), f"{who} gives other values on the second call: keep it pure")
+    expect(not bad, f"{label} gives {bad} values that are not finite, for ordinary input between -3 and 3")
+    expect(same_bits(whole, values(order)), f"{label} gives other values on the second call: keep it pure")
     chunks = torch.cat([values(order[i : i + CHUNK]) for i in range(0, len(order), CHUNK)])
     apart = float((chunks.double() - whole.double()).abs().max())
     expect(
         apart <= TOLERANCE * max(1e-12, float(whole.double().abs().max())),
-        f"{who} depends on which tokens share a chunk (by {apart:.1e}): it is called chunk by chunk, so a value may "
+        f"{label} depends on which tokens share a chunk (by {apart:.1e}): it is called chunk by chunk, so a value may "
         "depend on its own token only; put what depends on the batch into a column (Loss.prepare)",
     )

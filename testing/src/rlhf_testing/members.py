@@ -17,8 +17,8 @@ def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
         if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
     ]
     own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
-    found = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
-    return [(n, match[0]) for n, match in found if match]
+    pairs = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
+    return [(n, match[0]) for n, match in pairs if match]
 
 
 def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
@@ -32,14 +32,16 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
             yield f"{cls.__name__}.{name} is read without a call: put @property above it"
         if not (inspect.isfunction(theirs) and inspect.isfunction(ours)):
             continue
-        asked = inspect.signature(theirs)
-        given = [p for p in asked.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        signature = inspect.signature(theirs)
+        parameters = [
+            p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         try:
-            inspect.signature(ours).bind(*given)
+            inspect.signature(ours).bind(*parameters)
         except TypeError as error:
             yield (
                 f"{cls.__name__}.{name}{_parameters(inspect.signature(ours))} is called as "
-                f"{name}{_parameters(asked)}: {error}"
+                f"{name}{_parameters(signature)}: {error}"
             )
         if inspect.iscoroutinefunction(theirs) and not inspect.iscoroutinefunction(ours):
             yield f"{cls.__name__}.{name} is awaited: write `async def {name}`"
@@ -52,9 +54,9 @@ def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
 
     section = {**SINGLE, **LISTS}.get(kind)
     own = set(section.model_fields) if section is not None else {"use"}
-    taken = dict.fromkeys(own, f"the section of the {kind} itself")
-    taken |= {name: f"the slot {name!r}" for name in getattr(cls, "slots", {})}
-    return {name: taken[name] for name in cls.Config.model_fields if name in taken}
+    readers = dict.fromkeys(own, f"the section of the {kind} itself")
+    readers |= {name: f"the slot {name!r}" for name in getattr(cls, "slots", {})}
+    return {name: readers[name] for name in cls.Config.model_fields if name in readers}
 
 
 def _parameters(signature: inspect.Signature) -> str:

@@ -70,9 +70,9 @@ class ObserverContract(Contract):
             self.call(observer, "step_finished", step, metrics)
             if step % 2 == 0:
                 self.call(observer, "checkpoint_saved", step, output / f"step-{step}")
-        asked = list(info.control.asked)  # type: ignore[attr-defined]
+        requests = list(info.control.requests)  # type: ignore[attr-defined]
         self.call(observer, "run_ended", end)
-        late = info.control.asked[len(asked) :]  # type: ignore[attr-defined]
+        late = info.control.requests[len(requests) :]  # type: ignore[attr-defined]
         expect(not late, f"{self.about()} run_ended() asks the control for {late}, and the run is over")
         expect(
             (groups, metrics) == before,
@@ -139,5 +139,7 @@ class ObserverContract(Contract):
                 self.play(second, output, online=True, first=1)
                 for key, value in state.items():
                     now = second.state_dict().get(key)
-                    kept = not isinstance(value, str) or now == value
-                    expect(kept, f"{self.about(config)} {key} was {value!r} before the resume and is {now!r} after it")
+                    unchanged = not isinstance(value, str) or now == value
+                    expect(
+                        unchanged, f"{self.about(config)} {key} was {value!r} before the resume and is {now!r} after it"
+                    )

@@ -25,14 +25,14 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
     for config in contract.grid():
         excused = contract.without_effect
         options = [p for p in set_options(config) if not {p, f"{p} = {_at(config, p)!r}"} & excused.keys()]
-        found = effect(config) if options else None
+        effect_of_config = effect(config) if options else None
         for path in options:
             plain = without(config, [path])
             if plain is None:
                 section = path.partition(".")[0]
                 plain = without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
             expect(
-                plain is None or not alike(found, _effect_or_none(effect, plain)),
+                plain is None or not alike(effect_of_config, _effect_or_none(effect, plain)),
                 f"{contract.about(config)} {path} changes nothing: credit, gradients and what is trained are those of "
                 f"its default. Read it, or refuse it in Config where it cannot matter. If it acts elsewhere, or on "
                 f"other data than the suite's, say so: without_effect = {{{path!r}: 'why'}}",
@@ -49,10 +49,10 @@ def _effect_or_none(effect: Callable[[Any], Any], config: Any) -> Any:
 
 def without(config: BaseModel, paths: list[str]) -> Any | None:
     """The config with these options at their defaults; None where the other options forbid it."""
-    given = {path: _at(config, path) for path in set_options(config) if path not in paths}
-    given |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
+    values = {path: _at(config, path) for path in set_options(config) if path not in paths}
+    values |= {n: getattr(config, n) for n, info in type(config).model_fields.items() if info.is_required()}
     nested: dict[str, Any] = {}
-    for path, value in given.items():
+    for path, value in values.items():
         *sections, name = path.split(".")
         table = nested
         for section in sections:

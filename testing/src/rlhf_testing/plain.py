@@ -98,15 +98,15 @@ class PlainTrainer(LendsHead, Trainer):
         for b in range(micro.sequences):
             index = torch.arange(int(micro.starts_B[b]), int(micro.starts_B[b] + micro.lens_B[b]))
             ids_T = micro.ids_N[index]
-            read = {"logits": self.logits(ids_T)}
+            inputs = {"logits": self.logits(ids_T)}
             if any(head.reads == "hidden" for head in heads):
-                read["hidden"] = self.hidden(ids_T)
+                inputs["hidden"] = self.hidden(ids_T)
             for head in heads:
                 if head.over == "last_token":
                     at = torch.tensor([len(index) - 1])
                 else:
                     at = micro.tok[head.over][index].nonzero()[:, 0]
-                source = read[head.reads][at - 1 if head.at == "before" else at]
+                source = inputs[head.reads][at - 1 if head.at == "before" else at]
                 tempered = self.language_model and head.reads == "logits" and head.at == "before"
                 if tempered and "temperature" in micro.tok:
                     source = source / micro.tok["temperature"][index][at][:, None]
@@ -123,25 +123,25 @@ class PlainTrainer(LendsHead, Trainer):
         """See :meth:`rlhf.interfaces.Trainer.forward`; only the live view exists."""
         if view != "live":
             raise ValueError(f"the plain trainer has no view {view!r}, only 'live'")
-        heads, made = [resolve_head(o) for o in outputs], []
+        heads, results = [resolve_head(o) for o in outputs], []
         for micro in micros:
             with torch.no_grad():
-                found = self.outputs(micro, heads)
+                values_of_heads = self.outputs(micro, heads)
             for head in heads:
                 if head.over != "last_token":
-                    values = found[head.name]
+                    values = values_of_heads[head.name]
                     full = values.new_zeros((micro.tokens, *values.shape[1:]))
                     full[micro.tok[head.over]] = values
-                    found[head.name] = full
-            made.append(found)
-        return made
+                    values_of_heads[head.name] = full
+            results.append(values_of_heads)
+        return results
 
     def accumulate(
         self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]
     ) -> Sums:
         """See :meth:`rlhf.interfaces.Trainer.accumulate`."""
-        wanted = [*loss.outputs(), *live.values()]
-        heads = {h.name: h for h in (resolve_head(o, over_mask(loss)) for o in wanted)}
+        outputs = [*loss.outputs(), *live.values()]
+        heads = {h.name: h for h in (resolve_head(o, over_mask(loss)) for o in outputs)}
         sums = []
         for micro in micros:
             total, part = evaluate(loss, micro, self.outputs(micro, list(heads.values())), coef, live)

@@ -23,8 +23,8 @@ STEPS = 5
 def batch(seed: int, loss: Loss | None = None, units: int = 7) -> Batch:
     """An optimizer batch with weights, of units of different length."""
     loss = loss or TokenLoss()
-    made = fabricate.batch(seed, units=units, fresh="scores" not in loss.outputs())
-    return slim_batch(weigh(columns(made), loss.reduce()), loss)
+    raw = fabricate.batch(seed, units=units, fresh="scores" not in loss.outputs())
+    return slim_batch(weigh(columns(raw), loss.reduce()), loss)
 
 
 def shares(whole: Batch, ranks: int, budget: int = 40) -> list[list[Batch]]:
@@ -34,8 +34,8 @@ def shares(whole: Batch, ranks: int, budget: int = 40) -> list[list[Batch]]:
     units = sorted(range(whole.units), key=lambda u: -tokens[u])
     micros = max(-(-sum(tokens) // (budget * ranks)), -(-len(units) // (4 * ranks)))
     bins: list[list[int]] = [units[n :: micros * ranks] for n in range(micros * ranks)]
-    made = [whole.select(sorted(b)) if b else _filler(whole.select([units[-1]])) for b in bins]
-    return [made[rank::ranks] for rank in range(ranks)]
+    micros_of_ranks = [whole.select(sorted(b)) if b else _filler(whole.select([units[-1]])) for b in bins]
+    return [micros_of_ranks[rank::ranks] for rank in range(ranks)]
 
 
 def _filler(micro: Batch) -> Batch:

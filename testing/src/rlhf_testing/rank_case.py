@@ -76,24 +76,24 @@ class RankCases:
         """{name: (case, arguments)} in the order of the runs: those of a subclass come before those of its bases."""
         cases = [name.removeprefix(PREFIX) for of in cls.__mro__ for name in vars(of) if name.startswith(PREFIX)]
         return {
-            "-".join([case, *given.values()]): (case, given)
+            "-".join([case, *arguments.values()]): (case, arguments)
             for case in dict.fromkeys(cases)
-            for given in cls.arguments(case)
+            for arguments in cls.arguments(case)
         }
 
     @classmethod
     def main(cls) -> None:
         """``python SCRIPT RANK RANKS PORT FOLDER NAME ...``: run these cases. Ends this process."""
-        rank, ranks, port, folder, *asked = sys.argv[1:]
-        one, known, results = cls(int(rank), int(ranks), port, Path(folder)), cls.names(), {}
-        assert known.keys() >= {*asked}, f"there are no cases {sorted({*asked} - known.keys())}"
-        for name, (case, given) in known.items():
-            if name in asked:
+        rank, ranks, port, folder, *names = sys.argv[1:]
+        instance, cases, results = cls(int(rank), int(ranks), port, Path(folder)), cls.names(), {}
+        assert cases.keys() >= {*names}, f"there are no cases {sorted({*names} - cases.keys())}"
+        for name, (case, arguments) in cases.items():
+            if name in names:
                 start = time.process_time()
-                results[name] = getattr(one, PREFIX + case)(**given)
+                results[name] = getattr(instance, PREFIX + case)(**arguments)
                 sys.stdout.write(f"{name} {time.process_time() - start:.1f} s of processor\n")
                 sys.stdout.flush()
-        (one.folder / f"rank-{rank}.json").write_text(json.dumps(results))
+        (instance.folder / f"rank-{rank}.json").write_text(json.dumps(results))
         os._exit(0)  # a case may have broken the process group, and a normal exit could hang
 
     # ------------------------------------------------------------------------------ for the cases

@@ -26,7 +26,7 @@ IMPORTED = (
 
 
 def rank(script: str, number: int, words: list[str]) -> None:
-    """Never returns."""
+    """Run one rank in this fork. Never returns."""
     code = 1
     try:
         log = os.open(str(Path(words[2]) / f"rank-{number}.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -42,20 +42,20 @@ class Ranks:
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
             )
             try:
-                said, _ = forks.communicate(timeout=SECONDS)
+                output, _ = forks.communicate(timeout=SECONDS)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(forks.pid, signal.SIGKILL)
                 forks.wait()
         assert forks.returncode == 0, (folder / "forks.log").read_text()[-4000:]
-        codes = json.loads(said.splitlines()[-1])
+        codes = json.loads(output.splitlines()[-1])
         logs = [f"--- rank {rank}\n{(folder / f'rank-{rank}.log').read_text()[-4000:]}" for rank in range(ranks)]
         assert codes == [0] * ranks, "a rank failed:\n" + "\n".join(logs)
         self.results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
     def __call__(self, *case: str) -> list[Any]:
         """[rank]: what it returned for a case; the case's name may be given in parts (``"resume", "2"``)."""
-        return [found["-".join(case)] for found in self.results]
+        return [results_of_rank["-".join(case)] for results_of_rank in self.results]
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}.safetensors")

@@ -47,8 +47,8 @@ class RankTests:
     def ranks(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         cls, folder = request.cls, tmp_path_factory.mktemp("ranks")
         cls.cases.prepare(folder)
-        wanted = {name for item in request.session.items if getattr(item, "cls", None) is cls for name in _read(item)}
-        names = [name for name in cls.cases.names() if name in wanted]
+        reads = {name for item in request.session.items if getattr(item, "cls", None) is cls for name in _read(item)}
+        names = [name for name in cls.cases.names() if name in reads]
         return Ranks(Path(inspect.getfile(cls.cases)), folder, cls.world, cls.cases.module, *names)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -68,6 +68,6 @@ class RankTests:
 def _read(item: Any) -> list[str]:
     """The names of the runs that a test reads."""
     case = getattr(item.function, "reads", "")
-    given = item.callspec.params if hasattr(item, "callspec") else {}
+    params = item.callspec.params if hasattr(item, "callspec") else {}
     rows = item.cls.cases.arguments(case) if case else []
-    return ["-".join([case, *row.values()]) for row in rows if all(given.get(n, v) == v for n, v in row.items())]
+    return ["-".join([case, *row.values()]) for row in rows if all(params.get(n, v) == v for n, v in row.items())]

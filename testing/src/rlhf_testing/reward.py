@@ -68,8 +68,8 @@ class RewardContract(Contract):
         roles = {r.name: r for r in reward.roles()}
 
         def declared(role: str) -> RoleSpec:
-            named = sorted(roles)
-            expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {named}")
+            names = sorted(roles)
+            expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {names}")
             return roles[role]
 
         async def score(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
@@ -133,8 +133,8 @@ class RewardContract(Contract):
             expect(not wrong, f"{about}: {name} is {wrong} None says 'not applicable'")
         turns = group.trajectories[n].turns
         for turn, token, value in result.steps:
-            there = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
-            expect(there, f"{about}: a step reward at turn {turn}, token {token}, which the policy did not sample")
+            is_sampled = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
+            expect(is_sampled, f"{about}: a step reward at turn {turn}, token {token}, which the policy did not sample")
             expect(math.isfinite(value), f"{about}: the step reward at turn {turn}, token {token} is {value!r}")
         try:
             json.dumps(result.info)
@@ -184,8 +184,8 @@ class RewardContract(Contract):
             about, reward = self.about(config), self.ready(config)
             for answer in self.answers:
                 group = fabricate.text_group(self.columns, [answer])
-                got = len(self.score(reward, group))
-                expect(got == 1, f"{about} a group of one ({answer[:20]!r}) gets {got} results")
+                count = len(self.score(reward, group))
+                expect(count == 1, f"{about} a group of one ({answer[:20]!r}) gets {count} results")
 
     def test_roles(self) -> None:
         """Roles are untrained RoleSpecs with a head, and depend on the config only."""

@@ -76,8 +76,8 @@ class RolloutContract(Contract):
             expect(any(t.sampled for t in turns), f"{about} no turn is sampled: there is nothing to learn from")
             for n, turn in enumerate(turns):
                 if turn.sampled:
-                    got = None if turn.logprobs is None else len(turn.logprobs)
-                    expect(got == len(turn.ids), f"{about} turn {n} has {len(turn.ids)} tokens and {got} log-probs")
+                    count = None if turn.logprobs is None else len(turn.logprobs)
+                    expect(count == len(turn.ids), f"{about} turn {n} has {len(turn.ids)} tokens and {count} log-probs")
                 else:
                     expect(turn.logprobs is None, f"{about} turn {n} was not sampled, yet has log-probs")
 
@@ -97,20 +97,20 @@ class RolloutContract(Contract):
                 "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
                 'conformance = {"discards": True} in its class, or discards = True in its suite',
             )
-            for n, made in zip(sampled, _kept(turns, sampled, context.calls), strict=True):
+            for n, call in zip(sampled, _kept(turns, sampled, context.calls), strict=True):
                 turn = turns[n]
                 for name in ("ids", "logprobs", "versions", "finish", "temperature"):
-                    got, want = getattr(turn, name), getattr(made.turn, name)
+                    value, want = getattr(turn, name), getattr(call.turn, name)
                     expect(
-                        got == want,
-                        f"{about} turn {n}: {name} is {got!r}, the generator gave {want!r}: "
+                        value == want,
+                        f"{about} turn {n}: {name} is {value!r}, the generator gave {want!r}: "
                         "sampled text is never tokenised again",
                     )
                 start = max((i for i in range(n) if turns[i].fresh), default=0)
                 stands = tuple(i for t in turns[start:n] for i in t.ids)
                 expect(
-                    stands == made.context,
-                    f"{about} turn {n} was generated after {len(made.context)} tokens, but {len(stands)} others "
+                    stands == call.context,
+                    f"{about} turn {n} was generated after {len(call.context)} tokens, but {len(stands)} others "
                     "precede it in the trajectory: mark a rewritten context with fresh=True",
                 )
             numbers = [c.number for c in context.calls]
@@ -167,35 +167,35 @@ class RolloutContract(Contract):
             if not context.envs:
                 continue
             expect(all(t.reward is None for t in turns if not t.sampled), f"{about} a turn not sampled has a reward")
-            got = sum(t.reward or 0.0 for t in turns)
+            total = sum(t.reward or 0.0 for t in turns)
             want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
             expect(
-                abs(got - want) < 1e-9,
-                f"{about} the environment gave {want} in all, the turns hold {got}: "
+                abs(total - want) < 1e-9,
+                f"{about} the environment gave {want} in all, the turns hold {total}: "
                 "turn.reward = step.reward, on the turn that was answered",
             )
 
 
-def _turns(given: Any) -> list[Turn]:
+def _turns(result: Any) -> list[Turn]:
     """Returns the result of ``run``. Fails where its form is wrong."""
-    turns = list(given) if isinstance(given, list | tuple) else []
+    turns = list(result) if isinstance(result, list | tuple) else []
     for value in turns:
         if inspect.iscoroutine(value):
             value.close()
             raise Nonconformance("run() returned what ctx.generate() gave without awaiting it: await ctx.generate(...)")
     if not turns or not all(isinstance(turn, Turn) for turn in turns):
-        shown = f"{[type(t).__name__ for t in turns]}" if turns else f"{type(given).__name__} {given!r:.60}"
+        types = f"{[type(t).__name__ for t in turns]}" if turns else f"{type(result).__name__} {result!r:.60}"
         raise Nonconformance(
-            f"run() must return the sample's turns, a list of Turn that starts with its prompt; got {shown}"
+            f"run() must return the sample's turns, a list of Turn that starts with its prompt; got {types}"
         )
     return turns
 
 
 def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) -> list[Call]:
     """The call that produced each sampled turn: the first remaining call, in order, with the turn's tokens."""
-    left, found = list(calls), []
+    left, matches = list(calls), []
     for n in sampled:
         same = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]
-        found.append(same[0] if same else left[0])
-        left.remove(found[-1])
-    return found
+        matches.append(same[0] if same else left[0])
+        left.remove(matches[-1])
+    return matches

@@ -10,17 +10,17 @@ from rlhf.interfaces import RunControl
 
 
 class RecordedControl(RunControl):
-    """``asked`` holds every request: ``("stop", reason)``, ``("save",)``, ``("change", option, value)``."""
+    """``requests`` holds every request: ``("stop", reason)``, ``("save",)``, ``("change", option, value)``."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.requests: list[tuple[Any, ...]] = []
         self._options: dict[str, Any] = {"trainer.lr": 1e-3}
 
     def stop(self, reason: str) -> None:
-        self.asked.append(("stop", reason))
+        self.requests.append(("stop", reason))
 
     def save(self) -> None:
-        self.asked.append(("save",))
+        self.requests.append(("save",))
 
     @property
     def changeable(self) -> Mapping[str, Any]:
@@ -30,4 +30,4 @@ class RecordedControl(RunControl):
         if option not in self._options:
             raise ConfigError(f"the option {option!r} cannot be changed; those that can are {', '.join(self._options)}")
         self._options[option] = value
-        self.asked.append(("change", option, value))
+        self.requests.append(("change", option, value))

@@ -99,8 +99,8 @@ class ScriptedContext(RolloutContext):
         return answer
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
-        given = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)
-        expect(given, f"ctx.generate() takes the turns so far, a list of Turn, got {turns!r:.60}")
+        is_list = isinstance(turns, list) and all(isinstance(turn, Turn) for turn in turns)
+        expect(is_list, f"ctx.generate() takes the turns so far, a list of Turn, got {turns!r:.60}")
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         context = tuple(i for t in turns[start:] for i in t.ids)
         room = min(sampling.max_new_tokens, self.max_tokens - len(context))

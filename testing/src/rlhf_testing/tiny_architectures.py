@@ -55,8 +55,8 @@ def merge(fields: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` with those of ``over``; nested tables are merged too."""
     out = dict(fields)
     for key, value in over.items():
-        held = out.get(key)
-        out[key] = merge(held, value) if isinstance(value, dict) and isinstance(held, dict) else value
+        old = out.get(key)
+        out[key] = merge(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
     return out
 
 

@@ -99,42 +99,45 @@ def run_case(name: str, make: Make, of: ModelSpec, folder: Path, parts: int) -> 
     """The numbers of a rank whose rows are divided over ``parts`` ranks. Rank 0 writes the gradients of the first step
     to ``FOLDER/parts-PARTS-NAME.safetensors``."""
     case = CASES[name]
-    one = make(case.spec(of, folder), sequence_parallel=parts, **case.options)
+    trainer = make(case.spec(of, folder), sequence_parallel=parts, **case.options)
     groups = of.world_size // parts
-    gradients, numbers = measured(one, lambda number: case.micros(number, groups)[of.rank // parts], case.loss)
+    gradients, numbers = measured(trainer, lambda number: case.micros(number, groups)[of.rank // parts], case.loss)
     if of.rank == 0:
         save_file({name: g.contiguous() for name, g in gradients.items()}, folder / f"parts-{parts}-{name}.safetensors")
-    return numbers | {"share": one.facts().ranks_per_share}
+    return numbers | {"share": trainer.facts().ranks_per_share}
 
 
 def check_case(
-    name: str, make: Make, ranks: Ranks, found: Sequence[dict[str, Any]], parts: int, within: float = 1e-5
+    name: str, make: Make, ranks: Ranks, numbers_of_ranks: Sequence[dict[str, Any]], parts: int, within: float = 1e-5
 ) -> None:
-    """Compare ``found``, which :func:`run_case` returned on each of ``ranks``, with ``make``'s trainer on one rank,
-    which gets the same micro-batches."""
+    """Compare ``numbers_of_ranks``, which :func:`run_case` returned on each of ``ranks``, with ``make``'s trainer on
+    one rank, which gets the same micro-batches."""
     case, groups = CASES[name], ranks.ranks // parts
-    one = make(case.spec(spec(ranks.folder, head=case.head), ranks.folder), **case.options)
-    gradients, want = measured(one, lambda number: [m for g in case.micros(number, groups) for m in g], case.loss)
+    trainer = make(case.spec(spec(ranks.folder, head=case.head), ranks.folder), **case.options)
+    gradients, want = measured(trainer, lambda number: [m for g in case.micros(number, groups) for m in g], case.loss)
     assert apart(ranks.tensors(f"parts-{parts}-{name}"), gradients) < within
-    assert {rank.pop("share") for rank in found} == {parts}
-    check(found, want, parts, within)
+    assert {rank.pop("share") for rank in numbers_of_ranks} == {parts}
+    check(numbers_of_ranks, want, parts, within)
 
 
 def measured(
-    one: Any, micros: Callable[[int], list[Batch]], loss: Loss, steps: int = 2
+    trainer: Any, micros: Callable[[int], list[Batch]], loss: Loss, steps: int = 2
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(gradients of the first step, numbers of this rank and of all) of a trainer.
 
     Args:
         micros: the micro-batches of this rank for a step.
     """
-    first = one.accumulate(micros(0), loss, {}, {})
-    gradients = one.gradients()
-    one.zero_grad()
+    first = trainer.accumulate(micros(0), loss, {}, {})
+    gradients = trainer.gradients()
+    trainer.zero_grad()
     outputs = [output for output in loss.outputs() if isinstance(output, str)]
-    scores = [{name: value.tolist() for name, value in found.items()} for found in one.forward(micros(0), outputs)]
-    evaluated = one.evaluate(micros(0), loss, {}, {})
-    results = [one.update(micros(number), loss, {}, {})[1] for number in range(steps)]
+    scores = [
+        {name: value.tolist() for name, value in outputs_of_micro.items()}
+        for outputs_of_micro in trainer.forward(micros(0), outputs)
+    ]
+    evaluated = trainer.evaluate(micros(0), loss, {}, {})
+    results = [trainer.update(micros(number), loss, {}, {})[1] for number in range(steps)]
     numbers = {
         "first": {name: list(value) for name, value in first.items()},
         "evaluated": {name: list(value) for name, value in evaluated.items()},
@@ -144,10 +147,10 @@ def measured(
     return gradients, numbers
 
 
-def kept_bytes(one: Any, micros: Sequence[Batch], loss: Loss) -> int:
+def kept_bytes(trainer: Any, micros: Sequence[Batch], loss: Loss) -> int:
     """Bytes that ``accumulate`` keeps for the backward pass, each storage once, without those of weights (tensors with
     the shape of a weight)."""
-    weights = {tuple(sorted(p.shape)) for p in one.module.parameters()}
+    weights = {tuple(sorted(p.shape)) for p in trainer.module.parameters()}
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -156,20 +159,20 @@ def kept_bytes(one: Any, micros: Sequence[Batch], loss: Loss) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        one.accumulate(micros, loss, {}, {})
+        trainer.accumulate(micros, loss, {}, {})
     return sum(storages.values())
 
 
-def check(found: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, within: float = 1e-5) -> None:
+def check(numbers_of_ranks: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, within: float = 1e-5) -> None:
     """Raises AssertionError unless the numbers of all ranks are those of one rank.
 
     Args:
-        found: of each rank.
+        numbers_of_ranks: of each rank.
         want: of the trainer on one rank.
         ranks: ranks that divide rows. The losses of their groups add up; each group scores a part of the micro-batches.
     """
-    firsts = found[::ranks]
-    for number, rank in enumerate(found):
+    firsts = numbers_of_ranks[::ranks]
+    for number, rank in enumerate(numbers_of_ranks):
         assert rank == firsts[number // ranks], "the ranks of a group return the same"
         assert torch.allclose(torch.tensor(rank["norms"]), torch.tensor(want["norms"]), rtol=10 * within)
     for kind in ("first", "evaluated"):
@@ -177,6 +180,6 @@ def check(found: Sequence[dict[str, Any]], want: dict[str, Any], ranks: int, wit
             added = torch.tensor([[r[kind][name] for r in firsts]]).sum(1)
             assert torch.allclose(added, torch.tensor(sums), rtol=10 * within, atol=10 * within), (kind, name)
     if len(firsts) == 1:
-        for got, other in zip(firsts[0]["scores"], want["scores"], strict=True):
+        for scores, other in zip(firsts[0]["scores"], want["scores"], strict=True):
             for name, values in other.items():
-                assert torch.allclose(torch.tensor(got[name]), torch.tensor(values), rtol=within, atol=10 * within)
+                assert torch.allclose(torch.tensor(scores[name]), torch.tensor(values), rtol=within, atol=10 * within)

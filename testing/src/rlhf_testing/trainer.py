@@ -85,17 +85,17 @@ class TrainerContract(TrainerStateChecks, Contract):
                     about = f"{self.about(config)} {architecture} with head {head!r}:"
                     batch = columns(fabricate.batch(1))
                     plain = self.plain(head, architecture=architecture).forward([batch], outputs)[0]
-                    got = self.make(config, head=head, trained=False, architecture=architecture).forward(
+                    results = self.make(config, head=head, trained=False, architecture=architecture).forward(
                         [batch], outputs
                     )
-                    expect(len(got) == 1, f"{about} forward() of one micro-batch gives {len(got)} results")
+                    expect(len(results) == 1, f"{about} forward() of one micro-batch gives {len(results)} results")
                     for name, want in plain.items():
-                        same_output(got[0][name], want, f"{about} {name!r}")
+                        same_output(results[0][name], want, f"{about} {name!r}")
                     for output in outputs:
                         h = resolve_head(output)
                         if h.over == "last_token":
                             continue
-                        masked = got[0][h.name][~batch.tok[h.over]]
+                        masked = results[0][h.name][~batch.tok[h.over]]
                         expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
 
     def test_frozen_head(self) -> None:
@@ -127,9 +127,9 @@ class TrainerContract(TrainerStateChecks, Contract):
                 packed = batch.with_column("tok", "whole", whole, over=None)
                 for layout, parts in layouts(batch.units).items():
                     micros = [batch.select(p) for p in parts]
-                    for part, got in zip(parts, trainer.forward(micros, ("logprobs",)), strict=True):
+                    for part, outputs in zip(parts, trainer.forward(micros, ("logprobs",)), strict=True):
                         want = packed.select(part).tok["whole"]
-                        same_output(got["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
+                        same_output(outputs["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
 
     def test_gradients(self) -> None:
         """Gradients and losses equal those of one sequence at a time, and add up over micro-batches and calls."""
@@ -137,15 +137,17 @@ class TrainerContract(TrainerStateChecks, Contract):
             for architecture in self.architectures:
                 for head, loss in TRAINED:
                     about = f"{self.about(config)} {architecture}, {loss.name}:"
-                    batch, made = optimizer_batch(loss()), loss()
+                    batch, loss_instance = optimizer_batch(loss()), loss()
                     whole = [list(range(batch.units))]
-                    want, want_sums, size = learned(self.plain(head, architecture=architecture), batch, made, [whole])
+                    want, want_sums, size = learned(
+                        self.plain(head, architecture=architecture), batch, loss_instance, [whole]
+                    )
                     trainer = self.make(config, head=head, architecture=architecture)
                     ways = {name: [parts] for name, parts in layouts(batch.units).items()}
                     ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [whole]}
                     for way, calls in ways.items():
-                        got, sums, _ = learned(trainer, batch, made, calls)
-                        full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                        gradients, sums, _ = learned(trainer, batch, loss_instance, calls)
+                        full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                         base = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
                         apart = distance(full, base)
                         expect(
@@ -180,12 +182,12 @@ class TrainerContract(TrainerStateChecks, Contract):
                         of.borrow_head("lender", head)
                     calls = [[[u] for u in range(base.units)], [list(range(base.units))]]
                     results.append(learned(of, batch, loss, [calls[of is plain]]))
-                (want, want_sums, _), (got, sums, _) = results
+                (want, want_sums, _), (gradients, sums, _) = results
                 expect(
                     abs(sums["loss"] - want_sums["loss"]) <= 1e-5 * abs(want_sums["loss"]),
                     f"{about} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
                 )
-                full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **got}
+                full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                 silent = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
                 apart = distance(full, silent)
                 expect(apart <= GRADIENT, f"{about} the gradient differs from the plain one by {apart:.1e}")
@@ -217,9 +219,11 @@ class TrainerContract(TrainerStateChecks, Contract):
         for config in self.grid():
             for head, _, loss in HEADS:
                 batch = optimizer_batch(loss())
-                got, _, _ = learned(self.make(config, head=head), batch, loss(), [[list(range(batch.units))]])
+                gradients, _, _ = learned(self.make(config, head=head), batch, loss(), [[list(range(batch.units))]])
                 plain, _, _ = learned(self.plain(head), batch, loss(), [[list(range(batch.units))]])
-                silent = sorted(n for n, g in plain.items() if bool(g.any()) and not (n in got and bool(got[n].any())))
+                silent = sorted(
+                    n for n, g in plain.items() if bool(g.any()) and not (n in gradients and bool(gradients[n].any()))
+                )
                 expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
 
     def test_evaluates_without_dropout(self) -> None:
@@ -228,11 +232,11 @@ class TrainerContract(TrainerStateChecks, Contract):
         path = model_path(self.architectures[0], attention_dropout=0.5)
         plain = self.plain(path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
         for config in self.grid():
-            got = self.make(config, path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
-            want, found = finish_sums(plain)["loss"], finish_sums(got)["loss"]
+            sums = self.make(config, path=path).evaluate([slim_batch(optimizer_batch(loss), loss)], loss, {}, {})
+            want, value = finish_sums(plain)["loss"], finish_sums(sums)["loss"]
             expect(
-                abs(found - want) <= 1e-5 * max(1.0, abs(want)),
-                f"{self.about(config)} evaluate() of a model with dropout says {found}, without dropout it is {want}",
+                abs(value - want) <= 1e-5 * max(1.0, abs(want)),
+                f"{self.about(config)} evaluate() of a model with dropout says {value}, without dropout it is {want}",
             )
 
     def test_evaluate(self) -> None:
@@ -253,11 +257,14 @@ class TrainerContract(TrainerStateChecks, Contract):
                 )
 
 
-def same_output(got: Tensor, want: Tensor, about: str) -> None:
-    """Fails unless both have the same shape and are equal within :data:`OUTPUT`, and ``got`` is fp32 on the CPU."""
-    expect(got.shape == want.shape, f"{about} has shape {tuple(got.shape)}, it must be {tuple(want.shape)}")
-    expect(got.dtype == torch.float32 and got.device.type == "cpu", f"{about} must be fp32 on the CPU, got {got.dtype}")
-    apart = float((got - want).abs().max()) if want.numel() else 0.0
+def same_output(output: Tensor, want: Tensor, about: str) -> None:
+    """Fails unless both have the same shape and are equal within :data:`OUTPUT`, and ``output`` is fp32 on the CPU."""
+    expect(output.shape == want.shape, f"{about} has shape {tuple(output.shape)}, it must be {tuple(want.shape)}")
+    expect(
+        output.dtype == torch.float32 and output.device.type == "cpu",
+        f"{about} must be fp32 on the CPU, got {output.dtype}",
+    )
+    apart = float((output - want).abs().max()) if want.numel() else 0.0
     expect(
         apart <= OUTPUT * max(1.0, float(want.abs().max())), f"{about} differs by {apart:.1e} (allowed {OUTPUT:.0e})"
     )

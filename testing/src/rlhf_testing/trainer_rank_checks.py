@@ -15,36 +15,36 @@ STEP = 1e-4
 """Relative difference of losses and norms of steps: AdamW amplifies differences in gradients near zero."""
 
 
-def equal(got: Any, want: Any, about: str) -> None:
+def equal(value: Any, want: Any, about: str) -> None:
     """Fails unless both are equal."""
-    expect(got == want, f"{about}: must be {want}, got {got}")
+    expect(value == want, f"{about}: must be {want}, got {value}")
 
 
 def near(
-    got: float | Sequence[float], want: float | Sequence[float], within: float, about: str, least: float = 1e-12
+    value: float | Sequence[float], want: float | Sequence[float], within: float, about: str, least: float = 1e-12
 ) -> None:
     """Fails unless numbers differ by at most ``within``, relative to ``want``, or by ``least``."""
-    gots, wants = ([x] if isinstance(x, int | float) else x for x in (got, want))
+    gots, wants = ([x] if isinstance(x, int | float) else x for x in (value, want))
     pairs = list(zip(gots, wants, strict=True))
     far = [(a, b) for a, b in pairs if not abs(a - b) <= max(within * abs(b), least)]
-    expect(not far, f"{about}: got {got}, must be {want} within {within:g}")
+    expect(not far, f"{about}: got {value}, must be {want} within {within:g}")
 
 
-def close(got: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float, about: str) -> None:
+def close(tensors: Mapping[str, Tensor], want: Mapping[str, Tensor], within: float, about: str) -> None:
     """Fails unless the tensors have equal names, and differ norm-wise by less than ``within``."""
-    expect(got.keys() == want.keys(), f"{about}: other tensors: {sorted(got.keys() ^ want.keys())}")
-    difference = apart(dict(got), dict(want))
+    expect(tensors.keys() == want.keys(), f"{about}: other tensors: {sorted(tensors.keys() ^ want.keys())}")
+    difference = apart(dict(tensors), dict(want))
     expect(difference < within, f"{about}: differ by {difference:.1e} from those of one rank (allowed {within:.0e})")
 
 
-def same_bits(got: Mapping[str, Tensor], want: Iterable[tuple[str, Tensor]], about: str) -> None:
-    """Fails unless ``got`` has every tensor of ``want``, bit for bit."""
-    other = [name for name, tensor in want if name not in got or not torch.equal(got[name], tensor)]
+def same_bits(tensors: Mapping[str, Tensor], want: Iterable[tuple[str, Tensor]], about: str) -> None:
+    """Fails unless ``tensors`` has every tensor of ``want``, bit for bit."""
+    other = [name for name, tensor in want if name not in tensors or not torch.equal(tensors[name], tensor)]
     expect(not other, f"{about}: {other[:3]} and {len(other[3:])} more differ")
 
 
 def check_steps(
-    found: Sequence[Sequence[Sequence[Any]]],
+    steps_of_ranks: Sequence[Sequence[Sequence[Any]]],
     want: Sequence[Any],
     loss: float = STEP,
     norm: float = STEP,
@@ -54,16 +54,16 @@ def check_steps(
     """Fails unless the steps of ranks are those of one rank.
 
     Args:
-        found: [rank][step]: loss on this rank, norm, rate, reason of a skip.
+        steps_of_ranks: [rank][step]: loss on this rank, norm, rate, reason of a skip.
         want: [step]: the sums and the result of one rank.
         loss, norm: allowed relative differences; ``least``: allowed difference of a loss near zero.
         share: number of ranks that compute the same.
     """
-    equal([len(steps) for steps in found], [len(want)] * len(found), "steps of each rank")
+    equal([len(steps) for steps in steps_of_ranks], [len(want)] * len(steps_of_ranks), "steps of each rank")
     for number, (sums, result) in enumerate(want):
-        losses, *others = zip(*(steps[number] for steps in found), strict=True)
-        for values, what in zip(others, ("norm", "learning rate", "reason of a skip"), strict=True):
-            equal(values, (values[0],) * len(found), f"step {number}: the {what} on each rank")
+        losses, *others = zip(*(steps[number] for steps in steps_of_ranks), strict=True)
+        for values, label in zip(others, ("norm", "learning rate", "reason of a skip"), strict=True):
+            equal(values, (values[0],) * len(steps_of_ranks), f"step {number}: the {label} on each rank")
         replicas = [losses[at : at + share] for at in range(0, len(losses), share)]
         equal([*map(set, replicas)], [{of[0]} for of in replicas], "losses of the ranks that compute the same")
         near(sum(losses[::share]), sums["loss"][0], loss, f"step {number}: the sum of the losses", least)

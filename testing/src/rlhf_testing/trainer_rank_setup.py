@@ -38,7 +38,7 @@ class TrainerRankSetup(RankCases):
     """``make(spec, **options)``: the trainer under test. Set a ``staticmethod``."""
     layouts: Mapping[str, Options] = {"default": {}}
     """Ways in which the trainer divides a model, by name: options for ``make``."""
-    usual: str = "default"
+    default_layout: str = "default"
     """The layout of the checkpoint that one rank saves, and of cases that need no particular one."""
     only: Mapping[str, Sequence[str]] = {}
     """{case: the layouts in which it runs}; the other cases run in every layout. An empty tuple leaves a case out."""
@@ -83,10 +83,10 @@ class TrainerRankSetup(RankCases):
         make_models(folder)
         tiny_architecture(folder / "recurrent", "qwen3_next")
         tiny_image_model(folder / "images", FAMILY)
-        one = cls.make(spec(folder), **cls.layouts[cls.usual], ema_decay=0.9)
+        trainer = cls.make(spec(folder), **cls.layouts[cls.default_layout], ema_decay=0.9)
         for number in range(2):
-            one.update([batch(number)], TokenLoss(), {}, {})
-        one.save(folder / "from_one")
+            trainer.update([batch(number)], TokenLoss(), {}, {})
+        trainer.save(folder / "from_one")
 
     def trainer(self, layout: str, of: ModelSpec | None = None, **options: Any) -> Any:
         """A trainer of this rank, by default of the policy."""

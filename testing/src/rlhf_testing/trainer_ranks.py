@@ -91,8 +91,8 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         dealt = shares(batch(number, loss, options.get("units", 7)), self.world // share, options.get("budget", 40))
         return [dealt[rank // share] for rank in range(self.world)]
 
-    def check_steps(self, found: list[Any], reference: Reference, loss: float = STEP, norm: float = STEP) -> None:
-        steps = [rank["steps"] for rank in found]
+    def check_steps(self, results: list[Any], reference: Reference, loss: float = STEP, norm: float = STEP) -> None:
+        steps = [rank["steps"] for rank in results]
         check_steps(steps, reference.steps, loss, norm, least=loss, share=self.cases.share)
 
     @pytest.fixture(scope="class")
@@ -101,29 +101,29 @@ class TrainerRanksContract(StateOfRanks, OneRank):
 
     @reads("equal")
     def test_gradients_and_five_steps(self, ranks: Ranks, reference: Reference, layout: str) -> None:
-        found = ranks("equal", layout)
+        results = ranks("equal", layout)
         close(ranks.tensors(f"gradients-{layout}"), reference.gradients, GRADIENT, "the gradients of the first step")
         first = [rank == 0 for rank in range(self.world)]
-        equal([bool(rank["names"]) for rank in found], first, "which ranks return whole gradients")
-        equal([bool(rank["streamed"]) for rank in found], first, "which ranks stream whole weights")
-        micros = [rank["micros"] for rank in found]
+        equal([bool(rank["names"]) for rank in results], first, "which ranks return whole gradients")
+        equal([bool(rank["streamed"]) for rank in results], first, "which ranks stream whole weights")
+        micros = [rank["micros"] for rank in results]
         expect(len({*micros}) == 1 < micros[0], f"this test needs several micro-batches on each rank, got {micros}")
-        self.check_steps(found, reference)
+        self.check_steps(results, reference)
         close(ranks.tensors(f"weights-{layout}"), reference.weights, WEIGHTS, "the weights after five steps")
         close(ranks.tensors(f"average-{layout}"), reference.average, WEIGHTS, "the average after five steps")
         expect(apart(reference.average, reference.weights) > 1e-3, "this test needs an average that differs")
 
     @reads("equal")
     def test_scores_evaluation_and_coverage(self, ranks: Ranks, reference: Reference, layout: str) -> None:
-        found, one = ranks("equal", layout), reference.trainer
+        results, trainer = ranks("equal", layout), reference.trainer
         for rank, dealt in enumerate(self.micros(9)):
-            got = ranks.tensors(f"scores-{layout}-{rank}")
-            for n, want in enumerate(one.forward(dealt, ("logprobs",))):
-                torch.testing.assert_close(got[str(n)], want["logprobs"], atol=1e-3, rtol=0)  # five steps of AdamW
-        sums = one.evaluate([batch(9)], TokenLoss(), {}, {})
-        losses = [rank["evaluated"] for rank in found[:: self.cases.share]]
+            scores = ranks.tensors(f"scores-{layout}-{rank}")
+            for n, want in enumerate(trainer.forward(dealt, ("logprobs",))):
+                torch.testing.assert_close(scores[str(n)], want["logprobs"], atol=1e-3, rtol=0)  # five steps of AdamW
+        sums = trainer.evaluate([batch(9)], TokenLoss(), {}, {})
+        losses = [rank["evaluated"] for rank in results[:: self.cases.share]]
         near(sum(losses), sums["loss"][0], 1e-3, "the sum of evaluate()'s losses")
-        equal([rank["coverage"] for rank in found], [one.coverage()] * self.world, "coverage()")
+        equal([rank["coverage"] for rank in results], [trainer.coverage()] * self.world, "coverage()")
 
     @reads("variant")
     def test_options_change_no_number(self, ranks: Ranks, variant: str) -> None:
@@ -131,40 +131,42 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         other = {key: options[key] for key in SHARED if key in options}
         of_role = {key: options[key] for key in ("dtype", "storage") if key in options}
         reference = Reference(self.one_rank(spec(ranks.folder, **of_role), **other), TokenLoss(), 3)
-        gradients, found = ranks.tensors(f"gradients-{variant}"), ranks("variant", variant)
+        gradients, results = ranks.tensors(f"gradients-{variant}"), ranks("variant", variant)
         if of_role.get("dtype") == "bf16":  # bf16 differs from fp32 by 9 % in this measure
             other.pop("head_fp32", None)
             exact = Reference(self.one_rank(spec(ranks.folder), **other), TokenLoss(), 0)
             close(gradients, reference.gradients, self.bf16[0], "the gradients in bf16")
             rounded = apart(gradients, exact.gradients)
             expect(1e-3 < rounded < 0.2, f"gradients in bf16 differ from those in fp32 by {rounded:.1e}")
-            self.check_steps(found, reference, *self.bf16[1:])
+            self.check_steps(results, reference, *self.bf16[1:])
             return
         close(gradients, reference.gradients, GRADIENT, "the gradients of the first step")
-        self.check_steps(found, reference)
+        self.check_steps(results, reference)
         close(ranks.tensors(f"weights-{variant}"), reference.weights, WEIGHTS, "the weights after three steps")
 
     @reads("images")
     def test_images_that_one_rank_has(self, ranks: Ranks, image: str) -> None:
-        found, path = ranks("images", image), ranks.folder / "images"
+        results, path = ranks("images", image), ranks.folder / "images"
         options = {key: value for key, value in self.cases.images[image].items() if key in SHARED}
-        one = self.one_rank(replace(spec(ranks.folder), path=str(path), images=True), **options)
+        trainer = self.one_rank(replace(spec(ranks.folder), path=str(path), images=True), **options)
         micros = image_shares(image_batch(path, FAMILY), 1)[0]
-        one.accumulate(micros, NllLoss(), {}, {})
-        close(ranks.tensors(f"gradients-images-{image}"), one.gradients(), GRADIENT, "the gradients")
-        one.zero_grad()
-        norms = [one.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
-        for rank in found:
+        trainer.accumulate(micros, NllLoss(), {}, {})
+        close(ranks.tensors(f"gradients-images-{image}"), trainer.gradients(), GRADIENT, "the gradients")
+        trainer.zero_grad()
+        norms = [trainer.update(micros, NllLoss(), {}, {})[1].grad_norm for _ in range(3)]
+        for rank in results:
             near(rank["norms"], norms, 1e-6, "the norms of three steps")
-        close(ranks.tensors(f"weights-images-{image}"), dict(one.weights()), WEIGHTS, "the weights after three steps")
-        equal([rank["resumed"] for rank in found], [True, True], "whether load() restores the weights")
+        close(
+            ranks.tensors(f"weights-images-{image}"), dict(trainer.weights()), WEIGHTS, "the weights after three steps"
+        )
+        equal([rank["resumed"] for rank in results], [True, True], "whether load() restores the weights")
 
     @reads("base")
     def test_the_base_of_adapters_keeps_a_head_that_is_trained_with_them(self, ranks: Ranks, layout: str) -> None:
-        for found in (of for rank in ranks("base", layout) for of in rank):
-            expect(found.pop("off") < 1e-5, "log-probs of the base change while adapters are trained")
-            equal(found.pop("moved"), 2 * 7 + 1, "moved: seven matrices of two layers, and the tied embedding")
-            equal(found, dict.fromkeys(found, True), "what training and a checkpoint leave as it was")
+        for report in (of for rank in ranks("base", layout) for of in rank):
+            expect(report.pop("off") < 1e-5, "log-probs of the base change while adapters are trained")
+            equal(report.pop("moved"), 2 * 7 + 1, "moved: seven matrices of two layers, and the tied embedding")
+            equal(report, dict.fromkeys(report, True), "what training and a checkpoint leave as it was")
 
     @reads("dropout")
     def test_ranks_have_different_dropout_masks(self, ranks: Ranks, layout: str) -> None:
@@ -173,56 +175,62 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         equal(ranks("dropout", layout), [len(dealt[0]), len(dealt[1])], "micro-batches")
 
         def alone(micros: Sequence[Any]) -> dict[str, Tensor]:
-            one = self.one_rank(spec(ranks.folder), lora={"rank": 2, "dropout": 0.5})
-            one.accumulate(micros, TokenLoss(), {}, {})
-            return one.gradients()
+            trainer = self.one_rank(spec(ranks.folder), lora={"rank": 2, "dropout": 0.5})
+            trainer.accumulate(micros, TokenLoss(), {}, {})
+            return trainer.gradients()
 
-        found = ranks.tensors(f"gradients-dropout-{layout}")
+        gradients = ranks.tensors(f"gradients-dropout-{layout}")
         dealt_out = [micro for pair in zip(*dealt, strict=True) for micro in pair]
-        close(found, alone(dealt_out), GRADIENT, "the gradients")
-        expect(apart(found, alone([*dealt[0], *dealt[1]])) > 0.1, "this test needs masks that depend on the order")
+        close(gradients, alone(dealt_out), GRADIENT, "the gradients")
+        expect(apart(gradients, alone([*dealt[0], *dealt[1]])) > 0.1, "this test needs masks that depend on the order")
 
     @reads("critic")
     def test_a_critic_and_a_rank_with_filler_units_only(self, ranks: Ranks, layout: str) -> None:
-        found, loss = ranks("critic", layout), ValueLoss()
+        results, loss = ranks("critic", layout), ValueLoss()
         few = self.micros(4, loss, units=3, budget=12)
-        equal([rank["fillers"] for rank in found], [["filler" in m.unit for m in of] for of in few], "filler units")
-        expect(found[-1]["fillers"][-1] or self.world == self.cases.share, "this test needs a rank with filler units")
-        one = self.one_rank(spec(ranks.folder, head="scalar"))
-        one.accumulate([batch(4, loss, units=3)], loss, {}, {})
-        close(ranks.tensors(f"gradients-critic-{layout}"), one.gradients(), GRADIENT, "the gradients")
+        equal([rank["fillers"] for rank in results], [["filler" in m.unit for m in of] for of in few], "filler units")
+        expect(results[-1]["fillers"][-1] or self.world == self.cases.share, "this test needs a rank with filler units")
+        trainer = self.one_rank(spec(ranks.folder, head="scalar"))
+        trainer.accumulate([batch(4, loss, units=3)], loss, {}, {})
+        close(ranks.tensors(f"gradients-critic-{layout}"), trainer.gradients(), GRADIENT, "the gradients")
         reference = Reference(self.one_rank(spec(ranks.folder, head="scalar")), loss, 3)
-        self.check_steps(found, reference)
+        self.check_steps(results, reference)
 
     @reads("frozen")
     def test_roles_that_are_not_trained(self, ranks: Ranks, layout: str) -> None:
-        for found in ranks("frozen", layout):
-            expect(found["moved"] > 1e-2, "this test needs weights that differ from the loaded ones")
-            expect(found["left"] < 1e-5, f"log-probs after load_weights() differ by {found['left']} from the sender's")
-            expect(found["bits"], "load_weights() gives other weights than the sender's")
-            expect(found["saved"], "save() and load() change the weights of a frozen role")
+        for report in ranks("frozen", layout):
+            expect(report["moved"] > 1e-2, "this test needs weights that differ from the loaded ones")
+            expect(
+                report["left"] < 1e-5, f"log-probs after load_weights() differ by {report['left']} from the sender's"
+            )
+            expect(report["bits"], "load_weights() gives other weights than the sender's")
+            expect(report["saved"], "save() and load() change the weights of a frozen role")
 
     @reads("lent")
     def test_a_lent_head_is_whole_on_every_rank(self, ranks: Ranks, layout: str) -> None:
         """Also if the lent head is divided over the ranks, and tied to the embedding."""
-        found = ranks("lent", layout)
-        equal([rank["heads"] for rank in found], [1] + [0] * (self.world - 1), "lent heads of each rank")
+        results = ranks("lent", layout)
+        equal([rank["heads"] for rank in results], [1] + [0] * (self.world - 1), "lent heads of each rank")
         lender = self.one_rank(replace(spec(ranks.folder, trained=False), path=str(ranks.folder / "lender")))
-        one = self.one_rank(spec(ranks.folder))
-        one.borrow_head("lender", *lender.lend_head())
+        trainer = self.one_rank(spec(ranks.folder))
+        trainer.borrow_head("lender", *lender.lend_head())
         whole = batch(0, LentLoss())
         [hidden] = lender.forward([whole], ("hidden",))
-        sums = one.accumulate([whole.with_column("tok", "lent_hidden", hidden["hidden"])], LentLoss(), {}, {})
-        near(sum(rank["loss"] for rank in found[:: self.cases.share]), sums["loss"][0], 1e-5, "the sum of the losses")
-        close(ranks.tensors(f"gradients-lent-{layout}"), one.gradients(), GRADIENT, "the gradients")
+        sums = trainer.accumulate([whole.with_column("tok", "lent_hidden", hidden["hidden"])], LentLoss(), {}, {})
+        near(sum(rank["loss"] for rank in results[:: self.cases.share]), sums["loss"][0], 1e-5, "the sum of the losses")
+        close(ranks.tensors(f"gradients-lent-{layout}"), trainer.gradients(), GRADIENT, "the gradients")
 
     @reads("experts")
     def test_experts_are_sent_and_loaded_one_by_one(self, ranks: Ranks, layout: str) -> None:
         want = load_file(ranks.folder / "experts" / "model.safetensors")
         for name, factor in (("experts", 1), ("experts-twice", 2)):
-            got = ranks.tensors(f"{name}-{layout}")
-            equal(got.keys(), want.keys(), "the names of the weights")
-            equal([n for n, t in want.items() if not torch.equal(got[n], factor * t)], [], f"other weights in {name!r}")
+            tensors = ranks.tensors(f"{name}-{layout}")
+            equal(tensors.keys(), want.keys(), "the names of the weights")
+            equal(
+                [n for n, t in want.items() if not torch.equal(tensors[n], factor * t)],
+                [],
+                f"other weights in {name!r}",
+            )
         expect(ranks("experts", layout)[0] < len(want), "this test needs experts that are one parameter")
 
     @reads("alone")
@@ -232,9 +240,9 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         (kind, first), (_, second) = ranks("alone", layout)
         equal(kind, "alone", "the layout of the rows")
         expect(first != second, f"this test needs ranks with different lengths, got {first}")
-        one = self.one_rank(replace(spec(ranks.folder), path=str(ranks.folder / "recurrent")))
-        one.accumulate([batch(0)], TokenLoss(), {}, {})
-        close(ranks.tensors(f"gradients-alone-{layout}"), one.gradients(), GRADIENT, "the gradients")
+        trainer = self.one_rank(replace(spec(ranks.folder), path=str(ranks.folder / "recurrent")))
+        trainer.accumulate([batch(0)], TokenLoss(), {}, {})
+        close(ranks.tensors(f"gradients-alone-{layout}"), trainer.gradients(), GRADIENT, "the gradients")
 
     @reads("rows")
     def test_rows_that_two_ranks_divide_give_the_numbers_of_one(self, ranks: Ranks, row: str) -> None:

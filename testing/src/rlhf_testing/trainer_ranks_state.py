@@ -44,41 +44,43 @@ class StateOfRanks(RankTests):
 
     def alone(self, ranks: Ranks, checkpoint: str, layout: str, **options: Any) -> Any:
         """The trainer on one rank that has loaded a checkpoint."""
-        one = self.cases.make(spec(ranks.folder), **self.cases.layouts[layout], **options)
-        one.load(ranks.folder / checkpoint)
-        return one
+        trainer = self.cases.make(spec(ranks.folder), **self.cases.layouts[layout], **options)
+        trainer.load(ranks.folder / checkpoint)
+        return trainer
 
     # ----------------------------------------------------------------------------- skips and waits
 
     @reads("skip")
     def test_a_non_finite_loss_or_gradient_on_one_rank_skips_the_step_on_both(self, ranks: Ranks, layout: str) -> None:
-        found = ranks("skip", layout)
-        equal(found, found[:1] * self.world, "what the ranks say of the steps")
+        results = ranks("skip", layout)
+        equal(results, results[:1] * self.world, "what the ranks say of the steps")
         (of_loss, *loss), (of_gradient, *gradient) = (
-            found[0][kind] for kind in ("suite_infinite", "suite_infinite_gradient")
+            results[0][kind] for kind in ("suite_infinite", "suite_infinite_gradient")
         )
         start, end = "non-finite loss (nan) of 'suite_infinite'", f"on rank {self.world - self.cases.share}"
-        said = of_loss.startswith(start) and of_loss.endswith(end)
-        expect(said, f"the reason must name the loss, and say {end!r}, got {of_loss!r}")
+        names_loss = of_loss.startswith(start) and of_loss.endswith(end)
+        expect(names_loss, f"the reason must name the loss, and say {end!r}, got {of_loss!r}")
         expect(of_gradient.startswith("non-finite gradient (norm "), f"got the reason {of_gradient!r}")
         equal((loss, gradient), ([True, 1, {}], [True, 2, {}]), "weights are unchanged, skipped steps, coverage")
-        equal(found[0]["after"], ["", True], "the step after the skipped ones is as without them")
+        equal(results[0]["after"], ["", True], "the step after the skipped ones is as without them")
 
     @reads("timeout")
     def test_a_rank_that_makes_no_call_is_an_error_after_the_timeout(self, ranks: Ranks, layout: str) -> None:
-        said = ranks("timeout", layout)[0]
+        message = ranks("timeout", layout)[0]
         start, end = "role 'policy', rank 0 of 2: accumulate() lost the other ranks", "trainer.timeout is 120 s"
-        expect(said.startswith(start) and end in said, f"the error must name role, rank and call, got {said!r}")
+        expect(
+            message.startswith(start) and end in message, f"the error must name role, rank and call, got {message!r}"
+        )
 
     # -------------------------------------------------------------------------------- checkpoints
 
     @reads("resume")
     def test_resume_with_the_same_number_of_ranks_is_exact(self, ranks: Ranks, layout: str) -> None:
-        for found in ranks("resume", layout):
-            expect(found["bits"], "weights or averages after load() differ, or after the steps that follow")
-            equal(found["steps"][1], found["steps"][0], "the steps after load()")
-            equal(found["files"], [*self.files, "trainer.json"], "the files of a checkpoint")
-            equal(found["updates"], 5, "updates after load() and three steps")
+        for report in ranks("resume", layout):
+            expect(report["bits"], "weights or averages after load() differ, or after the steps that follow")
+            equal(report["steps"][1], report["steps"][0], "the steps after load()")
+            equal(report["files"], [*self.files, "trainer.json"], "the files of a checkpoint")
+            equal(report["updates"], 5, "updates after load() and three steps")
 
     @reads("resume")
     def test_a_rank_writes_its_part_only(self, ranks: Ranks, layout: str) -> None:
@@ -89,20 +91,20 @@ class StateOfRanks(RankTests):
 
     @reads("resume")
     def test_two_ranks_resume_as_one_in_any_layout(self, ranks: Ranks, layout: str) -> None:
-        found = [rank["steps"][0] for rank in ranks("resume", layout)]
+        steps = [rank["steps"][0] for rank in ranks("resume", layout)]
         for into in self.cases.layouts:
-            one = self.alone(ranks, f"saved-{layout}", into, ema_decay=0.9, schedule="cosine")
-            self.check_exact(found, one)
+            trainer = self.alone(ranks, f"saved-{layout}", into, ema_decay=0.9, schedule="cosine")
+            self.check_exact(steps, trainer)
 
     @reads("from_one")
     def test_one_rank_resumes_as_two(self, ranks: Ranks, layout: str) -> None:
-        one = self.alone(ranks, "from_one", self.cases.usual, ema_decay=0.9)
-        self.check_exact(ranks("from_one", layout), one)
+        trainer = self.alone(ranks, "from_one", self.cases.default_layout, ema_decay=0.9)
+        self.check_exact(ranks("from_one", layout), trainer)
 
-    def check_exact(self, found: Sequence[Any], one: Any) -> None:
-        """``found``: [rank][step], the third to fifth."""
-        want = [one.update([batch(number)], TokenLoss(), {}, {}) for number in range(2, 5)]
-        check_steps(found, want, *EXACT, share=self.cases.share)
+    def check_exact(self, steps: Sequence[Any], trainer: Any) -> None:
+        """``steps``: [rank][step], the third to fifth."""
+        want = [trainer.update([batch(number)], TokenLoss(), {}, {}) for number in range(2, 5)]
+        check_steps(steps, want, *EXACT, share=self.cases.share)
 
     @reads("critic_state")
     def test_a_critic_resumes_exactly(self, ranks: Ranks, layout: str) -> None:
@@ -113,25 +115,28 @@ class StateOfRanks(RankTests):
         saved = tmp_path / "saved"
         shutil.copytree(ranks.folder / f"saved-{layout}", saved)
         options = {**self.cases.layouts[layout], "ema_decay": 0.9}
-        one, (first, second) = self.cases.make(spec(ranks.folder), **options), (saved / name for name in self.files[:2])
+        trainer, (first, second) = (
+            self.cases.make(spec(ranks.folder), **options),
+            (saved / name for name in self.files[:2]),
+        )
         second.write_bytes(first.read_bytes())
         lacks = r"does not hold the \d+ elements of 'model.embed_tokens.weight' \(weight\)"
         if layout != [*self.cases.layouts][-1]:  # a rank may have whole tensors alone
             lacks += r"|is of another model: missing \['model"
         with pytest.raises(CheckpointError, match=lacks):
-            one.load(saved)
+            trainer.load(saved)
         second.unlink()
         with pytest.raises(CheckpointError, match=re.escape(second.name)):
-            one.load(saved)
+            trainer.load(saved)
 
     @reads("rows_resume")
     def test_a_checkpoint_continues_with_divided_rows_and_back(self, ranks: Ranks, layout: str) -> None:
-        one = self.alone(ranks, "from_one", layout, ema_decay=0.9)
-        norms = [one.update([batch(number)], TokenLoss(), {}, {})[1].grad_norm for number in (2, 3)]
-        for found in ranks("rows_resume", layout):
-            near(found, norms, 1e-5, "the norms of two steps")
-        one.load(ranks.folder / f"saved-rows-{layout}")
-        same_bits(ranks.tensors(f"resumed-rows-{layout}"), one.weights(), "weights on one rank after load()")
+        trainer = self.alone(ranks, "from_one", layout, ema_decay=0.9)
+        norms = [trainer.update([batch(number)], TokenLoss(), {}, {})[1].grad_norm for number in (2, 3)]
+        for norms_of_rank in ranks("rows_resume", layout):
+            near(norms_of_rank, norms, 1e-5, "the norms of two steps")
+        trainer.load(ranks.folder / f"saved-rows-{layout}")
+        same_bits(ranks.tensors(f"resumed-rows-{layout}"), trainer.weights(), "weights on one rank after load()")
 
     # ------------------------------------------------------------------------------------ exports
 
@@ -140,10 +145,10 @@ class StateOfRanks(RankTests):
         """Two ranks save adapters, one rank loads them: the same merged weights."""
         equal(ranks("lora", layout), [{"base": True, "merged": True}] * 2, "the base is unchanged, weights are merged")
         want = ranks.tensors(f"lora-weights-{layout}")
-        one = self.alone(ranks, f"lora-saved-{layout}", layout, lora={"rank": 4}, ema_decay=0.5)
-        found = dict(one.weights())
-        equal(found.keys(), want.keys(), "the weights that one rank loads")
-        same_bits(found, want.items(), "weights on one rank after load()")
+        trainer = self.alone(ranks, f"lora-saved-{layout}", layout, lora={"rank": 4}, ema_decay=0.5)
+        weights = dict(trainer.weights())
+        equal(weights.keys(), want.keys(), "the weights that one rank loads")
+        same_bits(weights, want.items(), "weights on one rank after load()")
         same_bits(_loaded(ranks.folder / f"lora-exported-{layout}"), want.items(), "the exported weights")
 
     @reads("export")
@@ -152,14 +157,14 @@ class StateOfRanks(RankTests):
     ) -> None:
         from transformers import AutoTokenizer
 
-        folder, found = ranks.folder / f"export-{layout}", ranks("export", layout)
+        folder, results = ranks.folder / f"export-{layout}", ranks("export", layout)
         want = ranks.tensors(f"exported-{layout}")
         largest = max(tensor.numel() for tensor in want.values())
-        for rank in found:
+        for rank in results:
             most, whole = max(self.gathered, largest), rank["whole"]
             expect(largest <= whole <= most, f"{whole} elements are whole on a rank; allowed are {largest} to {most}")
         expect(3 * most < sum(tensor.numel() for tensor in want.values()), "this test needs a larger model")
-        equal(found[1]["names"], [], "weights that rank 1 streams")
+        equal(results[1]["names"], [], "weights that rank 1 streams")
         files = sorted(folder.glob("*.safetensors"))
         sizes = [file.stat().st_size for file in files]
         expect(len(files) > 3 and max(sizes) < 30_000, f"the files have {sizes} bytes, for shards of 10,000")

@@ -88,22 +88,22 @@ class StoredContract:
     def test_steps_are_those_of_one_rank(self, folder: Path, options: Options) -> None:
         """Two micro-batches a step. Outputs, and gradients of the first step, are equal bit for bit; a sum of squares
         in another order changes the clipping in the last digit."""
-        of, one = self.both(folder, options)
+        of, single = self.both(folder, options)
         equal({t.dtype for _, t in of.weights()}, {torch.bfloat16}, "number formats of the weights")
-        (got,), (want,) = (t.forward([batch(0)], ("logprobs",)) for t in (of, one))
-        same_bits(got, want.items(), "log-probs")
-        start = {name: p.detach().float().reshape(-1).clone() for name, p in one.stepped.items()}
-        for each in (of, one):
+        (logprobs,), (want,) = (t.forward([batch(0)], ("logprobs",)) for t in (of, single))
+        same_bits(logprobs, want.items(), "log-probs")
+        start = {name: p.detach().float().reshape(-1).clone() for name, p in single.stepped.items()}
+        for each in (of, single):
             each.accumulate([batch(0), batch(10)], TokenLoss(), {}, {})
-        same_bits(of.gradients(), one.gradients().items(), "gradients of the first step")
-        for each in (of, one):
+        same_bits(of.gradients(), single.gradients().items(), "gradients of the first step")
+        for each in (of, single):
             each.apply()
             for number in (1, 2):
                 each.update([batch(number), batch(number + 10)], TokenLoss(), {}, {})
-        theirs = {name: p.detach().float().reshape(-1) - start[name] for name, p in one.stepped.items()}
+        theirs = {name: p.detach().float().reshape(-1) - start[name] for name, p in single.stepped.items()}
         ours = {name: master - start[name] for name, master in masters(of).items()}
         close(ours, theirs, self.steps_apart, "the steps of the masters")
-        for (name, ours), (other, theirs) in zip(of.weights(), one.weights(), strict=True):
+        for (name, ours), (other, theirs) in zip(of.weights(), single.weights(), strict=True):
             equal((name, ours.dtype, ours.shape), (other, torch.bfloat16, theirs.shape), "a weight that is sent")
         if "lora" not in options:
             rounded = {name: master.bfloat16() for name, master in masters(of).items()}
@@ -114,11 +114,13 @@ class StoredContract:
         """A weight of 0.2 has neighbours 1e-3 away in bf16; a step is at most 1e-6."""
         of = self.make(spec(folder, **STORED), **{"lr": 1e-6, **options})
         start = held(of)[MATRIX]
-        found = []
+        distances = []
         for _ in range(3):
             of.update([batch(0)], TokenLoss(), {}, {})
-            found.append((masters(of)[MATRIX] - start.reshape(-1).float()).abs().mean().item())
-        expect(found[2] > 2 * found[0] > 1e-6, f"masters are {found} from the start after each of three steps")
+            distances.append((masters(of)[MATRIX] - start.reshape(-1).float()).abs().mean().item())
+        expect(
+            distances[2] > 2 * distances[0] > 1e-6, f"masters are {distances} from the start after each of three steps"
+        )
         moved = int((held(of)[MATRIX] != start).sum())
         expect(moved < 0.05 * start.numel(), f"{moved} of {start.numel()} weights in bf16 changed")
         equal(of.coverage()["unchanged"], [], "parameters without a step")
@@ -156,8 +158,8 @@ class StoredContract:
         same_bits({"average": average}, [("average", start.lerp(after, 0.5))], "the moving average")
         live, logprobs = held(of), of.forward([batch(0)], ("logprobs",))[0]
         average.add_(1.0)
-        sent = held(of, "ema")[MATRIX].reshape(-1)
-        same_bits({"sent": sent}, [("sent", average.bfloat16())], "the average that is sent, in bf16")
+        average_bf16 = held(of, "ema")[MATRIX].reshape(-1)
+        same_bits({"sent": average_bf16}, [("sent", average.bfloat16())], "the average that is sent, in bf16")
         other = of.forward([batch(0)], ("logprobs",), "ema")[0]["logprobs"]
         expect(not torch.equal(other, logprobs["logprobs"]), "the view 'ema' computes with the live weights")
         same_bits(
@@ -170,57 +172,57 @@ class StoredContract:
     def test_weights_of_another_trainer_reach_the_masters(self, folder: Path, options: Options) -> None:
         of, other = (self.make(spec(folder, **STORED), **{"lr": lr, **options}) for lr in (1e-3, 1e-2))
         other.update([batch(0)], TokenLoss(), {}, {})
-        sent = held(other)
-        of.load_weights(iter(sent.items()))
-        same_bits(masters(of), [(name, tensor.float().reshape(-1)) for name, tensor in sent.items()], "masters")
-        got, want = (t.forward([batch(1)], ("logprobs",))[0] for t in (of, other))
-        same_bits(got, want.items(), "log-probs")
+        weights = held(other)
+        of.load_weights(iter(weights.items()))
+        same_bits(masters(of), [(name, tensor.float().reshape(-1)) for name, tensor in weights.items()], "masters")
+        logprobs, want = (t.forward([batch(1)], ("logprobs",))[0] for t in (of, other))
+        same_bits(logprobs, want.items(), "log-probs")
 
     @case("lent")
     def test_a_lent_head_is_in_bf16(self, folder: Path, options: Options) -> None:
         of = self.make(spec(folder, **STORED), **options)
         of.update([batch(0)], TokenLoss(), {}, {})
-        [head], sent = of.lend_head(), held(of)["model.embed_tokens.weight"]
+        [head], embedding = of.lend_head(), held(of)["model.embed_tokens.weight"]
         equal(head.weight_VH.dtype, torch.bfloat16, "the number format of the lent head")
-        same_bits({"head": head.weight_VH}, [("head", sent)], "the lent head, tied to the embedding")
+        same_bits({"head": head.weight_VH}, [("head", embedding)], "the lent head, tied to the embedding")
 
     @case("frozen")
     def test_frozen_roles_in_bf16(self, folder: Path, options: Options) -> None:
-        of, one = self.both(folder, options, trained=False, head="scalar")
+        of, single = self.both(folder, options, trained=False, head="scalar")
         formats = {p.dtype for p in of.parameters.values()} | {t.dtype for _, t in of.weights()}
         equal(formats, {torch.bfloat16}, "number formats of a frozen role")
-        got, want = (t.forward([batch(0)], ("values",))[0] for t in (of, one))
-        same_bits(got, want.items(), "values")
+        values, want = (t.forward([batch(0)], ("values",))[0] for t in (of, single))
+        same_bits(values, want.items(), "values")
 
     @case("adapters")
     def test_adapters_have_a_base_in_bf16(self, folder: Path, options: Options) -> None:
         """Adapters, and the head of a critic that is trained beside them, have masters; the base has none."""
-        of, one = self.both(folder, {**options, "lora": {"rank": 4}}, head="scalar")
-        for each in (of, one):
+        of, single = self.both(folder, {**options, "lora": {"rank": 4}}, head="scalar")
+        for each in (of, single):
             for number in range(2):
                 each.update([batch(number, ValueLoss())], ValueLoss(), {}, {})
         base = {p.dtype for name, p in of.module.named_parameters() if name not in of.parameters}
         equal(base, {torch.bfloat16}, "number formats of the base")
-        theirs = {name: p.detach().float().reshape(-1) for name, p in one.stepped.items()}
+        theirs = {name: p.detach().float().reshape(-1) for name, p in single.stepped.items()}
         close(masters(of), theirs, self.steps_apart / 100, "the masters")
-        for (name, ours), (other, weight) in zip(of.weights(), one.weights(), strict=True):
+        for (name, ours), (other, weight) in zip(of.weights(), single.weights(), strict=True):
             equal((name, ours.dtype, weight.dtype), (other, torch.bfloat16, torch.bfloat16), "a weight that is sent")
 
     @case("export")
     def test_an_export_is_bf16_or_the_masters(self, folder: Path, tmp_path: Path, options: Options) -> None:
         from transformers import AutoModelForCausalLM
 
-        for kept, wanted in ((False, torch.bfloat16), (True, torch.float32)):
-            of = self.make(spec(folder, **STORED), **options, export_masters=kept, export_shard_bytes=20_000)
+        for with_masters, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+            of = self.make(spec(folder, **STORED), **options, export_masters=with_masters, export_shard_bytes=20_000)
             of.update([batch(0)], TokenLoss(), {}, {})
-            path = tmp_path / str(kept)
+            path = tmp_path / str(with_masters)
             of.export(path)
             saved = {n: t for file in path.glob("*.safetensors") for n, t in load_file(file).items()}
-            equal({t.dtype for t in saved.values()}, {wanted}, "number formats of an export")
+            equal({t.dtype for t in saved.values()}, {dtype}, "number formats of an export")
             flat = {name: tensor.reshape(-1) for name, tensor in saved.items()}
-            same_bits(flat, [(name, m.to(wanted)) for name, m in masters(of).items()], "exported masters")
-            equal(json.loads((path / "config.json").read_text())["dtype"], str(wanted)[6:], "config.json: dtype")
-            equal(AutoModelForCausalLM.from_pretrained(path, dtype="auto").dtype, wanted, "transformers' number format")
+            same_bits(flat, [(name, m.to(dtype)) for name, m in masters(of).items()], "exported masters")
+            equal(json.loads((path / "config.json").read_text())["dtype"], str(dtype)[6:], "config.json: dtype")
+            equal(AutoModelForCausalLM.from_pretrained(path, dtype="auto").dtype, dtype, "transformers' number format")
             index = json.loads((path / "model.safetensors.index.json").read_text())
             equal(index["metadata"]["total_size"], sum(t.nbytes for t in saved.values()), "bytes of an export")
 

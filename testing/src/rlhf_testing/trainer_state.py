@@ -116,10 +116,10 @@ class TrainerStateChecks:
             if "lr" not in type(trainer).changeable:
                 continue
             lowered = trainer.config.model_copy(update={"lr": trainer.config.lr / 2})
-            for one, new in ((trainer, lowered), (twin, twin.config), (other, None)):
-                step(one, 0)
+            for subject, new in ((trainer, lowered), (twin, twin.config), (other, None)):
+                step(subject, 0)
                 if new is not None:
-                    one.change(new)
+                    subject.change(new)
             a, b, c = step(trainer, 1), step(twin, 1), step(other, 1)
             expect(b == c, f"{about} after change() to the same options a step reports {b}, without it {c}")
             same_weights(held(twin), held(other), f"{about} after change() to the same options:")
@@ -159,9 +159,10 @@ class TrainerStateChecks:
             names = [n for n, _ in trainer.weights()]
             expect(len(set(names)) == len(names) > 0, f"{about} weights() names a tensor twice or nothing: {names}")
             expect(names == [n for n, _ in trainer.weights()], f"{about} weights() changes its order")
-            known = set(self.plain().module.state_dict())
+            module_names = set(self.plain().module.state_dict())
             expect(
-                set(names) <= known, f"{about} weights() names {sorted(set(names) - known)}, unknown to transformers"
+                set(names) <= module_names,
+                f"{about} weights() names {sorted(set(names) - module_names)}, unknown to transformers",
             )
             step(trainer, 0)
             other = self.make(config, trained=False)
@@ -190,8 +191,8 @@ class TrainerStateChecks:
                         False, f"{about} transformers cannot load what export() wrote: {type(error).__name__}: {error}"
                     )
                 want = plain.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
-            got = trainer.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
-            apart = float((got - want).abs().max())
+            logprobs = trainer.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
+            apart = float((logprobs - want).abs().max())
             expect(apart <= 1e-5, f"{about} the exported model's log-probs differ by {apart:.1e}")
 
     def test_views(self) -> None:
@@ -219,9 +220,12 @@ class TrainerStateChecks:
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
                 same_weights(weights, held(trainer), f"{about} weights() of this view:")
-                for asked in ("live", view):
-                    got = trainer.forward(batch, ("logprobs",), asked)[0]["logprobs"]
-                    expect(same_bits(got, values), f"{about} log-probs of the view {asked!r} are not those of {view!r}")
+                for view_name in ("live", view):
+                    logprobs = trainer.forward(batch, ("logprobs",), view_name)[0]["logprobs"]
+                    expect(
+                        same_bits(logprobs, values),
+                        f"{about} log-probs of the view {view_name!r} are not those of {view!r}",
+                    )
                 trainer.use_view("live")
                 same_weights(held(trainer), held(twin), f"{about} after use_view('live'):")
             a, b = step(trainer, 1), step(twin, 1)

@@ -48,7 +48,7 @@ class TwoReplicas(TrainerRankCases):
     module = "rlhf_plugin_deepspeed.trainer"
     share = 2
     layouts = {stage: {"stage": int(stage)} for stage in ("0", "1", "2", "3")}
-    usual = "2"
+    default_layout = "2"
     only = dict.fromkeys(("equal", "resume", "from_one"), ("0", "1", "2")) | {"skip": ("2",)}
 
     @staticmethod

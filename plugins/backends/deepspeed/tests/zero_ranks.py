@@ -24,7 +24,7 @@ class ZeroRanks(TrainerRankCases):
     module = "rlhf_plugin_deepspeed.trainer"
     make = staticmethod(trainer)
     layouts = {stage: {"stage": int(stage)} for stage in STAGES}
-    usual = "2"
+    default_layout = "2"
     only = {
         "base": ("2",), "dropout": ("2",), "timeout": ("2",), "frozen": ("2", "3"), "rows_resume": ("1",),
         **dict.fromkeys(("alone", "critic", "critic_state", "experts", "export", "lora"), ("3",)),
