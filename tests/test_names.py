@@ -1,0 +1,107 @@
+"""Variables and parameters are named by nouns of the field, never by participles or pronouns."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.imports import python_files, tree
+from tests.members import MEMBERS, ROOT
+
+NAMES = {
+    *("asked", "built", "called", "drawn", "found", "given", "got", "held", "kept", "known", "made", "named", "near"),
+    *("one", "read", "said", "seen", "sent", "shown", "taken", "there", "this", "told", "tried", "usual", "wanted"),
+    *("what", "which", "who", "written"),
+}
+"""Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
+
+NOT_YET = (
+    "cli",
+    "libraries/modeling",
+    "libraries/workers",
+    "plugins/backends/deepspeed",
+    "plugins/backends/fsdp",
+    "plugins/backends/local",
+    "plugins/backends/processes",
+    "plugins/backends/ray",
+    "plugins/backends/simulated",
+    "plugins/backends/vllm",
+    "plugins/commands/doctor",
+    "plugins/commands/jobs",
+    "plugins/commands/options",
+    "plugins/commands/plan",
+    "plugins/commands/runs",
+    "plugins/commands/serve_reward",
+    "runtime",
+)
+"""Distributions that still have such names."""
+ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
+
+
+def vague_names(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of each variable and parameter with such a name.
+
+    Fields of classes are public names and are not listed; neither are parameters of a class's methods that have a
+    field's name, such as those of ``__init__``.
+    """
+    public: set[ast.AST] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            fields = [s.target for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
+            public |= {*fields}
+            names = {field.id for field in fields}
+            public |= {part for part in ast.walk(node) if isinstance(part, ast.arg) and part.arg in names}
+    for node in ast.walk(module):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                pass
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name) | ast.MatchStar(name=name):
+                pass
+            case _:
+                continue
+        if name in NAMES and node not in public:
+            yield node.lineno, name
+
+
+def hits(room: str) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in python_files(ROOMS[room].source)
+        for line, name in vague_names(tree(path))
+    ]
+
+
+def test_every_form_of_a_variable_is_read():
+    source = """
+class Case:
+    found: int = 1
+    def __init__(self, found, given): pass
+def f(a, *, said, **told):
+    made = one, kept = [a for seen in a]
+    this.sent = (known := lambda held: held)
+    for near, (asked, *taken) in a:
+        with a as got: pass
+    try: pass
+    except ValueError as wanted: pass
+    match a:
+        case [drawn, *written]: pass
+        case {"named": 1}: print(what)
+"""
+    names = {name for _, name in vague_names(ast.parse(source))}
+    assert names == {
+        *("given", "said", "told", "made", "one", "kept", "seen", "known", "held", "near", "asked", "taken", "got"),
+        *("wanted", "drawn", "written"),
+    }
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+def test_variables_and_parameters_are_nouns(room):
+    lines = hits(room)
+    assert not lines, "\n".join(["name each by a noun of the field that says what the value is:", *lines])
+
+
+@pytest.mark.parametrize("room", NOT_YET)
+def test_rooms_that_are_through_are_not_excused(room):
+    assert hits(room), f"{room} has no such name any more: remove it from NOT_YET"
