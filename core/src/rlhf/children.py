@@ -142,7 +142,7 @@ class _Supervisor:
         self._channel.sendall(request)
 
     def forget(self) -> None:
-        """Called in a fork of this process, whose child it is not."""
+        """Let go of the supervisor in a fork of this process, without waiting for it: it is not the fork's child."""
         self._channel.close()
         self._process.returncode = 0
 
@@ -166,7 +166,7 @@ def _start(request: bytes, descriptors: Sequence[int]) -> None:
 
 
 def _forget() -> None:
-    """A fork of this process has no supervisor, and the lock may be that of a thread that it does not have."""
+    """Start afresh in a fork of this process: without a supervisor, with a lock that no thread holds."""
     global _supervisor, _starting
     if _supervisor is not None:
         _supervisor.forget()

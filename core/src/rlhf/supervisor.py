@@ -149,7 +149,7 @@ def guard(
 def execute(
     command: list[bytes], environment: Mapping[bytes, bytes], folder: bytes, streams: Mapping[int, int]
 ) -> None:
-    """Become the worker."""
+    """Replace this process by the worker's program."""
     try:
         # above all numbers of the worker first, so that no stream takes the number of another one
         first = max(streams, default=0) + 1
@@ -180,7 +180,7 @@ def end_descendants() -> None:
 
 
 def descendants() -> list[int]:
-    """Where /proc cannot be read: 0, which to a signal is this process and its group."""
+    """The process ids of all descendants. Where /proc cannot be read: 0, which is the process group to a signal."""
     children: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")

@@ -139,13 +139,13 @@ class _Layout:
             self.step_rewards[starts[number] + token] = reward
 
     def ids(self) -> Tensor:
-        """int64 [N]."""
+        """The token ids, int64 [N]."""
         ids_N = np.empty(self.tokens, np.int64)
         np.concatenate([np.asarray(t.turns[n].ids) for t, n in self.turns], out=ids_N)
         return torch.from_numpy(ids_N)
 
     def images(self) -> tuple[tuple[Image, ...], ...]:
-        """Of each sequence; empty if no turn has an image."""
+        """The images of each sequence; empty if no turn has an image."""
         turns = [t.turns[n] for t, n in self.turns]
         if not any(turn.images for turn in turns):
             return ()
@@ -195,7 +195,7 @@ class _Layout:
 
 
 def _unit_columns(trajectories: Sequence[Trajectory], scored: bool) -> dict[str, Tensor]:
-    """In the order of their names."""
+    """The columns per unit, in the order of their names."""
     rewards = [t.reward for t in trajectories]
     scores = [t.reward if t.score is None else t.score for t in trajectories]
     columns = {

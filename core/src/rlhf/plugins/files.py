@@ -56,7 +56,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """The name of a component that sets none: the file's stem, with characters that names may not have replaced."""
+        """A component's name where its class sets none: the file's stem. Characters that names may not have are replaced."""
         return re.sub(r"[^a-z0-9_]+", "_", Path(self.path).stem.lower())
 
     @property

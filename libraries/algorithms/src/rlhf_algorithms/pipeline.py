@@ -103,7 +103,7 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 
 
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor) -> Tensor:
-    """Stage 4: the advantage's own."""
+    """Stage 4: subtract the advantage's own baseline."""
     return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"])
 
 
@@ -262,7 +262,7 @@ def _kl(batch: Batch, kl: KLPenalty) -> Tensor:
 
 
 def _mean(values: Tensor) -> float:
-    """In float64; 0 for no values: an empty answer is not a NaN."""
+    """The mean, in float64; 0 for no values, so that an empty answer does not give NaN."""
     return float(values.numpy().mean(dtype=np.float64)) if values.numel() else 0.0
 
 

@@ -106,7 +106,7 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 
 def _logprobs(choice: Choice) -> dict[str, Any]:
-    """Tokens are given as ids. Their texts could not be told apart."""
+    """The log-probs of an answer. Tokens are written as ids, because different tokens may have equal texts."""
     values = zip(choice.turn.ids, choice.turn.logprobs or (), strict=False)
     content: list[dict[str, Any]] = [
         {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in values

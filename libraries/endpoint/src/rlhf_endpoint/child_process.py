@@ -36,7 +36,7 @@ class Pipe:
         asyncio.get_running_loop().add_reader(self._read_end, self._some)
 
     def read(self) -> None:
-        """What has been written until now."""
+        """Read what has been written until now, without waiting for more."""
         while self._some():
             pass
 

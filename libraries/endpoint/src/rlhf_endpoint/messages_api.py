@@ -111,7 +111,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _assistant_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """An answer."""
+    """An assistant's message in the form of the chat API."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         if block.get("type") == "text":
@@ -130,7 +130,7 @@ def _assistant_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Results of tools, and what the user says."""
+    """The messages of the chat API for a user's message: results of tools, and texts."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":

@@ -108,7 +108,7 @@ class Session:
         return self._tree.turns()
 
     async def cancel(self) -> None:
-        """Stop what is being done."""
+        """Stop all work on requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,7 +141,7 @@ class Session:
         _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
 
     def _message(self, turn: Turn, request: ChatRequest) -> dict[str, Any]:
-        """The assistant message of a turn: what was asked not to be read is text, and ends before a stop string."""
+        """The assistant message of a turn. Calls that the request excludes stay text, which ends before a stop string."""
         message = self.ctx.parse_answer(turn, request.tools)
         if not request.parallel and (calls := message.get("tool_calls")):
             message = {**message, "tool_calls": calls[:1]}
@@ -153,7 +153,7 @@ class Session:
         return {**message, "content": content[: min(cuts)]} if cuts else message
 
     def _count_calls(self, message: Message, request: ChatRequest) -> None:
-        """Names that the policy makes up have one count, so that metrics do not get names of its choice."""
+        """Count a message's calls by tool. Names that the policy makes up share a count, so that it names no metric."""
         offered = [f"calls/{tool['function']['name']}" for tool in request.tools]
         self._calls.update(dict.fromkeys(offered, 0))
         for call in (message.get("tool_calls") or []) if request.calls else []:

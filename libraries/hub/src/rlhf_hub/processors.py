@@ -84,7 +84,7 @@ class NoVideos(dict[str, Any]):
     """Stands in a processor for the part that reads videos, which needs torchvision. Written as an empty table."""
 
     class valid_kwargs:  # transformers' name
-        """No options. vLLM reads which there are."""
+        """The options of the processor, whose names vLLM reads: none."""
 
     _auto_class = None
     model_input_names: tuple[str, ...] = ()

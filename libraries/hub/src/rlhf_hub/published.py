@@ -143,7 +143,7 @@ def content_of(folder: Path, whole: bool = False) -> str:
 
 
 def _end_tokens(generation_config: Path) -> bytes:
-    """The end tokens of a generation config, empty where it has none; of a file that is none, its content."""
+    """The end tokens of a generation config, empty where it has none; the whole content of a file that is not JSON."""
     content = generation_config.read_bytes()
     try:
         ends = json.loads(content).get("eos_token_id")

@@ -125,5 +125,5 @@ def divergence_score(logratio: Tensor, divergence: Divergence, alpha: float = 0.
 
 
 def _bounded(exponent: Tensor) -> Tensor:
-    """At most 40, so that even its square is finite in fp32; the gradient passes through the bound."""
+    """The exponent, at most 40, so that even its square is finite in fp32; the gradient passes through the bound."""
     return exponent.clamp(max=EXPONENT_BOUND).detach() + (exponent - exponent.detach())

@@ -32,7 +32,7 @@ CHOSEN_PARTNER = "aot_chosen"
 
 
 def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
-    """With ``aot_reference``."""
+    """The batch with the column ``aot_reference``."""
     chosen_U, rejected_U = sums(batch, batch.tok[NOW], ld_alpha)
     reference_N = torch.zeros_like(batch.tok[NOW]) if reference_free else batch.tok["ref_logprobs"]
     ref_chosen_U, ref_rejected_U = sums(batch, reference_N, ld_alpha)
@@ -41,7 +41,7 @@ def paired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) ->
 
 
 def unpaired(batch: Batch, reference_free: bool, ld_alpha: float | None = None) -> Batch:
-    """With ``aot_rejected`` and ``aot_chosen``."""
+    """The batch with the columns ``aot_rejected`` and ``aot_chosen``."""
     ratio_N = batch.tok[NOW] if reference_free else batch.tok[NOW] - batch.tok["ref_logprobs"]
     chosen_U, rejected_U = sums(batch, ratio_N, ld_alpha)
     live_U = live(batch)

@@ -108,7 +108,7 @@ class KTOPair(KTO):
 
 
 def _unit(row: Labelled, twin: Labelled | None = None, twinned: bool = False) -> UnitData:
-    """``twinned``: with the column ``twin_mask``, whether or not there is a twin."""
+    """The unit of a row. ``twinned``: with the column ``twin_mask``, whether or not there is a twin."""
     from rlhf.ops.packing import SequenceData, UnitData
 
     before, answer = [False] * len(row.prompt), list(row.mask)

@@ -32,7 +32,7 @@ class Labelled:
 
     @classmethod
     def of(cls, sequence: TokenSequence, desirable: bool, place: tuple[int, str, int]) -> Labelled:
-        """Of a sequence with at least one trained token."""
+        """The labelled answer of a sequence with at least one trained token."""
         start = sequence.loss_mask.index(True)
         ids, mask = tuple(sequence.ids), tuple(sequence.loss_mask)
         before = tuple(image for image in sequence.images if image.at < start)
@@ -40,7 +40,7 @@ class Labelled:
         return cls(ids[:start], ids[start:], mask[start:], desirable, place, before, later)
 
     def cut(self, room: int) -> Labelled:
-        """With at most ``room`` tokens of the answer, and none of an image that is not whole."""
+        """A copy with at most ``room`` tokens of the answer, and none of an image that is not whole."""
         end = next((image.at for image in self.later_images if image.at + image.tokens > room), room)
         later = tuple(image for image in self.later_images if image.at < end)
         return replace(self, answer=self.answer[:end], mask=self.mask[:end], later_images=later)

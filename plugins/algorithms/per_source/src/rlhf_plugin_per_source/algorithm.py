@@ -135,7 +135,7 @@ class PerSource(Algorithm):
         return (join(parts, self.members) if parts else None), metrics
 
     def annotations(self, step: int) -> list[Annotation]:
-        """Those of every member, at its own units only."""
+        """The annotations of every member, at its own units only."""
         from rlhf.ops.heads import resolve_head
 
         annotations = []

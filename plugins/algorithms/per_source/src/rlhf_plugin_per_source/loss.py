@@ -61,7 +61,7 @@ class LossOfMembers(Loss):
         return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in (PART, *loss.columns()))
 
     def signal(self) -> tuple[str, ...]:
-        """Units of a member whose loss needs all of them have one everywhere."""
+        """The columns of all members. Of a member whose loss needs all its units: the column that marks them."""
         return tuple(f"{name}/{column}" for name, loss in self.losses.items() for column in loss.signal() or (PART,))
 
     def reduce(self) -> dict[str, Reduce]:

@@ -47,7 +47,7 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
 
 
 def part(batch: Batch, name: str) -> Batch | None:
-    """What was joined for this member, with its columns of now; None where the batch has no unit of it."""
+    """The part of a joined batch that is this member's, with its present columns; None where it has no unit."""
     units_U = batch.unit[f"{name}/{PART}"]
     if not bool(units_U.any()):
         return None
@@ -62,7 +62,7 @@ def part(batch: Batch, name: str) -> Batch | None:
 
 
 def _shared(b: Batch, parts: Iterable[Batch]) -> dict[str, Tensor]:
-    """``temperature`` is 1 where a part has none and another one has: what its absence means."""
+    """The columns that members share. A part without ``temperature`` was sampled at 1, and gets this column."""
     shared = {"loss_mask": b.tok["loss_mask"]}
     if any("temperature" in other.tok for other in parts):
         shared["temperature"] = b.tok.get("temperature", torch.ones(b.tokens))

@@ -86,7 +86,7 @@ class PolicyLoss(Loss):
         return ("advantages", *old, "gen_logprobs", *(() if c.top_entropy is None else (PUSHES,)))
 
     def signal(self) -> tuple[str, ...]:
-        """The entropy, also one that is reported only, is of all tokens."""
+        """The advantages. None where there is an entropy: it is of all tokens, also where it is only reported."""
         return ("advantages",) if self.config.entropy_coef is None else ()
 
     def reduce(self) -> dict[str, Reduce]:

@@ -75,7 +75,7 @@ class EasyToHard(Curriculum):
             self._places = self._places_of(self._pass)
 
     def share(self, step: int) -> float:
-        """c(step)."""
+        """c(step), the share of the rows, the easiest first, that may be chosen at this step."""
         start, progress = self.config.start, step / self._steps
         if self.config.schedule == "root":
             return min(1.0, math.sqrt(start**2 + (1 - start**2) * progress))

@@ -140,6 +140,6 @@ class PassRate(Curriculum):
         return inside
 
     def _oldest(self, selection: NDArray[np.bool_], n: int) -> Iterator[np.int64]:
-        """Of the wanted rows the ``n`` that were chosen longest ago, in that order."""
+        """Of the rows in ``selection``, a mask, the ``n`` that were chosen longest ago, in that order."""
         rows = np.flatnonzero(selection)
         return iter(rows[np.argsort(self._last[rows], kind="stable")][:n])

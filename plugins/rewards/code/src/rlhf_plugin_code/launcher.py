@@ -34,7 +34,7 @@ Call = tuple[str, Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """How a program ended that did start."""
+    """The end of a program that was started."""
 
     end: Literal["exit", "wall", "output", "threads", "files"]
     """``wall``: it was killed at the limit of wall time. ``output``, ``threads``, ``files``: it was killed because it
@@ -155,7 +155,7 @@ class _Process:
                 future.set_result(answer)
 
     def fail(self) -> None:
-        """No further answer comes."""
+        """End every waiting request with an error, because the launcher process has ended."""
         self.ended = True
         for number in list(self._waiting):
             future = self._waiting.pop(number, None)

@@ -15,7 +15,7 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """For one start of a program."""
+    """The limits of one start of a program."""
 
     cpu_seconds: int
     wall_seconds: float

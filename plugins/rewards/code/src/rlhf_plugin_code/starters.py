@@ -137,7 +137,7 @@ STARTERS: dict[str, Any] = {"bwrap": Bwrap, "sandlock": Sandlock, "limits": Limi
 
 
 def drop_capabilities() -> None:
-    """What root may do beyond other users is lost, for this thread and all that it starts. Others have nothing."""
+    """Give up root's extra rights, for this thread and all processes that it starts. Other users have none."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

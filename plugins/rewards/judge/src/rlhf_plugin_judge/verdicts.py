@@ -38,7 +38,7 @@ class Form(ABC):
         return self.checked(verdict)
 
     def checked(self, verdict: Any) -> dict[str, Any]:
-        """Raises Unreadable."""
+        """The verdict, if it has the form. Raises Unreadable."""
         _keys(verdict, "the answer", list(self.schema["properties"]))
         if not isinstance(verdict["reason"], str):
             raise Unreadable(f"reason is {shown(verdict['reason'])}; expected text")

@@ -110,7 +110,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
 
 
 def _text(text: str) -> str:
-    """Without braces and spaces, except spaces between digits: 1 2 is not 12."""
+    """The text without braces and spaces, except spaces between digits: 1 2 is not 12."""
     return (
         re.sub(r"(?<!\d)\s+|\s+(?!\d)|[{}]|\\(?=[{}])", "", text)
         .replace("\\dfrac", "\\frac")

@@ -107,7 +107,7 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tokens and log-probs stay arrays."""
+    """(place, sample) of each sample in an Arrow file. Tokens and log-probs stay arrays."""
     with pa.OSFile(str(file)) as source:
         reader = pa.ipc.open_file(source)
         count = 0

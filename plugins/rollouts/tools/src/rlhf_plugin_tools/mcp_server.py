@@ -81,7 +81,7 @@ class Server:
             await asyncio.wait({self._task}, timeout=CLOSE_DEADLINE)
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> types.CallToolResult:
-        """Raises ToolError, or RolloutError where the server does not answer any more."""
+        """The result of a call. Raises ToolError, or RolloutError where the server does not answer any more."""
         client = await self.connect()
         try:
             async with asyncio.timeout(timeout) as limit:

@@ -17,7 +17,7 @@ from rlhf_plugin_tools.tool import LONGEST_ERROR, Tool, ToolError, as_text, inva
 
 
 class McpTool(Tool):
-    """Raises ConfigError: a schema that the server declares is no JSON schema."""
+    """A tool of an MCP server. Raises ConfigError where a schema that the server declares is no JSON schema."""
 
     def __init__(self, server: Server, listed: types.Tool) -> None:
         self.name, self.source, self._server = listed.name, server.label, server

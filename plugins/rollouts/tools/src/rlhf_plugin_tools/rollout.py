@@ -126,7 +126,7 @@ async def _results(toolbox: Toolbox, answer: Mapping[str, Any], counts: Counter[
 
 
 async def _close_at_the_end(toolbox: Toolbox) -> None:
-    """The event loop cancels its tasks when it ends."""
+    """Wait for the end of the event loop, which cancels its tasks, and close the tools."""
     try:
         await asyncio.Event().wait()
     finally:

@@ -33,7 +33,7 @@ class Worker:
 
     @classmethod
     async def start(cls, sources: Sequence[Source], longest: int) -> Worker:
-        """Raises RolloutError."""
+        """Start the process. Raises RolloutError."""
         output = Output("tools")
         ours, theirs = socket.socketpair()
         end, command = theirs.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process"]
@@ -117,7 +117,7 @@ class Workers:
             self._idle.append(await self._worker())
 
     async def call(self, name: str, arguments: str, timeout: float) -> str:
-        """Raises ToolError or RolloutError."""
+        """The result of a call in a free worker. Raises ToolError or RolloutError."""
         worker = await self._worker()
         try:
             async with asyncio.timeout(timeout) as limit:
