@@ -56,7 +56,7 @@ class SourceFile:
 
     @property
     def name(self) -> str:
-        """A component's name where its class sets none: the file's stem. Characters that names may not have are replaced."""
+        """A component's name where its class sets none: the file's stem, with '_' for what names may not have."""
         return re.sub(r"[^a-z0-9_]+", "_", Path(self.path).stem.lower())
 
     @property

@@ -100,8 +100,8 @@ def unmet_requirements(distribution: str, path: Sequence[str] | None = None) -> 
         path: folders in which to look for ``distribution``, in place of ``sys.path``.
     """
     problems, words = [], []
-    for found in importlib.metadata.distributions(name=distribution, path=[*(sys.path if path is None else path)]):
-        for text in found.requires or ():
+    for metadata in importlib.metadata.distributions(name=distribution, path=[*(sys.path if path is None else path)]):
+        for text in metadata.requires or ():
             try:
                 requirement = Requirement(text)
             except InvalidRequirement:
@@ -116,8 +116,8 @@ def unmet_requirements(distribution: str, path: Sequence[str] | None = None) -> 
 def unmet_optional(distribution: str, name: str, version: str) -> str:
     """The same for what an extra of ``distribution`` requires of the distribution ``name``, installed as ``version``,
     which a plugin found by itself."""
-    for found in importlib.metadata.distributions(name=distribution):
-        for requirement in map(Requirement, found.requires or ()):
+    for metadata in importlib.metadata.distributions(name=distribution):
+        for requirement in map(Requirement, metadata.requires or ()):
             ours = canonicalize_name(requirement.name) == canonicalize_name(name)
             if ours and not requirement.specifier.contains(version, prereleases=True):
                 words = pip_words(requirement.name, str(requirement.specifier))

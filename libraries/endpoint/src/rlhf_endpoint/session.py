@@ -141,7 +141,7 @@ class Session:
         _LOG.debug("sample %s begins sequence %d: %s", self.ctx.index, len(self.sequences) + 1, why)
 
     def _message(self, turn: Turn, request: ChatRequest) -> dict[str, Any]:
-        """The assistant message of a turn. Calls that the request excludes stay text, which ends before a stop string."""
+        """A turn as a message. Calls that the request excludes stay text, which ends before a stop string."""
         message = self.ctx.parse_answer(turn, request.tools)
         if not request.parallel and (calls := message.get("tool_calls")):
             message = {**message, "tool_calls": calls[:1]}
