@@ -184,9 +184,9 @@ def _map_host(process: int, number: int, nbytes: int) -> Tensor:
 
 def _map_device(parts: list[Any], device: torch.device) -> Tensor:
     torch.cuda.init()
-    sent = dict(zip(SENT, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True))
-    nbytes = sent["storage_size_bytes"]
-    known = {
+    handle = dict(zip(SENT, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True))
+    nbytes = handle["storage_size_bytes"]
+    tensor = {
         "tensor_cls": Tensor,
         "tensor_size": torch.Size([nbytes]),
         "tensor_stride": (1,),
@@ -196,7 +196,7 @@ def _map_device(parts: list[Any], device: torch.device) -> Tensor:
         "storage_device": torch.cuda.current_device() if device.index is None else device.index,
         "requires_grad": False,
     }
-    memory: Tensor = reductions.rebuild_cuda_tensor(**known, **sent)
+    memory: Tensor = reductions.rebuild_cuda_tensor(**tensor, **handle)
     return memory
 
 
