@@ -246,7 +246,7 @@ def test_other_ranks_gather_a_bucket_after_rank_0_has_sent_the_one_before(three_
                 ahead = pool.submit(next, headers, None)
                 take(sink, header)
             assert list(follows.result()) == []
-            assert sent_before == list(range(len(sent_before)))
+            assert all(sent >= number for number, sent in enumerate(sent_before)), sent_before
             assert len(sent_before) == 3 * (sync + 1)
 
 

@@ -29,8 +29,8 @@ def not_found(reference: Reference, entries: Sequence[Entry], how_to_install: Ca
     if distribution is not None:
         offered = [e for e in entries if canonicalize_name(e.distribution) == canonicalize_name(distribution)]
         if offered:
-            names = ", ".join(f"{e.kind} {e.name}" for e in offered)
-            return f"{distribution} offers no {kind} {name!r}; it offers: {names}"
+            offers = ", ".join(f"{e.kind} {e.name}" for e in offered)
+            return f"{distribution} offers no {kind} {name!r}; it offers: {offers}"
         suggestion = did_you_mean(distribution, {e.distribution for e in entries})
         problem = f"{kind} {reference.text!r}: the distribution {distribution} is not installed, or offers no plugins."
         return problem + (suggestion or how_to_install(distribution))

@@ -185,7 +185,7 @@ def _map_host(process: int, number: int, nbytes: int) -> Tensor:
 def _map_device(parts: list[Any], device: torch.device) -> Tensor:
     torch.cuda.init()
     handle = dict(zip(SENT, (base64.b64decode(p["b"]) if isinstance(p, dict) else p for p in parts), strict=True))
-    nbytes = handle["storage_size_bytes"]
+    nbytes: Any = handle["storage_size_bytes"]
     tensor = {
         "tensor_cls": Tensor,
         "tensor_size": torch.Size([nbytes]),

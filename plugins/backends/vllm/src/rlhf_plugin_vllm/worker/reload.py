@@ -114,7 +114,7 @@ def _stream(bucket: Bucket) -> torch.cuda.Stream | None:
 
 def _fingerprints(bucket: Bucket, stream: torch.cuda.Stream | None) -> dict[str, str]:
     """See :meth:`Bucket.received`. A thread starts on the default stream, which does not wait for others."""
-    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # None: nothing changes
+    with torch.cuda.stream(stream):  # None: nothing changes
         return bucket.received()
 
 
