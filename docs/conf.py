@@ -19,6 +19,8 @@ include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "STABILITY.md",
     "cli/README.md",
     "core/README.md",
     "runtime/README.md",

@@ -1,4 +1,4 @@
-"""The workflows and the hooks before a commit are valid, and name what exists."""
+"""The workflows, the hooks before a commit, the forms of issues and the citation are valid, and name what exists."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.members import ROOT
+from tests.members import ROOT, ROOT_PROJECT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir())
 HOOKS = ROOT / ".pre-commit-config.yaml"
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = {name for line in re.findall(r"^([a-z][a-z -]*):(?!=)", MAKEFILE, re.MULTILINE) for name in line.split()}
@@ -56,3 +57,19 @@ def test_the_hooks_use_the_ruff_of_the_constraints():
     [version] = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     revisions = {entry["repo"]: entry["rev"] for entry in yaml.safe_load(HOOKS.read_text())["repos"]}
     assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{version}"
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_a_form_of_an_issue_has_what_the_forge_requires(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    names = [field["id"] for field in form["body"]]
+    assert len({*names}) == len(names) > 0
+    assert all(field["type"] == "textarea" and field["attributes"]["label"] for field in form["body"])
+
+
+def test_the_citation_names_the_version_and_the_licence():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["version"], citation["license"]) == (ROOT_PROJECT["version"], ROOT_PROJECT["license"])
