@@ -11,7 +11,8 @@ import gzip
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import torch
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid
 
@@ -27,6 +29,7 @@ from examples.gsm8k.prepare import cleaned
 from tests.forks import Forks
 from tests.members import ROOT
 from tests.runs import Finished, Workshop, assert_same_run, merged
+from tests.test_first_step import Sample, first_step, norm
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 MODEL = Path(os.environ.get("RLHF_REAL_MODEL") or CACHE / "rlhf/models/SmolLM2-135M-Instruct")
@@ -54,6 +57,10 @@ DIALOGUES = [
     )
 ]
 QUESTIONS = [{"prompt": row["prompt"], "answer": "4"} for row in DIALOGUES]
+SAMPLED: dict[str, Any] = {
+    "data": {"batch_size": 2, "max_tokens": 128},
+    "sampling": {"samples_per_prompt": 4, "max_new_tokens": 12},
+}
 
 
 # ------------------------------------------------------------------------------------------- tokens and masks of rows
@@ -133,18 +140,24 @@ class Plain:
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager").eval()
         return cls(model, AutoTokenizer.from_pretrained(str(folder)))
 
-    @torch.no_grad()
-    def logprobs(self, ids: Sequence[int], prompt: int) -> Tensor:
+    def token_logprobs(self, ids: Sequence[int], prompt: int) -> Tensor:
         """[tokens after the prompt]: log-prob of each token, of the last ``len(ids) - prompt``."""
         logits_TV = self.model(torch.tensor([list(ids)])).logits[0, :-1]
         return log_softmax(logits_TV, -1).gather(-1, torch.tensor(ids[1:])[:, None])[prompt - 1 :, 0]
 
-    def answer(self, prompt: Sequence[Mapping[str, str]], answer: str) -> Tensor:
-        """Log-probs of the answer's tokens with its end token."""
+    @torch.no_grad()
+    def logprobs(self, ids: Sequence[int], prompt: int) -> Tensor:
+        return self.token_logprobs(ids, prompt)
+
+    def ids(self, prompt: Sequence[Mapping[str, str]], answer: str) -> tuple[list[int], int]:
+        """The tokens of a conversation up to the end token of its answer, and those before the answer."""
         pieces = chatml(prompt, answer)
         before = self.tokenizer("".join(t for t, _ in pieces[:-1]), add_special_tokens=False)["input_ids"]
-        ids = self.tokenizer("".join(t for t, _ in pieces), add_special_tokens=False)["input_ids"]
-        return self.logprobs(ids, len(before))
+        return self.tokenizer("".join(t for t, _ in pieces), add_special_tokens=False)["input_ids"], len(before)
+
+    def answer(self, prompt: Sequence[Mapping[str, str]], answer: str) -> Tensor:
+        """Log-probs of the answer's tokens with its end token."""
+        return self.logprobs(*self.ids(prompt, answer))
 
 
 @pytest.fixture(scope="module")
@@ -161,12 +174,27 @@ def answers(fp64: Plain) -> dict[str, list[Tensor]]:
     }
 
 
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first four layers of the model, with its embedding, tokenizer and template."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("cut") / "model"
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
+    model.model.layers = model.model.layers[:4]
+    model.config.num_hidden_layers = 4
+    model.save_pretrained(str(folder))
+    AutoTokenizer.from_pretrained(str(MODEL)).save_pretrained(str(folder))
+    return folder
+
+
 @pytest.fixture
-def real(tmp_path: Path) -> Workshop:
-    """Runs of the whole model."""
+def real(tmp_path: Path) -> Iterator[Workshop]:
+    """Runs of the whole model. A run leaves 2 GB."""
     shop = Workshop(tmp_path, MODEL, tmp_path / "rows.jsonl")
     shop.rows("rows.jsonl", DIALOGUES)
-    return shop
+    yield shop
+    shutil.rmtree(tmp_path)
 
 
 def sft_loss(chosen: list[Tensor], rejected: list[Tensor]) -> float:
@@ -196,20 +224,15 @@ def cpo_loss(chosen: list[Tensor], rejected: list[Tensor]) -> float:
     return -float(logsigmoid(margins).mean()) + sft_loss(chosen, rejected)
 
 
-def log_2(chosen: list[Tensor], rejected: list[Tensor]) -> float:
+def constant(value: float) -> Callable[..., float]:
     """Policy and reference are one model."""
-    return 0.6931471805599453
-
-
-def one_half(chosen: list[Tensor], rejected: list[Tensor]) -> float:
-    """Policy and reference are one model."""
-    return 0.5
+    return lambda chosen, rejected: value
 
 
 @pytest.mark.parametrize(
     ("algorithm", "statement"),
     [
-        ("dpo", log_2),
+        ("dpo", constant(0.6931471805599453)),
         *(
             pytest.param(name, statement, marks=pytest.mark.full)
             for name, statement in (
@@ -217,7 +240,7 @@ def one_half(chosen: list[Tensor], rejected: list[Tensor]) -> float:
                 ("simpo", simpo_loss),
                 ("orpo", orpo_loss),
                 ("cpo", cpo_loss),
-                ("kto_pair", one_half),
+                ("kto_pair", constant(0.5)),
             )
         ),
     ],
@@ -237,6 +260,157 @@ def test_first_losses_are_those_of_plain_transformers_in_fp64(
             assert run.lines()[0][f"policy/{role}_logprobs"] == pytest.approx(mean, rel=1e-4)
 
 
+def scores(head: Tensor, body: Any, ids: Sequence[int]) -> Tensor:
+    """[tokens]: the head's output after each token."""
+    return body(torch.tensor([list(ids)])).last_hidden_state[0] @ head
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_the_first_loss_of_a_reward_model_with_a_new_head_is_that_of_plain_transformers_in_fp64(
+    real: Workshop, fp64: Plain
+) -> None:
+    run = real.train("reward_model", "scores", data={"train": str(real.data)}, run={"steps": 1}, trainer={"lr": 1e-9})
+    head = load_file(run.path / "model" / "model.safetensors")["score.weight"][0].double()
+    assert float(head.std()) == pytest.approx(1 / 577, rel=0.1)
+    chosen, rejected = (
+        torch.stack(
+            [scores(head, fp64.model.model, fp64.ids(d["prompt"], d[r][0]["content"])[0])[-1] for d in DIALOGUES]
+        )
+        for r in ("chosen", "rejected")
+    )
+    margins = chosen - rejected
+    line = run.lines()[0]
+    assert line["policy/loss"] == pytest.approx(-float(logsigmoid(margins).mean()), rel=1e-4)
+    assert line["policy/margin"] == pytest.approx(float(margins.mean()), abs=1e-4)
+    assert line["policy/chosen_score"] == pytest.approx(float(chosen.mean()), abs=1e-4)
+
+
+@pytest.mark.full
+def test_the_first_loss_of_kto_with_labels_is_that_of_plain_transformers_in_fp64(
+    real: Workshop, fp64: Plain, cut: Path
+) -> None:
+    """The reference is the first four layers, so log-ratios and the drift on mismatched answers are not 0."""
+    reference, (desirable, undesirable) = Plain.load(cut, torch.float64), (1.5, 0.7)
+    rows = [
+        {"prompt": row["prompt"], "response": row[role], "label": role == "chosen"}
+        for role, row in zip(("chosen", "rejected", "chosen", "rejected"), DIALOGUES, strict=True)
+    ]
+
+    def ratio(prompt: Sequence[Mapping[str, str]], answer: Sequence[Mapping[str, str]]) -> Tensor:
+        logprobs, others = (model.answer(prompt, answer[0]["content"]) for model in (fp64, reference))
+        return (logprobs - others).sum()
+
+    drifts = [ratio(row["prompt"], rows[i - 1]["response"]) for i, row in enumerate(rows)]
+    z = torch.stack(drifts).mean().clamp(min=0)
+    losses = [
+        desirable * torch.sigmoid(0.01 * (z - h)) if row["label"] else undesirable * torch.sigmoid(0.01 * (h - z))
+        for row, h in zip(rows, (ratio(row["prompt"], row["response"]) for row in rows), strict=True)
+    ]
+    run = real.train(
+        "kto",
+        "labels",
+        data={"train": str(real.rows("labels.jsonl", rows))},
+        algorithm={"loss": {"beta": 0.01, "desirable_weight": desirable, "undesirable_weight": undesirable}},
+        reference={"model": str(cut)},
+        run={"steps": 1},
+        trainer={"lr": 1e-9},
+    )
+    line = run.lines()[0]
+    assert float(z) > 1
+    assert line["policy/kl"] == pytest.approx(float(z), rel=1e-4)
+    assert line["policy/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
+
+
+def step_on_samples(real: Workshop, use: str, **changes: Any) -> tuple[dict[str, Any], list[Sample]]:
+    """The metrics of a first step on two prompts, and its samples. The reward is the length of an answer."""
+    real.rows("rows.jsonl", QUESTIONS)
+    reward = real.file("length.py", "def score(prompt, completion, row):\n    return len(completion) / 32\n")
+    first = {"run": {"steps": 1}, "trainer": {"lr": 1e-9}, "reward": [{"use": f"file:{reward}"}]}
+    line, samples = first_step(real.train(use, "samples", **SAMPLED, **first, **changes))
+    assert len(samples) == 8
+    assert len({sample.reward for sample in samples}) > 2, "rewards that differ"
+    return line, samples
+
+
+def grad_norm(model: Any, loss: Tensor) -> float:
+    model.zero_grad()
+    loss.backward()
+    value = norm(model)
+    model.zero_grad()
+    return value
+
+
+def token_weights(algorithm: str, samples: Sequence[Sample]) -> list[float]:
+    """The factor of a token's log-prob in the first gradient, for each sample."""
+    rewards_GS = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(2, 4)
+    own_GS = torch.tensor([len(s.own) for s in samples], dtype=torch.float64).view(2, 4)
+    centred_GS = rewards_GS - rewards_GS.mean(1, keepdim=True)
+    if algorithm == "rejection_sampling":
+        kept_GS = torch.zeros_like(own_GS).scatter(1, rewards_GS.argmax(1, keepdim=True), 1.0)
+        return (kept_GS / (kept_GS * own_GS).sum()).flatten().tolist()
+    if algorithm == "dr_grpo":
+        return (centred_GS / (8 * 256)).flatten().tolist()
+    if algorithm in ("grpo", "dapo"):
+        values_GS = centred_GS / (rewards_GS.std(1, keepdim=True) + 1e-9)
+    elif algorithm == "rloo":
+        values_GS = centred_GS * 4 / 3
+    else:  # whitened over all tokens
+        raw_GS = rewards_GS if algorithm == "reinforce_pp" else centred_GS
+        mean = (raw_GS * own_GS).sum() / own_GS.sum()
+        variance = ((raw_GS - mean).square() * own_GS).sum() / own_GS.sum()
+        values_GS = (raw_GS - mean) / variance.sqrt()
+    return (values_GS / own_GS.sum()).flatten().tolist()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "algorithm",
+    ["rloo", "grpo", "dapo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "rejection_sampling"],
+)
+def test_first_steps_on_samples_are_those_of_plain_transformers_in_fp64(
+    real: Workshop, fp64: Plain, algorithm: str
+) -> None:
+    line, samples = step_on_samples(real, algorithm)
+    weights = token_weights(algorithm, samples)
+    sums = [fp64.token_logprobs(s.ids, s.own[0]).sum() for s in samples]
+    objective = sum((w * value for w, value in zip(weights, sums, strict=True)), torch.zeros(()))
+    likelihood = algorithm == "rejection_sampling"  # elsewhere the ratio to the policy before the step, which is 1
+    value = (
+        float(objective.detach()) if likelihood else sum(w * len(s.own) for w, s in zip(weights, samples, strict=True))
+    )
+    assert line["policy/loss"] == pytest.approx(-value, rel=1e-4, abs=1e-5)
+    assert line["policy/grad_norm"] == pytest.approx(grad_norm(fp64.model, objective), rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_first_step_of_ppo_is_that_of_plain_transformers_in_fp64(real: Workshop, fp64: Plain, cut: Path) -> None:
+    """The critic is the first four layers with a head of its own; advantages are not whitened, or their mean is 0."""
+    from transformers import AutoModelForSequenceClassification
+
+    critic = AutoModelForSequenceClassification.from_pretrained(str(cut), num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(critic.score.weight, std=0.05, generator=torch.Generator().manual_seed(1))
+    critic.save_pretrained(str(real.folder / "critic"))
+    fp64.tokenizer.save_pretrained(str(real.folder / "critic"))
+    critic = critic.double()
+    line, samples = step_on_samples(
+        real,
+        "ppo",
+        algorithm={"advantage": {"normalise": "none"}},
+        critic={"model": str(real.folder / "critic")},
+    )
+    states = [scores(critic.score.weight[0], critic.model, s.ids)[s.own[0] - 1 : -1] for s in samples]
+    logprobs_A = torch.cat([fp64.token_logprobs(s.ids, s.own[0]) for s in samples])
+    values_A, returns_A = torch.cat(states), torch.cat([torch.full((len(s.own),), s.reward) for s in samples])
+    advantages_A, value_loss = returns_A - values_A.detach(), (values_A - returns_A).square().mean() / 2
+    assert line["policy/loss"] == pytest.approx(-float(advantages_A.mean()), rel=1e-4)
+    assert line["policy/grad_norm"] == pytest.approx(
+        grad_norm(fp64.model, (advantages_A * logprobs_A).mean()), rel=1e-3
+    )
+    assert line["critic/loss"] == pytest.approx(float(value_loss.detach()), rel=1e-4)
+    assert line["critic/grad_norm"] == pytest.approx(grad_norm(critic, value_loss), rel=1e-3)
+
+
 def test_sampled_logprobs_are_those_of_plain_transformers_in_fp64(real: Workshop, fp64: Plain) -> None:
     real.rows("rows.jsonl", QUESTIONS)
     run = real.train("grpo", "sampled", **SAMPLED, run={"steps": 1}, trainer={"lr": 1e-9})
@@ -249,25 +423,6 @@ def test_sampled_logprobs_are_those_of_plain_transformers_in_fp64(real: Workshop
 
 
 # ------------------------------------------------------------------------------------------- whole runs of four layers
-
-SAMPLED: dict[str, Any] = {
-    "data": {"batch_size": 2, "max_tokens": 128},
-    "sampling": {"samples_per_prompt": 4, "max_new_tokens": 12},
-}
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first four layers of the model, with its embedding, tokenizer and template."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("cut") / "model"
-    model = AutoModelForCausalLM.from_pretrained(str(MODEL), dtype=torch.float32)
-    model.model.layers = model.model.layers[:4]
-    model.config.num_hidden_layers = 4
-    model.save_pretrained(str(folder))
-    AutoTokenizer.from_pretrained(str(MODEL)).save_pretrained(str(folder))
-    return folder
 
 
 @pytest.fixture
