@@ -178,7 +178,7 @@ def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
     if not tools or not len(source):
         return 0
     messages = data.template.prompt_messages(source[0])
-    bare, shown = (data.template.encode_messages(messages, shown) for shown in ((), tools))
+    bare, shown = data.template.encode_messages(messages), data.template.encode_messages(messages, tools)
     return len(shown.ids) - len(bare.ids)
 
 
