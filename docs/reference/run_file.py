@@ -23,8 +23,8 @@ def reference() -> str:
         parts.append(f"### `{section.heading}`")
         if section.doc:
             parts.append(cell(section.doc))
-        if section.usual:
-            parts.append(f"Where absent: `{section.usual}`.")
+        if section.default_plugin:
+            parts.append(f"Where absent: `{section.default_plugin}`.")
         if section.config is Choice:
             parts.append(f"`use`, and the plugin's own options beside it: `rlhf explain {section.path}`.")
         elif section.config in done:

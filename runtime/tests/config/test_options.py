@@ -95,8 +95,8 @@ def test_sections_have_their_headings():
     found = {section.path: section for section in sections()}
     headings = [found[path].heading for path in ("run", "reward", "data.train", "placement", "stream.filter")]
     assert headings == ["[run]", "[[reward]]", "[[data.train]]", "[placement.NAME]", "[stream.filter]"]
-    assert found["trainer"].usual == "torch"
-    assert found["algorithm"].usual == ""
+    assert found["trainer"].default_plugin == "torch"
+    assert found["algorithm"].default_plugin == ""
     assert found["sync"].doc == "How new weights reach a generator that holds its own copy of them."
 
 

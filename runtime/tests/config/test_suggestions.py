@@ -61,7 +61,7 @@ def suggestions(algorithm: str) -> Suggestions:
 )
 def test_names_of_other_frameworks_are_suggested(algorithm, path, expected):
     """Only what the run at hand has is suggested."""
-    assert suggestions(algorithm).near(path, (), True) == (expected and f" Did you mean {expected}?")
+    assert suggestions(algorithm).suggest(path, (), True) == (expected and f" Did you mean {expected}?")
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_names_of_other_frameworks_are_suggested(algorithm, path, expected):
 )
 def test_an_option_that_other_plugins_have_is_named_as_theirs(algorithm, path, option):
     expected = f" It would be {option}, which the plugins of this run do not have."
-    assert suggestions(algorithm).near(path, (), True) == expected
+    assert suggestions(algorithm).suggest(path, (), True) == expected
 
 
 def test_a_misspelt_name_of_its_own_section_comes_first():
     known = suggestions("grpo")
-    assert known.near("sampling.temprature", ["temperature", "top_p"], False) == " Did you mean 'temperature'?"
-    both = known.near("sampling.max_tokens", ["max_new_tokens", "top_p"], False)
+    assert known.suggest("sampling.temprature", ["temperature", "top_p"], False) == " Did you mean 'temperature'?"
+    both = known.suggest("sampling.max_tokens", ["max_new_tokens", "top_p"], False)
     assert both == " Did you mean sampling.max_new_tokens or data.max_tokens?"
 
 

@@ -225,7 +225,7 @@ def test_a_group_that_is_too_old_is_sampled_again_and_counted(stream) -> None:
     """An engine that was replaced may sample with older weights than the run has."""
     engine = Engine(100, version=1, old=(1,))
     late = stream(engine, staleness=0)
-    late.taken = 1
+    late.batches_taken = 1
     late.start(1)
     ready = late.take(1)
     assert [(group.number, group.row.index) for group in ready.groups] == [(0, 0), (2, 1)]

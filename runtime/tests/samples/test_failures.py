@@ -68,7 +68,7 @@ def test_the_run_stops_as_soon_as_the_share_is_certain_and_not_before():
     failures = Failures(0.5, lambda note: None)
     with pytest.raises(RolloutError, match="6 of the latest 10"):
         drawn(failures, *["down"] * 10)
-    assert failures.drawn == 6
+    assert failures.sample_count == 6
 
 
 def test_one_bad_group_in_a_small_batch_does_not_stop_a_run_with_earlier_good_samples():
@@ -116,14 +116,14 @@ def test_groups_that_are_announced_one_by_one_are_judged_as_a_batch():
     failures = Failures(0.5, lambda note: None)
     with pytest.raises(RolloutError, match="3 of the latest 4 samples failed"):
         by_groups(failures, 2, 4, "down", "down", "down", "")
-    assert failures.drawn == 3
+    assert failures.sample_count == 3
 
 
 def test_the_share_of_a_batch_beyond_the_window_includes_its_earlier_groups():
     failures = Failures(0.5, lambda note: None)
     with pytest.raises(RolloutError, match="101 of the latest 200 samples failed"):
         by_groups(failures, 10, 200, *[""] * 100, *["down"] * 110)
-    assert failures.drawn == 201
+    assert failures.sample_count == 201
 
 
 def test_failures_of_groups_that_are_under_way_at_once_do_not_add_up():
@@ -133,4 +133,4 @@ def test_failures_of_groups_that_are_under_way_at_once_do_not_add_up():
     for _ in range(6):
         failures.expect(2, at_least=4)
     add(failures, *["down", "", "", ""] * 3)
-    assert (failures.failed, failures.drawn) == (3, 12)
+    assert (failures.failed, failures.sample_count) == (3, 12)

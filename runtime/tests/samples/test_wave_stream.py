@@ -204,7 +204,7 @@ def test_given_answers_are_not_filtered_and_are_counted():
             return groups
 
     s = stream(Mixed(score=lambda i: float(i == 3)), filter=FilterSection(low=0.1, max_rounds=2), group_min=2)
-    s.settings = replace(s.settings, given=0.5)
+    s.settings = replace(s.settings, given_share=0.5)
     s.start(0)
     ready = s.take(0)
     assert [g.row.index for g in ready.groups] == [1, 3, 6]
@@ -343,7 +343,7 @@ class Asking(Counting):
 
 def with_curriculum(rollouts, **changes):
     knowing = Knowing()
-    made = stream(rollouts, chosen=knowing, **changes)
+    made = stream(rollouts, row_order=knowing, **changes)
     made.rows = Asking(knowing)
     return made, knowing
 
@@ -389,7 +389,7 @@ def test_what_became_of_ready_batches_is_in_the_state():
     second.restore(state, groups)
     done += list(go(second, 2, 6))
     assert [b.finished for b in done] == [b.finished for b in expected]
-    assert [b.chosen for b in done] == [b.chosen for b in expected]
+    assert [b.curriculum_metrics for b in done] == [b.curriculum_metrics for b in expected]
 
 
 def test_without_a_curriculum_nothing_of_it_is_in_the_state():

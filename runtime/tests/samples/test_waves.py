@@ -115,9 +115,9 @@ def test_groups_come_back_in_row_order_scored_with_their_indices(main):
 
 
 def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_scored(main):
-    groups, generator = run(main, rows(*[1] * 40), given=0.25)
+    groups, generator = run(main, rows(*[1] * 40), given_share=0.25)
     given = [g.number for g in groups if any(t.given for t in g.trajectories)]
-    assert [n for n in range(40) if settings(given=0.25).gives(n)] == given
+    assert [n for n in range(40) if settings(given_share=0.25).gives(n)] == given
     assert 4 <= len(given) <= 16
     assert [len(w) for w in generator.waves] == [2 * (40 - len(given))]
     for g in groups:
@@ -132,10 +132,10 @@ def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_
 
 
 def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone():
-    chosen = {seed: [n for n in range(4000) if settings(given=0.3, seed=seed).gives(n)] for seed in (0, 1)}
+    chosen = {seed: [n for n in range(4000) if settings(given_share=0.3, seed=seed).gives(n)] for seed in (0, 1)}
     assert chosen[0] != chosen[1]
     assert all(abs(len(c) / 4000 - 0.3) < 0.03 for c in chosen.values())
-    more = {n for n in range(4000) if settings(given=0.6).gives(n)}
+    more = {n for n in range(4000) if settings(given_share=0.6).gives(n)}
     assert more > set(chosen[0])
     assert not any(settings().gives(n) for n in range(100))
 

@@ -54,10 +54,10 @@ class Difference:
         return self.before == _ABSENT
 
     def __str__(self) -> str:
-        return f"{self.written}: was {self.before!r}, now {self.now!r}"
+        return f"{self.option}: was {self.before!r}, now {self.now!r}"
 
     @property
-    def written(self) -> str:
+    def option(self) -> str:
         """The key as run files and flags have it: ``trainer.lr`` for ``trainer.options.lr``."""
         return self.key.replace(".options.", ".")
 
@@ -108,16 +108,16 @@ def compare(meta: Mapping[str, Any], current: Mapping[str, Any], layout: Collect
         layout: options of the run's trainers that are reported, too (``Trainer.layout``).
     """
     reported = (*_REPORTED, *_of_layout(layout))
-    found = _differences(
+    differences = _differences(
         meta.get("config", {}), current.get("config", {}), "", lambda key, *_: _severity_of_key(key, reported)
     )
-    found += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
-    found += _differences(
+    differences += _differences(meta.get("plugins", {}), current.get("plugins", {}), "plugins.", _severity_of_plugin)
+    differences += _differences(
         meta.get("environment", {}), current.get("environment", {}), "environment.", lambda *_: "report"
     )
     before, now = meta.get("content", {}), current.get("content", {})
     return (
-        found
+        differences
         + [  # of a key that only one of them has, the config differs, or the release
             Difference(f"content of {key}", before[key][:12], now[key][:12], _severity_of_key(key, reported))
             for key in sorted(before.keys() & now.keys())
@@ -150,7 +150,7 @@ def require_same_run(differences: Sequence[Difference], path: Path | str) -> lis
     lines = []
     if reported := [str(d) for d in differences if d.severity == "report"]:
         lines += ["continues as a different run, no longer bit-equal to the one that was saved:", *reported]
-    if added := [f"{d.written} = {d.now!r}" for d in differences if d.severity == "added"]:
+    if added := [f"{d.option} = {d.now!r}" for d in differences if d.severity == "added"]:
         lines.append(f"options that came after the checkpoint was saved, at their defaults: {', '.join(added)}")
     return lines
 
@@ -161,12 +161,12 @@ def _of_layout(layout: Collection[str]) -> list[str]:
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str, severity: Any) -> list[Difference]:
     old, new = _flatten(before), _flatten(now)
-    found = []
+    differences = []
     for key in sorted({*old, *new}):
         a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if (_meant(key, a) != _meant(key, b) or type(a) is not type(b)) and key not in _IGNORED:
-            found.append(Difference(prefix + key, a, b, severity(key, a, b)))
-    return found
+            differences.append(Difference(prefix + key, a, b, severity(key, a, b)))
+    return differences
 
 
 def _meant(key: str, value: Any) -> Any:
@@ -177,8 +177,8 @@ def _meant(key: str, value: Any) -> Any:
 def _severity_of_key(key: str, reported: Sequence[str]) -> Severity:
     parts = key.split(".")
     for pattern in reported:
-        wanted = pattern.split(".")
-        if len(parts) >= len(wanted) and all(w in ("*", p) for w, p in zip(wanted, parts, strict=False)):
+        names = pattern.split(".")
+        if len(parts) >= len(names) and all(w in ("*", p) for w, p in zip(names, parts, strict=False)):
             return "report"
     return "refuse"
 

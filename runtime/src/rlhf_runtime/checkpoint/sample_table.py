@@ -178,14 +178,14 @@ def _batch(samples: list[Mapping[str, Any]]) -> pa.RecordBatch:
 def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the columns; ``turns`` as they are."""
     prompt = sample.get("prompt")
-    asked = {"messages": dumps(prompt), "prompt": None} if isinstance(prompt, list) else {"prompt": prompt}
+    prompt_columns = {"messages": dumps(prompt), "prompt": None} if isinstance(prompt, list) else {"prompt": prompt}
     rewards = [
         {**result, "name": name, "info": to_text(result["info"]),
          "steps": [dict(zip(("turn", "token", "value"), step, strict=True)) for step in result["steps"]]}
         for name, result in sample.get("rewards", {}).items()
     ]  # fmt: skip
     plain = {"source": sample["row"]["source"], "row": sample["row"]["index"], "rewards": rewards}
-    return {**sample, **asked, **plain, "info": to_text(sample["info"]) if "info" in sample else None}
+    return {**sample, **prompt_columns, **plain, "info": to_text(sample["info"]) if "info" in sample else None}
 
 
 def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:

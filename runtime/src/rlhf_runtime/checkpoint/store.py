@@ -117,8 +117,8 @@ class CheckpointStore:
 
     def complete(self) -> list[Checkpoint]:
         """All complete checkpoints by step. Presence and sizes are checked, checksums are not."""
-        found = [read_checkpoint(path) for _, path in self._folders()]
-        return [c for c in found if isinstance(c, Checkpoint)]
+        checkpoints = [read_checkpoint(path) for _, path in self._folders()]
+        return [c for c in checkpoints if isinstance(c, Checkpoint)]
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint; None if there is none. Presence and sizes are checked, checksums are not.
@@ -128,11 +128,11 @@ class CheckpointStore:
         """
         unusable: list[str] = []
         for step, path in reversed(self._folders()):
-            found = read_checkpoint(path)
-            if isinstance(found, str):
-                unusable.append(f"{path}: {found}")
+            checkpoint = read_checkpoint(path)
+            if isinstance(checkpoint, str):
+                unusable.append(f"{path}: {checkpoint}")
             elif not unusable:
-                return found
+                return checkpoint
             else:
                 raise _unusable(unusable, f"delete what cannot be used to continue from step {step}")
         if unusable:
@@ -188,13 +188,14 @@ class CheckpointStore:
         return self.root / f"step-{step:06d}"
 
     def _find(self, step: int) -> Checkpoint:
-        found = read_checkpoint(self._folder(step))
-        if isinstance(found, str):
+        checkpoint = read_checkpoint(self._folder(step))
+        if isinstance(checkpoint, str):
             steps = [c.step for c in self.complete()]
             raise CheckpointError(
-                f"checkpoint of step {step} in {self.root} cannot be used: {found}. Complete are the steps {steps}."
+                f"checkpoint of step {step} in {self.root} cannot be used: {checkpoint}. "
+                f"Complete are the steps {steps}."
             )
-        return found
+        return checkpoint
 
     def _point(self, step: int, best: Mapping[str, Any]) -> None:
         json_values.write_json(self.root / BEST, {"step": step, **best})
@@ -205,19 +206,19 @@ class CheckpointStore:
             if pointer is None or old.step != pointer["step"]:
                 files.discard_folder(old.path)
 
-    def unwritten(self, what: str, cause: Exception) -> CheckpointError:
-        """The error for a file ``what`` that could not be written. It says what remains and how to continue."""
-        kept = [c.step for c in self.complete()]
-        text = f"{what} could not be saved: {type(cause).__name__}: {cause}."
+    def unwritten(self, file: str, cause: Exception) -> CheckpointError:
+        """The error for ``file``, which could not be written. It says what remains and how to continue."""
+        steps = [c.step for c in self.complete()]
+        text = f"{file} could not be saved: {type(cause).__name__}: {cause}."
         if disk_is_full(cause):
             free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
             text += (
                 f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
                 f"(now {self.keep}) or choose another run.output."
             )
-        if not kept:
+        if not steps:
             return CheckpointError(f"{text} There is no checkpoint yet: start the run again.")
-        return CheckpointError(f"{text} The checkpoints of steps {kept} are intact; continue with --resume.")
+        return CheckpointError(f"{text} The checkpoints of steps {steps} are intact; continue with --resume.")
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[None]:
@@ -237,9 +238,9 @@ class CheckpointStore:
 
 def _unusable(checkpoints: Sequence[str], way_out: str) -> CheckpointError:
     """The error for the newest checkpoints, which cannot be read. ``checkpoints``: the path of each, and why."""
-    what = "the newest checkpoint" if len(checkpoints) == 1 else f"the newest {len(checkpoints)} checkpoints"
+    label = "the newest checkpoint" if len(checkpoints) == 1 else f"the newest {len(checkpoints)} checkpoints"
     return CheckpointError(
         "\n  ".join(
-            [f"{what} cannot be used. Nothing was changed.", *checkpoints, f"Restore from a copy, or {way_out}."]
+            [f"{label} cannot be used. Nothing was changed.", *checkpoints, f"Restore from a copy, or {way_out}."]
         )
     )

@@ -14,7 +14,7 @@ from rlhf.types import RunOptions
 
 from rlhf_runtime.config.flag_values import item_of, model_of, plain
 from rlhf_runtime.config.plugin_selection import Selection, dumped, options_config, refusal_lines
-from rlhf_runtime.config.problems import got, origin
+from rlhf_runtime.config.problems import origin, type_and_value
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Suggestions
 
@@ -67,33 +67,33 @@ def select_algorithm(
     declared: Mapping[str, Slot] = resolved.cls.slots
     own = {k: v for k, v in choice.options.items() if k not in declared}
     slots: dict[str, Selection] = {}
-    found: list[tuple[Resolved, list[str]]] = []
+    refusals: list[tuple[Resolved, list[str]]] = []
     fields: dict[str, str] = {}
     for name, slot in declared.items():
         part, options = _slot(plugins, slot, choice.options.get(name, {}), f"{where}.{name}", origins)
         fields |= dict.fromkeys(part.cls.Config.model_fields, name)
         config, problems = options_config(part, options, f"{where}.{name}", origins, suggestions=suggestions)
         if config is None:
-            found.append((part, problems))
+            refusals.append((part, problems))
         else:
             slots[name] = Selection(part, config)
     members, refused = {}, []
     if resolved.cls.has_members and "members" in own:
-        own["members"], chosen = _members(resolved, own["members"])
-        for name, member in chosen.items():
+        own["members"], choices = _members(resolved, own["members"])
+        for name, member in choices.items():
             try:
                 members[name] = select_algorithm(plugins, member, origins, suggestions, f"{where}.members.{name}")
             except ConfigError as error:
                 refused.append(str(error))
     config, problems = options_config(resolved, own, where, origins, declared, fields, suggestions)
     if config is None:
-        found.insert(0, (resolved, problems))
-    if config is None or found or refused:
-        raise ConfigError("\n".join([*refusal_lines(found), *refused]))
+        refusals.insert(0, (resolved, problems))
+    if config is None or refusals or refused:
+        raise ConfigError("\n".join([*refusal_lines(refusals), *refused]))
     return AlgorithmSelection(Selection(resolved, config), slots, members)
 
 
-def _members(resolved: Resolved, given: Any) -> tuple[Any, dict[str, Choice]]:
+def _members(resolved: Resolved, members: Any) -> tuple[Any, dict[str, Choice]]:
     """The table ``members`` of an algorithm: ({name: the fields that the algorithm itself reads}, {name: the member's
     algorithm and its options}). What is not a table, or names no algorithm, is left to the algorithm's ``Config``."""
     field = resolved.cls.Config.model_fields.get("members")
@@ -102,46 +102,48 @@ def _members(resolved: Resolved, given: Any) -> tuple[Any, dict[str, Choice]]:
         raise PluginInvalid(
             f"{resolved} has members, so its Config needs a field `members: Mapping[str, M]` with a ComponentConfig M"
         )
-    if not isinstance(given, Mapping):
-        return given, {}
+    if not isinstance(members, Mapping):
+        return members, {}
     own: dict[str, Any] = {}
-    chosen: dict[str, Choice] = {}
-    for name, table in given.items():
+    choices: dict[str, Choice] = {}
+    for name, table in members.items():
         use = table.get("use") if isinstance(table, Mapping) else None
         if not isinstance(use, str):
             own[name] = table
             continue
         own[name] = {k: v for k, v in table.items() if k in model.model_fields}
         options = {k: v for k, v in table.items() if k not in model.model_fields}
-        chosen[name] = Choice(use=str(use), options=options)
-    return own, chosen
+        choices[name] = Choice(use=str(use), options=options)
+    return own, choices
 
 
 def _slot(
-    plugins: Plugins, slot: Slot, given: Any, where: str, origins: Mapping[str, str]
+    plugins: Plugins, slot: Slot, setting: Any, where: str, origins: Mapping[str, str]
 ) -> tuple[Resolved, dict[str, Any]]:
     """The plugin of a slot and its options, with the algorithm's defaults if they apply."""
-    if isinstance(given, str):
-        given = {"use": str(given)}
-    if not isinstance(given, Mapping):
+    if isinstance(setting, str):
+        setting = {"use": str(setting)}
+    if not isinstance(setting, Mapping):
         raise ConfigError(
             f"{where}{origin(where, origins)}: a slot is a table or the name of a plugin of kind {slot.kind!r}, got "
-            f'{got(plain(given))}. Write `[{where}] use = "{slot.use}"`.'
+            f'{type_and_value(plain(setting))}. Write `[{where}] use = "{slot.use}"`.'
         )
-    options = {k: v for k, v in given.items() if k != "use"}
-    use = given.get("use", slot.use)
+    options = {k: v for k, v in setting.items() if k != "use"}
+    use = setting.get("use", slot.use)
     if not isinstance(use, str):
-        raise ConfigError(f"{where}.use{origin(f'{where}.use', origins)}: the name of a plugin, got {got(use)}")
+        raise ConfigError(
+            f"{where}.use{origin(f'{where}.use', origins)}: the name of a plugin, got {type_and_value(use)}"
+        )
     resolved = plugins.resolve(slot.kind, str(use))
     if _same(plugins, slot, resolved):
         options = {**slot.defaults, **options}
     return resolved, options
 
 
-def _same(plugins: Plugins, slot: Slot, chosen: Resolved) -> bool:
-    if chosen.ref.removeprefix("plugin:") == slot.use:
+def _same(plugins: Plugins, slot: Slot, plugin: Resolved) -> bool:
+    if plugin.ref.removeprefix("plugin:") == slot.use:
         return True
     try:
-        return bool(plugins.resolve(slot.kind, slot.use).cls is chosen.cls)
+        return bool(plugins.resolve(slot.kind, slot.use).cls is plugin.cls)
     except PluginError:  # the default is not installed or ambiguous, so it was not chosen
         return False

@@ -78,19 +78,19 @@ def overrides(args: argparse.Namespace, renamed: Mapping[str, str] | None = None
         renamed: {short flag: dotted path} for flags that have another meaning in the command.
     """
     targets = {**SHORT_FLAGS, **(renamed or {})}
-    found: list[tuple[str, str | None]] = []
+    flags: list[tuple[str, str | None]] = []
     for name, target in targets.items():
         value = getattr(args, name.replace("-", "_"), None)
         if value is None or value is False:
             continue
         texts = value if isinstance(value, list) else ["true" if value is True else value]
-        found += [(target, text) for text in texts]
-    return found + dotted(args.overrides)
+        flags += [(target, text) for text in texts]
+    return flags + dotted(args.overrides)
 
 
 def dotted(words: Sequence[str]) -> list[tuple[str, str | None]]:
     """``["--a.b", "1", "--c.d=2", "--e"]`` as pairs."""
-    found: list[tuple[str, str | None]] = []
+    flags: list[tuple[str, str | None]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -98,5 +98,5 @@ def dotted(words: Sequence[str]) -> list[tuple[str, str | None]]:
             raise ConfigError(f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3")
         key, equals, text = word[2:].partition("=")
         value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None
-        found.append((key, value))
-    return found
+        flags.append((key, value))
+    return flags

@@ -90,12 +90,12 @@ def build_algorithm(
     return selected.build(run), selected.plugins()
 
 
-def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]) -> list[str]:
+def option_problems(plugins: Plugins, choices: Chosen, origins: Mapping[str, str]) -> list[str]:
     """Problems of the options of all these plugins, one text per plugin. If there are any, plugins that are not
     installed are listed too."""
-    suggestions = Suggestions(plugins, chosen)
+    suggestions = Suggestions(plugins, choices)
     problems, missing = [], []
-    for kind, where, choice in chosen:
+    for kind, where, choice in choices:
         try:
             if where == "algorithm":
                 select_algorithm(plugins, choice, origins, suggestions)
@@ -112,14 +112,14 @@ def option_problems(plugins: Plugins, chosen: Chosen, origins: Mapping[str, str]
 
 def chosen_by(run: RunFile) -> Chosen:
     """The plugins that a run file selects, each with its section."""
-    chosen = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
+    choices = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
     for kind in LISTS:
-        chosen += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
+        choices += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
     roles = {**{n: (n, getattr(run, n)) for n in ROLES}, **{n: (f"roles.{n}", s) for n, s in run.roles.items()}}
     for where, section in roles.values():
         if section.trainer:
-            chosen.append(("trainer", f"{where}.trainer", Choice(use=run.trainer.use, options=section.trainer)))
-    return chosen
+            choices.append(("trainer", f"{where}.trainer", Choice(use=run.trainer.use, options=section.trainer)))
+    return choices
 
 
 def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:

@@ -8,7 +8,7 @@ from rlhf_runtime.config.runfile import RunFile
 
 
 def curriculum_problems(run: RunFile, algorithm: Algorithm, curriculum: type[Curriculum], scored: bool) -> list[str]:
-    """What a curriculum cannot read in this run, and what nothing reads because of it.
+    """Problems of a run with a curriculum: what it cannot read, and options that have no effect beside it.
 
     Args:
         scored: whether answers must get a reward; false where the run may have none.

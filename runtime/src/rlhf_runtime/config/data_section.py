@@ -31,8 +31,8 @@ class SourceSection(ComponentConfig):
     def label(self) -> str:
         """``name``, or the file's stem."""
         stem = self.path.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].split(".")[0]
-        asked = hub_name(self.path)
-        return self.name or (asked.name.rsplit("/", 1)[-1] if asked and "@" in self.path else stem) or self.path
+        dataset = hub_name(self.path)
+        return self.name or (dataset.name.rsplit("/", 1)[-1] if dataset and "@" in self.path else stem) or self.path
 
 
 class DataSection(ComponentConfig):
@@ -111,12 +111,14 @@ class DataSection(ComponentConfig):
             unique([s.label for s in sources], f"data.{key}: two sources are named", "give one of them another `name`")
         if any(s.probability is not None for s in self.eval):
             raise ValueError("data.eval: probabilities are for training data; every evaluation row is used once")
-        given = [s.probability for s in self.train if s.probability is not None]
-        if given and len(given) != len(self.train):
+        probabilities = [s.probability for s in self.train if s.probability is not None]
+        if probabilities and len(probabilities) != len(self.train):
             without = [s.label for s in self.train if s.probability is None]
             raise ValueError(f"data.train: give a probability for every source or for none; {without} have none")
-        if given and abs(sum(given) - 1) > 1e-6:
-            raise ValueError(f"data.train: probabilities must sum to 1, got {given}, which sum to {sum(given):g}")
+        if probabilities and abs(sum(probabilities) - 1) > 1e-6:
+            raise ValueError(
+                f"data.train: probabilities must sum to 1, got {probabilities}, which sum to {sum(probabilities):g}"
+            )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens >= self.max_tokens:
             raise ValueError(
                 f"data.max_prompt_tokens = {self.max_prompt_tokens} leaves no room for an answer within "

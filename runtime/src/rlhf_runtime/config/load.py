@@ -27,7 +27,7 @@ from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Gi
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.placeholders import unfilled
 from rlhf_runtime.config.plugin_selection import dumped
-from rlhf_runtime.config.problems import describe, got, origin, raise_problems
+from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.config.suggestions import Chosen, Suggestions
@@ -59,12 +59,12 @@ def load(
     Raises ConfigError listing every problem with its path, its origin, the value got and what is allowed.
     """
     text = _read(path) if path is not None else ""
-    shown = Path(path).name if path is not None else "flags"
+    file_name = Path(path).name if path is not None else "flags"
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
         raise ConfigError(f"{path} is not valid TOML: {error}.{unquoted(text, str(error))}") from None
-    origins = {p: f"{shown}, line {n}" for p, n in line_numbers(text).items()}
+    origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
     plugins = plugins or Plugins.discover()
     overrides, data = _expand_backend(overrides, plugins), expand(data)
@@ -72,24 +72,26 @@ def load(
         data = {"algorithm": {"use": algorithm}, **data}
     for kind in RUNTIME:
         _leave_out_unread(data.get(kind), kind, overrides, plugins, left_out)
-    layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).near(key, (), True))
+    layers = Overrides(data, origins, lambda key: Suggestions(plugins, _chosen_in(layers.data)).suggest(key, (), True))
     layers.apply(overrides)
     _check_depth(layers.data)
     data, origins = layers.data, layers.origins
-    what = f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
+    headline = (
+        f"{path} is not a valid run file" if path is not None and not overrides else "the configuration is not valid"
+    )
     raise_problems("the configuration holds secrets", _secret_problems(data, origins))
     raise_problems("the run file is not filled in", unfilled(data, origins))
     problems = [*layers.problems, *_integer_problems(data, origins)]
     try:
         run = RunFile.model_validate(read(RunFile, long_form(data)))
     except ValidationError as error:
-        chosen = _chosen_in(data)
-        problems += describe(error, RunFile, "", origins, Suggestions(plugins, chosen))
-        raise_problems(what, problems + option_problems(plugins, chosen, origins))
+        choices = _chosen_in(data)
+        problems += describe(error, RunFile, "", origins, Suggestions(plugins, choices))
+        raise_problems(headline, problems + option_problems(plugins, choices, origins))
         raise AssertionError from error
     if problems:
         problems += option_problems(plugins, chosen_by(run), origins)
-    raise_problems(what, problems)
+    raise_problems(headline, problems)
     run.origins.update(origins)
     filled = {f"{key}.use" for key in SINGLE if isinstance(data.get(key), Mapping) and "use" not in data[key]}
     run.origins.options = tuple(path for path in run.origins.options if path not in filled)
@@ -98,18 +100,18 @@ def load(
 
 def _chosen_in(data: Mapping[str, Any]) -> Chosen:
     """The plugins that nested tables select; invalid selections are left out."""
-    chosen = []
+    choices = []
     tables = long_form(dict(data))
     for kind in {**SINGLE, **LISTS}:
         default = RunFile.model_fields[kind].default
-        found = tables.get(kind, (default,) if kind in SINGLE else ())
-        for n, table in enumerate(found if kind in LISTS else (tables.get(kind, default),)):
+        entries = tables.get(kind, (default,) if kind in SINGLE else ())
+        for n, table in enumerate(entries if kind in LISTS else (tables.get(kind, default),)):
             if isinstance(table, Mapping) and isinstance(table.get("use"), str):
                 options = table.get("options", {})  # what is no table is a problem of its own
                 table = Choice(use=str(table["use"]), options=options if isinstance(options, dict) else {})
             if isinstance(table, Choice):
-                chosen.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
-    return chosen
+                choices.append((kind, f"{kind}.{n}" if kind in LISTS else kind, table))
+    return choices
 
 
 def unquoted(text: str, error: str) -> str:
@@ -186,8 +188,8 @@ def _read(path: str) -> str:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = sorted(p.name for p in file.parent.glob("*.toml")) if file.parent.is_dir() else []
-        there = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
-        raise ConfigError(f"no run file {path}.{there}") from None
+        hint = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
+        raise ConfigError(f"no run file {path}.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the run file {path}: {error}") from None
 
@@ -195,10 +197,10 @@ def _read(path: str) -> str:
 def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Override]:
     """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator."""
     expanded: list[Override] = []
-    for key, given in overrides:
-        value = given.value if isinstance(given, Given) else given
+    for key, raw in overrides:
+        value = raw.value if isinstance(raw, Given) else raw
         if key != "backend" or value is None:
-            expanded.append((key, given))
+            expanded.append((key, raw))
             continue
         expanded += [(f"{kind}.use", reference) for kind, reference in _backend(str(value), plugins).items()]
     return expanded
@@ -215,12 +217,12 @@ def _backend(name: str, plugins: Plugins) -> dict[str, str]:
             f"--backend {name}: no such backend; there are {', '.join(names) or 'none'}.{did_you_mean(name, names)}"
             f"{install} Or choose --launcher.use, --trainer.use and --generator.use singly."
         ) from None
-    found = {kind: getattr(backend.cls, kind) for kind in ("launcher", "trainer", "generator")}
-    if absent := [kind for kind, reference in found.items() if not reference]:
+    references = {kind: getattr(backend.cls, kind) for kind in ("launcher", "trainer", "generator")}
+    if absent := [kind for kind, reference in references.items() if not reference]:
         raise PluginInvalid(
             f"{backend}: {backend.cls.__name__} names no {' and no '.join(absent)}; all three are needed"
         )
-    return found
+    return references
 
 
 def _leave_out_unread(
@@ -242,7 +244,7 @@ def _leave_out_unread(
         if name in defaults and table[name] == _sections(defaults[name]):
             del table[name]
         elif left_out is not None:
-            left_out.append(f"{kind}.{name} = {got(table.pop(name))}")
+            left_out.append(f"{kind}.{name} = {type_and_value(table.pop(name))}")
 
 
 def _secret_problems(data: Any, origins: Mapping[str, str]) -> list[str]:
@@ -277,7 +279,7 @@ def _integer_problems(value: Any, origins: Mapping[str, str], path: str = "") ->
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         return [p for k, v in items for p in _integer_problems(v, origins, f"{path}.{k}" if path else str(k))]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return [f"{path}{origin(path, origins)}: integers are from -2^63 to 2^63 - 1, got {got(value)}."]
+        return [f"{path}{origin(path, origins)}: integers are from -2^63 to 2^63 - 1, got {type_and_value(value)}."]
     return []
 
 

@@ -17,8 +17,8 @@ def look_for_models(config: RunFile) -> None:
     """
     sections = [config.policy, config.critic, config.reference, *config.roles.values()]
     for model in dict.fromkeys(section.model for section in sections if section.model is not None):
-        asked = hub_name(model)
-        if asked is None:
+        name = hub_name(model)
+        if name is None:
             require_folder(model)
-        elif not config.run.resume and not known("model", asked):
+        elif not config.run.resume and not known("model", name):
             pinned(model, Commits())

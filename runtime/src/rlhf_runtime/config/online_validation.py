@@ -81,9 +81,9 @@ def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
     estimators = [part for part in algorithm.parts.values() if isinstance(part, Advantage)]
     if estimators and all(part.token_rewards for part in estimators):
         return []
-    named = f"advantage {estimators[0].name!r}" if estimators else f"algorithm {algorithm.name!r}"
+    label = f"advantage {estimators[0].name!r}" if estimators else f"algorithm {algorithm.name!r}"
     return [
-        f"env.credit = 'step': {named} compares sums of rewards over whole trajectories, which would not contain the "
+        f"env.credit = 'step': {label} compares sums of rewards over whole trajectories, which would not contain the "
         "rewards at single turns. Set --env.credit outcome, or use an advantage without a baseline over groups."
     ]
 
@@ -101,7 +101,7 @@ def env_problems(run: RunFile, rollout_needs_env: bool, rollout_replays_env: boo
 
 
 def _filtering(run: RunFile, unscored: bool) -> list[str]:
-    """``unscored``: answers have no scores and need none."""
+    """Problems of ``stream.filter``. ``unscored``: answers have no scores and need none."""
     problems, f = [], run.stream.filter
     if f is None:
         return []

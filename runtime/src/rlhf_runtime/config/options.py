@@ -76,7 +76,7 @@ class Section:
     """What it holds, as one paragraph."""
 
     @property
-    def usual(self) -> str:
+    def default_plugin(self) -> str:
         """The plugin that is used where the run file does not have the section; empty where there is none."""
         field = RunFile.model_fields.get(self.path)
         return field.default.use if field is not None and isinstance(field.default, Choice) else ""
@@ -84,26 +84,28 @@ class Section:
 
 def sections() -> list[Section]:
     """The sections in the order of the run file; nested tables after the one that holds them."""
-    found = []
+    entries = []
     for name, field in RunFile.model_fields.items():
         container, config = (item_of(field.annotation) or (None,))[0], _table(field.annotation)
         assert config is not None
         heading = f"[{name}.NAME]" if container is dict else f"[[{name}]]" if container else f"[{name}]"
-        found.append(Section(name, heading, config, _meaning(config, field)))
+        entries.append(Section(name, heading, config, _meaning(config, field)))
         for inner, nested in config.model_fields.items():
             model = _table(nested.annotation)
             if model is not None and PLUGIN_OPTIONS not in nested.metadata:
                 path = f"{name}.{inner}"
                 several = item_of(nested.annotation) is not None
                 heading = f"[[{path}]]" if several else f"[{path}]"
-                found.append(Section(path, heading, model, _meaning(model, nested)))
-    return found
+                entries.append(Section(path, heading, model, _meaning(model, nested)))
+    return entries
 
 
 def run_file_options() -> list[Option]:
     """The options of the run file itself, in its order, without those of plugins."""
-    usual = {f"{section.path}.use": section.usual for section in sections() if section.usual}
-    return [replace(o, default=usual[o.path], required=False) if o.path in usual else o for o in options_of(RunFile)]
+    defaults = {f"{section.path}.use": section.default_plugin for section in sections() if section.default_plugin}
+    return [
+        replace(o, default=defaults[o.path], required=False) if o.path in defaults else o for o in options_of(RunFile)
+    ]
 
 
 def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> list[Option]:
@@ -113,27 +115,27 @@ def options_of(config: type[BaseModel], prefix: str = "", plugin: str = "") -> l
     Args:
         prefix: of every path, with its last dot.
     """
-    found: list[Option] = []
+    options: list[Option] = []
     fields = list(config.model_fields.items())
     if plugin:  # what a class adds comes before what it inherits
         own = inspect.get_annotations(config)
-        fields.sort(key=lambda named: named[0] not in own)
+        fields.sort(key=lambda pair: pair[0] not in own)
     for name, field in fields:
         path, inner = f"{prefix}{name}", _table(field.annotation)
         if name == "options" and PLUGIN_OPTIONS in field.metadata:
             continue
         if inner is None or PLUGIN_OPTIONS in field.metadata:
-            found.append(option(path, field, plugin))
+            options.append(option(path, field, plugin))
             continue
         item = item_of(field.annotation)
         entry = "" if item is None else "NAME." if item[0] is dict else "0."
-        held = options_of(inner, f"{path}.{entry}", plugin)
+        nested = options_of(inner, f"{path}.{entry}", plugin)
         if item is not None and item[0] is dict and config is not RunFile:
-            held = [replace(o, table=f"{path}.NAME") for o in held]
+            nested = [replace(o, table=f"{path}.NAME") for o in nested]
         if item is None and field.default is None and config is not RunFile:
-            held = [option(path, field, plugin), *(replace(o, table=path) for o in held)]
-        found += held
-    return found
+            nested = [option(path, field, plugin), *(replace(o, table=path) for o in nested)]
+        options += nested
+    return options
 
 
 def plugin_options(plugins: Plugins, kind: str, where: str, choice: Choice, skip_broken: bool = False) -> list[Option]:
@@ -146,12 +148,12 @@ def plugin_options(plugins: Plugins, kind: str, where: str, choice: Choice, skip
     Raises PluginError where a plugin cannot be imported.
     """
     resolved: Resolved = plugins.resolve(kind, choice.use)
-    found = options_of(resolved.cls.Config, f"{where}.", str(resolved))
+    options = options_of(resolved.cls.Config, f"{where}.", str(resolved))
     for name, slot in getattr(resolved.cls, "slots", {}).items():
-        given = choice.options.get(name)
-        given = given.get("use") if isinstance(given, Mapping) else given
-        use, path = str(given or slot.use), f"{where}.{name}"
-        found.append(Option(f"{path}.use", "text", slot.use, False, USE, kind=slot.kind, plugin=str(resolved)))
+        setting = choice.options.get(name)
+        setting = setting.get("use") if isinstance(setting, Mapping) else setting
+        use, path = str(setting or slot.use), f"{where}.{name}"
+        options.append(Option(f"{path}.use", "text", slot.use, False, USE, kind=slot.kind, plugin=str(resolved)))
         defaults = slot.defaults if use.removeprefix("plugin:") == slot.use else {}
         try:
             of_part = plugin_options(plugins, slot.kind, path, Choice(use=use), skip_broken)
@@ -161,8 +163,8 @@ def plugin_options(plugins: Plugins, kind: str, where: str, choice: Choice, skip
             raise
         for o in of_part:
             theirs = o.path == f"{path}.{o.name}" and o.name in defaults
-            found.append(replace(o, default=to_jsonable_python(defaults[o.name]), required=False) if theirs else o)
-    return found
+            options.append(replace(o, default=to_jsonable_python(defaults[o.name]), required=False) if theirs else o)
+    return options
 
 
 def option(path: str, field: FieldInfo, plugin: str = "") -> Option:
@@ -235,11 +237,11 @@ def _type(annotation: Any) -> str:
     return _TYPES[annotation] if annotation in _TYPES else getattr(annotation, "__name__", str(annotation))
 
 
-def _bounded(shown: str, metadata: list[Any]) -> str:
+def _bounded(text: str, metadata: list[Any]) -> str:
     bounds = [
         f"{sign} {getattr(m, key):g}" for m in metadata for kind, (sign, key) in _BOUNDS.items() if type(m) is kind
     ]
-    return " ".join([shown, ", ".join(bounds)]) if bounds else shown
+    return " ".join([text, ", ".join(bounds)]) if bounds else text
 
 
 def _allowed(annotation: Any) -> Iterator[str]:

@@ -43,8 +43,8 @@ class Overrides:
         fields: dict[str, str | Given | None] = {}
         for key, raw in overrides:
             if raw is None and (key in LIST_PATHS or key in SINGLE or key.endswith(".use")):
-                what = "PATH" if key.startswith("data.") else "NAME"
-                self.problems.append(f"--{key} needs a value: --{key} {what}.")
+                placeholder = "PATH" if key.startswith("data.") else "NAME"
+                self.problems.append(f"--{key} needs a value: --{key} {placeholder}.")
             elif raw is not None and key in LIST_PATHS:
                 lists.setdefault(key, []).append(raw)
             else:
@@ -64,9 +64,9 @@ class Overrides:
             extra = sorted(set(entry) - {field}) if isinstance(entry, dict) else []
             if extra:
                 first = f"{key}.{i}.{extra[0]}"
-                said = " ".join(text for text in texts if isinstance(text, str))
+                words = " ".join(text for text in texts if isinstance(text, str))
                 self.problems.append(
-                    f"--{key} {said} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
+                    f"--{key} {words} replaces {key}.{i} ({field} = {entry.get(field)!r}), for which "
                     f"{', '.join(extra)} is set{origin(first, self.origins)}. Remove it from the file, or change that "
                     f"entry with --{key}.{i}.{field}."
                 )
@@ -98,8 +98,8 @@ class Overrides:
         if node is None:
             return
         if isinstance(node, list):
-            near = self._suggest(key)
-            how = near or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
+            hint = self._suggest(key)
+            how = hint or f" Give a field of one entry, e.g. --{path}.0.{parts[-1]}."
             self.problems.append(f"--{key}: {path} is a list.{how}")
             return
         last = parts[-1]
@@ -144,8 +144,10 @@ class Overrides:
         labels = [_label(e) for e in entries]
         if part in labels:
             return labels.index(part)
-        there = ", ".join(f"{i} ({label})" for i, label in enumerate(labels)) or "none"
-        self.problems.append(f"--{key}: {path} has no entry {part!r}; there are: {there}.{did_you_mean(part, labels)}")
+        listing = ", ".join(f"{i} ({label})" for i, label in enumerate(labels)) or "none"
+        self.problems.append(
+            f"--{key}: {path} has no entry {part!r}; there are: {listing}.{did_you_mean(part, labels)}"
+        )
         return None
 
     def _check_replaced(self, node: dict[str, Any], path: str, new: str, flags: Collection[str]) -> None:
@@ -155,8 +157,8 @@ class Overrides:
         own = _own_fields(path)
         if path in RUNTIME:
             return
-        left = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
-        for field in left:
+        old_fields = [f"{path}.{p}" for p in leaves({k: v for k, v in node.items() if k not in own})]
+        for field in old_fields:
             if field not in flags and not self.origins.get(field, "").startswith(("flag", "option")):
                 was = f"{old!r}" if old is not None else "the plugin that is there by default"
                 self.problems.append(

@@ -10,13 +10,13 @@ from rlhf_runtime.config.problems import origin
 _BEGIN, _END = "<fill in: ", ">"
 
 
-def placeholder(what: str) -> str:
+def placeholder(description: str) -> str:
     """Text that :func:`unfilled` finds.
 
     Args:
-        what: the value that belongs there, in a few words.
+        description: the value that belongs there, in a few words.
     """
-    return f"{_BEGIN}{what}{_END}"
+    return f"{_BEGIN}{description}{_END}"
 
 
 def unfilled(data: Any, origins: Mapping[str, str]) -> list[str]:

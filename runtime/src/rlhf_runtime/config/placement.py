@@ -18,16 +18,18 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
     Raises ConfigError listing every section that names, or shares with, a role that the run does not hold, shares in a
     chain or a circle, or gives devices twice.
     """
-    held = [*roles, GENERATOR] if generator else list(roles)
+    parts = [*roles, GENERATOR] if generator else list(roles)
     problems = []
     for name, section in sections.items():
         where = f"[placement.{name}]"
-        if name not in held:
-            problems.append(f"{where}: this run holds {', '.join(held)}.{did_you_mean(name, held)} Remove the section.")
+        if name not in parts:
+            problems.append(
+                f"{where}: this run holds {', '.join(parts)}.{did_you_mean(name, parts)} Remove the section."
+            )
         elif section.share is not None:
             host = sections.get(section.share, PlacementSection())
-            if section.share == name or section.share not in held:
-                others = ", ".join(h for h in held if h != name)
+            if section.share == name or section.share not in parts:
+                others = ", ".join(h for h in parts if h != name)
                 problems.append(f"{where} shares the devices of {section.share!r}; it can share those of {others}.")
             elif host.share is not None:
                 problems.append(
@@ -43,8 +45,8 @@ def placement(sections: Mapping[str, PlacementSection], roles: Sequence[str], ge
                     f"raise those of {section.share!r}."
                 )
     raise_problems("the placement does not work", problems)
-    given = {name: sections.get(name, PlacementSection()) for name in held}
-    return {name: Place(s.ranks, s.devices, s.share) for name, s in given.items()}
+    settings = {name: sections.get(name, PlacementSection()) for name in parts}
+    return {name: Place(s.ranks, s.devices, s.share) for name, s in settings.items()}
 
 
 def divided(place: Place, generator: str, parallel: tuple[int, int]) -> Place:

@@ -12,7 +12,7 @@ from rlhf.interfaces import ComponentConfig
 from rlhf.plugins import Resolved
 
 from rlhf_runtime.config.flag_values import FlagText, plain, read
-from rlhf_runtime.config.problems import describe, got, origin, unknown_keys
+from rlhf_runtime.config.problems import describe, origin, type_and_value, unknown_keys
 from rlhf_runtime.config.suggestions import Suggestions
 
 
@@ -46,7 +46,7 @@ def options_config(
     for key, value in options.items():
         if key in merged and plain(value) != merged[key]:
             problems.append(
-                f"{where}.{key}{origin(f'{where}.{key}', origins)}: {got(plain(value))}, but the reference "
+                f"{where}.{key}{origin(f'{where}.{key}', origins)}: {type_and_value(plain(value))}, but the reference "
                 f"{resolved.ref!r} already sets it to {merged[key]!r}. Keep one of them."
             )
         merged[key] = value
@@ -68,13 +68,13 @@ def options_config(
     return (None if problems else config), problems
 
 
-def refuse(found: list[tuple[Resolved, list[str]]]) -> None:
-    raise ConfigError("\n".join(refusal_lines(found)))
+def refuse(refusals: list[tuple[Resolved, list[str]]]) -> None:
+    raise ConfigError("\n".join(refusal_lines(refusals)))
 
 
-def refusal_lines(found: list[tuple[Resolved, list[str]]]) -> list[str]:
+def refusal_lines(refusals: list[tuple[Resolved, list[str]]]) -> list[str]:
     lines = []
-    for resolved, problems in found:
+    for resolved, problems in refusals:
         lines += [f"{resolved} cannot be configured like this:", *(f"  {p}" for p in problems)]
     return lines
 

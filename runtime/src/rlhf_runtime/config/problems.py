@@ -28,12 +28,12 @@ _RESERVED = frozenset({"options"})
 """Fields that users do not write: they hold a plugin's options."""
 
 
-def raise_problems(what: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
+def raise_problems(headline: str, problems: Sequence[str], error: type[RlhfError] = ConfigError) -> None:
     """Raises one error that lists every problem. Returns if there is none."""
     if not problems:
         return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    raise error("\n".join([f"{what} ({count}):", *("  " + p.replace("\n", "\n  ") for p in problems)]))
+    raise error("\n".join([f"{headline} ({count}):", *("  " + p.replace("\n", "\n  ") for p in problems)]))
 
 
 def describe(
@@ -48,15 +48,15 @@ def describe(
     Args:
         suggestions: finds similar names for unknown keys; default: only names of the section itself.
     """
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    by_location: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for each in error.errors(include_url=False):
         location = tuple(str(part) for part in each["loc"] if "[" not in str(part))  # not the branch of a union
-        found.setdefault(location, []).append({**each, "loc": location})
+        by_location.setdefault(location, []).append({**each, "loc": location})
     lines = []
-    for errors in found.values():
+    for errors in by_location.values():
         right_type = [e for e in errors if not e["type"].endswith("_type")]  # of a union's branches, those that fit it
-        for one in errors[:1] if errors[0]["input"] is ALONE else right_type or errors:
-            lines += _lines(one, model, prefix, origins, suggestions)
+        for entry in errors[:1] if errors[0]["input"] is ALONE else right_type or errors:
+            lines += _lines(entry, model, prefix, origins, suggestions)
     return lines
 
 
@@ -72,20 +72,20 @@ def unknown_keys(
     listed = f"Allowed here: {', '.join(names)}." if names else "There are no options here."
     section = get_close_matches(path, names, n=1, cutoff=0.8) if isinstance(value, Mapping) else []
     lines = []
-    for written in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
-        where = origin(written, origins)
+    for key in [f"{path}.{leaf}" for leaf in leaves(value)] if isinstance(value, Mapping) and value else [path]:
+        where = origin(key, origins)
         if section and "." not in path:
-            near = f" Did you mean the section {section[0]!r}?"
+            hint = f" Did you mean the section {section[0]!r}?"
         elif suggestions is None:
-            near = did_you_mean(path.rpartition(".")[2], names)
+            hint = did_you_mean(path.rpartition(".")[2], names)
         else:
-            near = suggestions.near(written, names if written == path else (), "flag --" in where)
-        here = "" if near and "'" not in near else f" {listed}"  # suggestions from other sections are not quoted
-        if "." not in written and "flag --" in where:
-            dots = "" if near else " Fields of the run file are dotted: --run.seed 3"
-            lines.append(f"no flag --{written}.{near}{dots}")
+            hint = suggestions.suggest(key, names if key == path else (), "flag --" in where)
+        here = "" if hint and "'" not in hint else f" {listed}"  # suggestions from other sections are not quoted
+        if "." not in key and "flag --" in where:
+            dots = "" if hint else " Fields of the run file are dotted: --run.seed 3"
+            lines.append(f"no flag --{key}.{hint}{dots}")
         else:
-            lines.append(f"{written}{where}: unknown key.{near}{here}")
+            lines.append(f"{key}{where}: unknown key.{hint}{here}")
     return lines
 
 
@@ -101,16 +101,16 @@ def origin(path: str, origins: Mapping[str, str]) -> str:
     """`` (run.toml, line 3)``: where the path, or the nearest section above it, was written; empty if nowhere."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
-        found = origins.get(".".join(parts[:n]))
-        if found:
-            return f" ({found})"
+        source = origins.get(".".join(parts[:n]))
+        if source:
+            return f" ({source})"
     return ""
 
 
-def got(value: Any) -> str:
+def type_and_value(value: Any) -> str:
     """``string 'abc'``, shortened."""
-    shown = repr(value)
-    return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {shown if len(shown) <= 80 else shown[:77] + '...'}"
+    text = repr(value)
+    return f"{_TOML_NAMES.get(type(value), type(value).__name__)} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _lines(
@@ -150,8 +150,8 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
     if value is ALONE:
         parent = _model_at(model, location[:-1])
         field = parent.model_fields.get(location[-1]) if parent else None
-        usual = field.default if field is not None and isinstance(field.default, int | float | str) else None
-        return f"{at}: needs a value, which {message}{f', e.g. --{path} {usual}' if usual else ''}."
+        default = field.default if field is not None and isinstance(field.default, int | float | str) else None
+        return f"{at}: needs a value, which {message}{f', e.g. --{path} {default}' if default else ''}."
     hint = ""
     if kind in ("tuple_type", "list_type") and isinstance(value, str) and "flag --" in at:
         hint = f" Write a list in the form of TOML: '{_as_list(value)}'."
@@ -159,7 +159,7 @@ def _line(error: dict[str, Any], model: type[BaseModel], prefix: str, origins: M
         hint = " Write true or false, without quotes."
     if kind == "literal_error" and isinstance(value, str):
         hint = did_you_mean(value, [e.strip("' ") for e in error["ctx"]["expected"].replace(" or ", ",").split(",")])
-    return f"{at}: {message}, got {got(value)}.{hint}"
+    return f"{at}: {message}, got {type_and_value(value)}.{hint}"
 
 
 def _as_list(text: str) -> str:

@@ -78,9 +78,9 @@ def long_form(data: dict[str, Any]) -> dict[str, Any]:
     for key, cls in SINGLE.items():
         if key in data:
             data[key] = _with_options(cls, data[key])
-            usual = RunFile.model_fields[key].default
-            if isinstance(usual, Choice) and isinstance(data[key], dict):  # `[trainer] lr = 1e-5`: the default
-                data[key] = {"use": usual.use, **data[key]}
+            default = RunFile.model_fields[key].default
+            if isinstance(default, Choice) and isinstance(data[key], dict):  # `[trainer] lr = 1e-5`: the default
+                data[key] = {"use": default.use, **data[key]}
     for key, cls in LISTS.items():
         if key in data:
             data[key] = tuple(_with_options(cls, v) for v in data[key])

@@ -38,11 +38,11 @@ MAX_STEPS = 10_000_000
 microseconds per step."""
 
 
-def unique(names: Sequence[str], what: str, remedy: str) -> None:
+def unique(names: Sequence[str], problem: str, remedy: str) -> None:
     """Raises ValueError if a name occurs twice."""
     twice = [name for name, n in Counter(names).items() if n > 1]
     if twice:
-        raise ValueError(f"{what} {', '.join(map(repr, twice))}; {remedy}")
+        raise ValueError(f"{problem} {', '.join(map(repr, twice))}; {remedy}")
 
 
 class Choice(ComponentConfig):

@@ -14,7 +14,7 @@ KEEPS_KEYS = "keep:keys"
 
 
 def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
-    """What does not fit together in how batches are made."""
+    """Problems of the options by which batches are made."""
     section = run.stream
     problems: list[str] = []
     if section.replay is not None:  # the other options say how the recorded samples were drawn

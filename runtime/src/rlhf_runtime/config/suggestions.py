@@ -34,23 +34,23 @@ class Suggestions:
         chosen: the selected plugins. Options of a plugin that cannot be imported are not suggested.
     """
 
-    def __init__(self, plugins: Plugins, chosen: Chosen) -> None:
-        self._plugins, self._chosen = plugins, chosen
+    def __init__(self, plugins: Plugins, choices: Chosen) -> None:
+        self._plugins, self._choices = plugins, choices
 
     @cached_property
     def options(self) -> tuple[str, ...]:
         """Dotted paths of all options of the run."""
-        found = [*WHOLE, "roles"]
+        paths = [*WHOLE, "roles"]
         for path in (option.path for option in run_file_options()):
             if path.startswith("placement.NAME."):
-                found += [path.replace("NAME", place) for place in PLACES]
+                paths += [path.replace("NAME", place) for place in PLACES]
             elif not path.startswith("roles.NAME."):
-                found.append(path)
-        for kind, where, choice in self._chosen:
-            found += self._of_plugin(kind, where, choice)
-        return tuple(dict.fromkeys(found))
+                paths.append(path)
+        for kind, where, choice in self._choices:
+            paths += self._of_plugin(kind, where, choice)
+        return tuple(dict.fromkeys(paths))
 
-    def near(self, path: str, allowed: Iterable[str], flag: bool) -> str:
+    def suggest(self, path: str, allowed: Iterable[str], flag: bool) -> str:
         """`` Did you mean ...?``, or an empty string.
 
         Args:
@@ -61,24 +61,24 @@ class Suggestions:
         section, _, key = path.rpartition(".")
         if not section and (options := self._values.get(key.replace("-", "_"))):
             return f" Did you mean {' or '.join(f'--{option} {key}' for option in options[:MOST])}?"
-        found, exact = self._elsewhere(path.replace("-", "_"))
+        matches, exact = self._elsewhere(path.replace("-", "_"))
         here = (
-            [] if exact or (found and not section) else difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.6)
+            [] if exact or (matches and not section) else difflib.get_close_matches(key, list(allowed), n=1, cutoff=0.6)
         )
-        if here and not found:
+        if here and not matches:
             return f" Did you mean {here[0]!r}?"
-        found = [*(f"{section}.{name}" for name in here), *(found or self._like(key))]
-        absent = () if found else OTHER_NAMES.get(key.replace("-", "_"), ())
-        shown = [f"--{name}" if flag else name for name in dict.fromkeys([*found, *absent])]
+        matches = [*(f"{section}.{name}" for name in here), *(matches or self._like(key))]
+        absent = () if matches else OTHER_NAMES.get(key.replace("-", "_"), ())
+        names = [f"--{name}" if flag else name for name in dict.fromkeys([*matches, *absent])]
         if absent:
-            return f" It would be {' or '.join(shown[:MOST])}, which the plugins of this run do not have."
-        return f" Did you mean {' or '.join(shown[:MOST])}?" if shown else ""
+            return f" It would be {' or '.join(names[:MOST])}, which the plugins of this run do not have."
+        return f" Did you mean {' or '.join(names[:MOST])}?" if names else ""
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
         """{value that an option of the algorithm allows: the options}: what other frameworks have as a switch."""
         options: dict[str, list[str]] = {}
-        for kind, where, choice in self._chosen:
+        for kind, where, choice in self._choices:
             if kind == "algorithm":
                 for option in self._options(kind, where, choice) or ():
                     for value in option.allowed:
@@ -92,9 +92,9 @@ class Suggestions:
         for start in range(len(parts)):
             end = ".".join(parts[start:])
             if end in OTHER_NAMES:
-                known = [name for name in OTHER_NAMES[end] if name in self.options]
-                if known or not start:
-                    return known, True
+                matches = [name for name in OTHER_NAMES[end] if name in self.options]
+                if matches or not start:
+                    return matches, True
             ours = [o for o in self.options if o == end or o.endswith(f".{end}")]
             ours = [o for o in ours if o != path and _of_role(o) in ("", parts[0])]
             if ours:
@@ -103,8 +103,8 @@ class Suggestions:
 
     def _like(self, key: str) -> list[str]:
         names = {o.rpartition(".")[2] for o in self.options} | {n for n in OTHER_NAMES if "." not in n}
-        near = difflib.get_close_matches(key.replace("-", "_"), sorted(names), n=1, cutoff=LIKE)
-        return self._elsewhere(near[0])[0] if near else []
+        matches = difflib.get_close_matches(key.replace("-", "_"), sorted(names), n=1, cutoff=LIKE)
+        return self._elsewhere(matches[0])[0] if matches else []
 
     def _options(self, kind: str, where: str, choice: Choice) -> list[Option] | None:
         """None: the plugin cannot be imported."""

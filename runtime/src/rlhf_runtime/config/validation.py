@@ -124,14 +124,14 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
     problems, learns, forms = [], f"{name} learns from {form}", LOSS_ON[data.loss_on]
     if forms and form not in forms:
         problems.append(f"data.loss_on = {data.loss_on!r} is for {' and '.join(forms)}; {learns}. Remove it.")
-    given: dict[tuple[DataForm, ...], list[str]] = {}
+    by_readers: dict[tuple[DataForm, ...], list[str]] = {}
     for field, readers in READ_OF.items():
-        read = form in readers or (answers and field in _OF_ANSWERS)
-        if not read and getattr(data, field) != type(data).model_fields[field].default:
-            given.setdefault(readers, []).append(f"data.{field}")
-    for readers, fields in given.items():
-        named, of = ", ".join(fields), " and ".join(readers)
-        problems.append(f"{named}: used for {of} only, but {learns}. Remove what is not used.")
+        is_read = form in readers or (answers and field in _OF_ANSWERS)
+        if not is_read and getattr(data, field) != type(data).model_fields[field].default:
+            by_readers.setdefault(readers, []).append(f"data.{field}")
+    for readers, fields in by_readers.items():
+        listing, of = ", ".join(fields), " and ".join(readers)
+        problems.append(f"{listing}: used for {of} only, but {learns}. Remove what is not used.")
     return problems
 
 
@@ -149,8 +149,8 @@ def _ignored_columns(run: RunFile, algorithm: Algorithm) -> list[str]:
 
 
 def _model_sections(run: RunFile) -> dict[str, ModelSection]:
-    named = {"policy": run.policy, "critic": run.critic, "reference": run.reference}
-    return named | {f"roles.{name}": section for name, section in run.roles.items()}
+    sections = {"policy": run.policy, "critic": run.critic, "reference": run.reference}
+    return sections | {f"roles.{name}": section for name, section in run.roles.items()}
 
 
 def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Collection[RoleSpec]) -> list[str]:
@@ -160,7 +160,7 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
     if not run.data.train:
         problems.append("data.train: no training data is named. Set --data FILE.")
     roles = (*needs.roles, *reward_roles)
-    held = {r.name for r in roles}
+    role_names = {r.name for r in roles}
     if run.checkpoint.export_trained and {r.name for r in roles if r.trained} <= {"policy"}:
         problems.append(
             f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role beside the policy, "
@@ -169,21 +169,21 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
     frozen = {
         r.name for r in roles if not r.trained and r.name != "policy"
     }  # a policy that only answers trains elsewhere
-    given: Mapping[str, ModelSection] = {"critic": run.critic, "reference": run.reference}
-    for name, section in given.items():
-        if name not in held and section != ModelSection():
+    sections: Mapping[str, ModelSection] = {"critic": run.critic, "reference": run.reference}
+    for name, section in sections.items():
+        if name not in role_names and section != ModelSection():
             problems.append(
                 f"[{name}] is set, but {algorithm.name!r} configured like this holds no role {name!r} (it holds "
-                f"{', '.join(sorted(held))}). Remove the section, or switch on what needs it."
+                f"{', '.join(sorted(role_names))}). Remove the section, or switch on what needs it."
             )
-    for name, section in {**given, **run.roles}.items():
+    for name, section in {**sections, **run.roles}.items():
         if name in frozen and section.gradient_checkpointing:
-            where = name if name in given else f"roles.{name}"
+            where = name if name in sections else f"roles.{name}"
             problems.append(
                 f"{where}.gradient_checkpointing = true: {name} is not trained, so it has no backward pass. Remove it."
             )
     for name in run.roles:
-        if name not in held or name in ("policy", "critic", "reference"):
+        if name not in role_names or name in ("policy", "critic", "reference"):
             hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
             problems.append(f"[roles.{name}]: no selected plugin declares this further role. {hint}")
     return problems
@@ -222,19 +222,19 @@ def _evaluation(run: RunFile, sampled: bool) -> list[str]:
 
 def _not_default(section: ComponentConfig, *but: str) -> list[str]:
     """Fields of a section whose values are not their defaults."""
-    usual = type(section)()
-    return [n for n in type(section).model_fields if n not in but and getattr(section, n) != getattr(usual, n)]
+    defaults = type(section)()
+    return [n for n in type(section).model_fields if n not in but and getattr(section, n) != getattr(defaults, n)]
 
 
 def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
     """Options that only online runs use are refused, not ignored. Rewards and an environment may be for evaluation."""
     problems = []
-    what = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
+    reason = f"{algorithm.name} learns from {algorithm.data} and samples nothing in training"
     if run.stream != StreamSection():
-        problems.append(f"[stream] is set, but {what}. Remove it.")
+        problems.append(f"[stream] is set, but {reason}. Remove it.")
     answers = bool(run.data.eval) and (bool(run.reward) or run.env is not None)
     for name in _not_default(run.sampling, *([] if not answers else ["max_new_tokens", "stop"])):
-        problems.append(f"sampling.{name} = {getattr(run.sampling, name)!r}: {what}. Remove it.")
+        problems.append(f"sampling.{name} = {getattr(run.sampling, name)!r}: {reason}. Remove it.")
     of_answers = ("samples", "temperature", "max_new_tokens", "pass_threshold")
     for name in [n for n in _not_default(run.eval) if n in of_answers and run.data.eval and not answers]:
         problems.append(
@@ -243,15 +243,17 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
         )
     for reward in run.reward:
         if reward.credit != "outcome":
-            problems.append(f"reward.{reward.label}.credit = {reward.credit!r} is of training, and {what}. Remove it.")
+            problems.append(
+                f"reward.{reward.label}.credit = {reward.credit!r} is of training, and {reason}. Remove it."
+            )
     if not run.data.eval:
-        for kind, given in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
-            if given:
-                problems.append(f"{kind} is set, but {what}, and there is no data.eval to use it on. Remove it.")
+        for kind, is_set in (("reward", bool(run.reward)), ("env", isinstance(run.env, EnvSection))):
+            if is_set:
+                problems.append(f"{kind} is set, but {reason}, and there is no data.eval to use it on. Remove it.")
     if run.run.show_samples is not None:
-        problems.append(f"run.show_samples = {run.run.show_samples}: {what}. Remove it.")
+        problems.append(f"run.show_samples = {run.run.show_samples}: {reason}. Remove it.")
     if run.env is not None and run.env.credit != "outcome":
-        problems.append(f"env.credit = {run.env.credit!r} is of training, and {what}. Remove it.")
+        problems.append(f"env.credit = {run.env.credit!r} is of training, and {reason}. Remove it.")
     head = next((role.head for role in algorithm.needs().roles if role.name == "policy"), "lm")
     if run.data.eval and head != "lm" and (run.reward or run.env is not None):
         problems.append(

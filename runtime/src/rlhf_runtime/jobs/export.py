@@ -31,7 +31,7 @@ Which = int | Literal["best", "average"]
 """A step, the best checkpoint, or the mean of all."""
 
 
-def choose(run: Path, which: Which) -> list[Checkpoint]:
+def choose(run: Path, choice: Which) -> list[Checkpoint]:
     """The checkpoints of the run in ``run`` that an export reads, every file compared with its checksum.
 
     Raises CheckpointError or ConfigError where there are none, or they are damaged.
@@ -39,26 +39,26 @@ def choose(run: Path, which: Which) -> list[Checkpoint]:
     store = CheckpointStore(run)
     complete = store.complete()
     steps = [checkpoint.step for checkpoint in complete]
-    kept = f"{store.root} holds the steps {steps}" if steps else f"there is no complete checkpoint in {store.root}"
-    if which == "average":
+    contents = f"{store.root} holds the steps {steps}" if steps else f"there is no complete checkpoint in {store.root}"
+    if choice == "average":
         if len(steps) < 2:
-            raise ConfigError(f"--average is the mean of two checkpoints or more, and {kept}.")
+            raise ConfigError(f"--average is the mean of two checkpoints or more, and {contents}.")
         return [store.open(step) for step in steps]
-    if which == "best":
+    if choice == "best":
         best = store.best()
         if best is None:
             raise ConfigError(
                 f"no checkpoint of {run} is marked as the best: it had no evaluation, or checkpoint.save_best = false. "
-                f"Name a step with --step; {kept}."
+                f"Name a step with --step; {contents}."
             )
         return [store.open(best.step)]
-    if which not in steps:
-        raise ConfigError(f"--step {which}: {kept}.")
-    return [store.open(which)]
+    if choice not in steps:
+        raise ConfigError(f"--step {choice}: {contents}.")
+    return [store.open(choice)]
 
 
 def export(
-    config: RunFile, plugins: Plugins, run: Path, which: Which, output: Path, note: Callable[[str], None]
+    config: RunFile, plugins: Plugins, run: Path, choice: Which, output: Path, note: Callable[[str], None]
 ) -> list[int]:
     """Write the policy of checkpoints of the run in ``run`` to the folder ``output``, as the run writes ``model/``.
 
@@ -70,7 +70,7 @@ def export(
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists. Name a new folder, or delete this one.")
-    checkpoints = choose(run, which)
+    checkpoints = choose(run, choice)
     with _policy(config, plugins, run) as (role, parts, template):
         for remark in role.facts.notes:
             note(remark)

@@ -71,16 +71,18 @@ def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
     data |= {name: DataSection.model_fields[name].default for name in taught}
     rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]
-    held = {role.name for reward in rewards for role in reward.roles()}
-    unused = {name: ModelSection() for name in ("critic", "reference") if name not in held}
+    role_names = {role.name for reward in rewards for role in reward.roles()}
+    unused = {name: ModelSection() for name in ("critic", "reference") if name not in role_names}
     return config.model_copy(
         update={
             "algorithm": Choice(use="answer"),
             "data": config.data.model_copy(update=data),
             "sampling": SamplingSection(max_new_tokens=config.sampling.max_new_tokens, stop=config.sampling.stop),
             "stream": _deadlines(config.stream),
-            "roles": {name: section for name, section in config.roles.items() if name in held},
-            "placement": {name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *held}},
+            "roles": {name: section for name, section in config.roles.items() if name in role_names},
+            "placement": {
+                name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *role_names}
+            },
             "eval": config.eval.model_copy(update={"metric": None, "mode": "auto", "patience": None}),
             "run": config.run.model_copy(update={"output": config.run.output, "overwrite": False}),  # not written to
             "observer": (),

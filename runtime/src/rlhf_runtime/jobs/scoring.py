@@ -73,8 +73,8 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
     }
     config = resolved_run(plugins, config.model_copy(update=update))
     rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
-    held = {role.name: role for reward in rewards for role in reward.instance.roles()}
-    model = config.policy.model or next((model_of(config, held, name, commits) for name in held), None)
+    reward_roles = {role.name: role for reward in rewards for role in reward.instance.roles()}
+    model = config.policy.model or next((model_of(config, reward_roles, name, commits) for name in reward_roles), None)
     if model is None:
         raise ConfigError(
             "no tokenizer is named, and no reward has a model: prompts and answers become tokens as in a run. Set "
@@ -83,24 +83,24 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
     config = config.model_copy(
         update={
             "policy": config.policy.model_copy(update={"model": model}),
-            "placement": {name: place for name, place in config.placement.items() if name in held},
-            "roles": {name: section for name, section in config.roles.items() if name in held},
+            "placement": {name: place for name, place in config.placement.items() if name in reward_roles},
+            "roles": {name: section for name, section in config.roles.items() if name in reward_roles},
         }
     )
-    made = run_plugins(config, plugins, commits=commits)
-    parts = {kind: part for kind, part in made.parts.items() if kind not in (GENERATOR, "rollout")}
-    made = replace(made, parts=parts, rollout=None)
+    plugins_of_run = run_plugins(config, plugins, commits=commits)
+    parts = {kind: part for kind, part in plugins_of_run.parts.items() if kind not in (GENERATOR, "rollout")}
+    plugins_of_run = replace(plugins_of_run, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)
     check_ids(model, config.policy.trust_remote_code)
-    places = made.places_on(device_here())
-    specs = {name: made.spec(name, ranks=places[name].ranks) for name in made.roles}
-    specs = on_processor(specs, made.trainer_class)
-    policy = replace(made, roles={"policy": RoleSpec("policy")}).spec("policy")
-    check_parts(made, places, specs, here=True)
+    places = plugins_of_run.places_on(device_here())
+    specs = {name: plugins_of_run.spec(name, ranks=places[name].ranks) for name in plugins_of_run.roles}
+    specs = on_processor(specs, plugins_of_run.trainer_class)
+    policy = replace(plugins_of_run, roles={"policy": RoleSpec("policy")}).spec("policy")
+    check_parts(plugins_of_run, places, specs, here=True)
     check_vocabularies(policy, tokenizer, specs.values())
-    used = [*(s.resolved for s in parts.values()), *(r.resolved for r in made.rewards)]
+    used = [*(s.resolved for s in parts.values()), *(r.resolved for r in plugins_of_run.rewards)]
     return Placed(
-        **vars(made),
+        **vars(plugins_of_run),
         tokenizer=tokenizer,
         specs=specs,
         schedule=Schedule(),

@@ -91,17 +91,17 @@ class RunState:
         """The current state. It may be written later, as long as the weights do not change."""
         components: dict[str, dict[str, Any]] = {}
 
-        def keep(kept: Collection[str]) -> None:
-            components.update({name: c.state_dict() for name, c in self.components.items() if name in kept})
+        def keep(names: Collection[str]) -> None:
+            components.update({name: c.state_dict() for name, c in self.components.items() if name in names})
 
-        asked = {name for name in self.components if name == "curriculum" or name.startswith("reward.")}
-        keep(set(self.components) - asked)
+        stream_components = {name for name in self.components if name == "curriculum" or name.startswith("reward.")}
+        keep(set(self.components) - stream_components)
         values: dict[str, Any] = {"step": step, "updates": self.updates, "components": components}
         pending: list[Group] = []
         if self.stream is not None:  # a continuous stream asks for rows and scores samples at any time
-            values["stream"], pending = self.stream.snapshot(partial(keep, asked))
+            values["stream"], pending = self.stream.snapshot(partial(keep, stream_components))
         else:
-            keep(asked)
+            keep(stream_components)
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)
@@ -134,9 +134,9 @@ class RunState:
         encode(state, str(where))  # no number in it is NaN or infinite
         if saved_state.step != checkpoint.step:
             refuse(where, f"step: {saved_state.step}, but the checkpoint is of step {checkpoint.step}.")
-        wanted = "data" if self.stream is None else "stream"
-        if state.get(wanted) is None:
-            refuse(where, f"{wanted}: missing.")
+        key = "data" if self.stream is None else "stream"
+        if state.get(key) is None:
+            refuse(where, f"{key}: missing.")
         for name in self.saved_roles:
             saved_role = folder / "roles" / name
             if name in self.trained_roles or saved_role.is_dir():  # a shorter run may not have reached a snapshot
@@ -166,15 +166,15 @@ class RunState:
 
 def _restore(name: str, component: Component, saved: dict[str, Any], where: Path) -> None:
     """Restore a component's state, and check the result, because a loader could convert a wrong value silently."""
-    what = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {where},"
-    with boundary(CheckpointError, what):
+    label = f"load_state_dict() of {name} ({type(component).__name__}), given components.{name} of {where},"
+    with boundary(CheckpointError, label):
         component.load_state_dict(saved)
         if name.startswith("observer."):  # it changes nothing of the run, and may have no state before it has started
             return
-        taken = encode(component.state_dict(), f"state_dict() of {name}")
-    if changed := [key for key in saved if key in taken and dumps(saved[key]) != dumps(taken[key])]:
+        result = encode(component.state_dict(), f"state_dict() of {name}")
+    if changed := [key for key in saved if key in result and dumps(saved[key]) != dumps(result[key])]:
         key = changed[0]
-        refuse(where, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(taken[key])}.")
+        refuse(where, f"components.{name}.{key}: {shown(saved[key])}, of which was made {shown(result[key])}.")
 
 
 def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list[Group]:

@@ -90,8 +90,8 @@ class Control(RunControl):
 
     def take_save(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
-        asked, self._save = self._save, False
-        return asked
+        save, self._save = self._save, False
+        return save
 
     def restore(self, changed: Mapping[str, Any]) -> None:
         """At a resume: the options as they were when the checkpoint was saved."""

@@ -19,16 +19,16 @@ EXPORTED = "ema"
 """The view that is exported if the policy has it."""
 
 
-def evaluates_average(policy: Role, trainer: type[Trainer], asked: Literal["exported", "live"]) -> bool:
+def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["exported", "live"]) -> bool:
     """Whether evaluations need :func:`with_average`.
 
     Args:
         trainer: the policy's.
-        asked: ``eval.weights``.
+        weights: ``eval.weights``.
 
     Raises CapabilityError if the trainer cannot compute with its average.
     """
-    if asked == "live" or EXPORTED not in policy.facts.views:
+    if weights == "live" or EXPORTED not in policy.facts.views:
         return False
     if trainer.use_view is Trainer.use_view:
         raise CapabilityError(

@@ -78,13 +78,13 @@ def check_metric(
     metric = section.metric
     passes = section.pass_threshold is not None
     names = [f"eval/{name}" for name in metric_names(section.samples, sources, scored, passes)] if sources else []
-    wanted = {metric, f"eval/{metric}"}
+    spellings = {metric, f"eval/{metric}"}
     if metric is None or (sources and is_number_of_samples(metric)):
         return
-    if wanted & {*names, *(["eval/loss"] if losses is not None else [])}:
+    if spellings & {*names, *(["eval/loss"] if losses is not None else [])}:
         return
     names += losses() if losses is not None else ()
-    if not wanted & set(names):
+    if not spellings & set(names):
         raise unknown_metric(metric, sorted(names))
 
 

@@ -31,7 +31,7 @@ def learn(
     step: int,
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
     timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
-    count: Callable[[str, int, int], None] = lambda what, done, total: None,
+    count: Callable[[str, int, int], None] = lambda label, number, total: None,
 ) -> Metrics:
     """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
 
@@ -43,11 +43,11 @@ def learn(
 
     Returns: the metrics of ``credit`` and of the updates.
     """
-    wanted = algorithm.annotations(step)
-    with timed("annotate") if wanted else nullcontext():
-        for name in dict.fromkeys(a.role for a in wanted):
+    annotations = algorithm.annotations(step)
+    with timed("annotate") if annotations else nullcontext():
+        for name in dict.fromkeys(a.role for a in annotations):
             role = role_of(roles, name, f"annotations() of {algorithm.name!r}")
-            batch = role.annotate(batch, [a for a in wanted if a.role == name])
+            batch = role.annotate(batch, [a for a in annotations if a.role == name])
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step, batch)
@@ -59,11 +59,11 @@ def learn(
     return metrics
 
 
-def role_of(roles: Mapping[str, Role], name: str, who: str) -> Role:
+def role_of(roles: Mapping[str, Role], name: str, caller: str) -> Role:
     """The role that an algorithm or a loss names. Raises TrainingError where the algorithm does not declare it."""
     if name not in roles:
         raise TrainingError(
-            f"{who} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
+            f"{caller} names the role {name!r}, which this run does not hold. It holds {', '.join(sorted(roles))}. An "
             f"algorithm declares its roles: needs() must return Needs(roles=(..., RoleSpec({name!r})))."
         )
     return roles[name]
@@ -77,7 +77,7 @@ def train(
     seed: int,
     step: int,
     keep_skipped: Callable[[str, Batch], None],
-    count: Callable[[str, int, int], None] = lambda what, done, total: None,
+    count: Callable[[str, int, int], None] = lambda label, number, total: None,
 ) -> Metrics:
     """All optimizer steps of one update; metrics are named ``<role>/<name>``."""
     if update.live and update.epochs * update.minibatches != 1:
@@ -138,32 +138,32 @@ def minibatches(batch: Batch, update: Update, seed: int, step: int) -> Iterator[
 def snapshot(roles: Mapping[str, Role], update: Snapshot) -> None:
     """``role := share source + (1 - share) role`` on every rank."""
     source, target = (role_of(roles, name, "a Snapshot in updates()") for name in (update.source, update.role))
-    sent = list(source.group.stream("buckets", "live"))
+    buckets = list(source.group.stream("buckets", "live"))
     if update.share < 1:
         old: list[Bucket] = [target.group.value(item) for item in target.group.stream("buckets", "live")]
-        held = {name: tensor for bucket in old for name, tensor in bucket.tensors}
-        sent = [mixed(source.group.value(item), held, update) for item in sent]
+        old_tensors = {name: tensor for bucket in old for name, tensor in bucket.tensors}
+        buckets = [mixed(source.group.value(item), old_tensors, update) for item in buckets]
     target.changes += 1
-    target.every("load_buckets", sent)
+    target.every("load_buckets", buckets)
 
 
-def mixed(bucket: Bucket, held: Mapping[str, Tensor], update: Snapshot) -> Bucket:
+def mixed(bucket: Bucket, old_tensors: Mapping[str, Tensor], update: Snapshot) -> Bucket:
     """``share bucket + (1 - share) held``, tensor by tensor, in new memory.
 
     Args:
-        held: every tensor of the role that is overwritten, by name.
+        old_tensors: every tensor of the role that is overwritten, by name.
 
     Raises TrainingError where the two roles are not of one architecture.
     """
-    made: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for name, tensor in bucket.tensors:
-        old = held.get(name)
+        old = old_tensors.get(name)
         if old is None or old.shape != tensor.shape:
-            what = "lacks it" if old is None else f"has it with the shape {tuple(old.shape)}"
+            difference = "lacks it" if old is None else f"has it with the shape {tuple(old.shape)}"
             raise TrainingError(
                 f"role {update.role!r} cannot be mixed with {update.source!r}: of the tensor {name!r}, of shape "
-                f"{tuple(tensor.shape)}, it {what}. Both must be of one architecture and vocabulary."
+                f"{tuple(tensor.shape)}, it {difference}. Both must be of one architecture and vocabulary."
             )
         new = tensor.to(old.device).float() * update.share + old.float() * (1 - update.share)
-        made.append((name, new.to(old.dtype)))
-    return Bucket(tuple(made), tuple(marks([tensor for _, tensor in made])))
+        tensors.append((name, new.to(old.dtype)))
+    return Bucket(tuple(tensors), tuple(marks([tensor for _, tensor in tensors])))

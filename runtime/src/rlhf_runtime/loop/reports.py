@@ -62,19 +62,19 @@ class Reports:
             self._times[phase] = self._times.get(phase, 0.0) + seconds
             self._progress.spend(phase, seconds)
 
-    def record(self, done: int, metrics: Metrics) -> None:
-        """Add the times of the step to ``metrics`` and write its line. ``done``: finished steps, this one included."""
+    def record(self, steps_done: int, metrics: Metrics) -> None:
+        """Add the times of the step to ``metrics`` and write its line. ``steps_done`` counts this step too."""
         if self._times:
             metrics |= {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
             metrics[f"{TIME}step"] = time.perf_counter() - self._started
             self._times = {}
         with self._store.writing(self._directory.metrics.path):
-            self._directory.metrics.append(done, metrics)
+            self._directory.metrics.append(steps_done, metrics)
 
-    def tell(self, done: int, metrics: Metrics) -> None:
+    def tell(self, steps_done: int, metrics: Metrics) -> None:
         """Show observers and the terminal the line that :meth:`record` wrote."""
-        self.observe("step_finished", done, metrics)
-        self._progress.step(done, metrics)
+        self.observe("step_finished", steps_done, metrics)
+        self._progress.step(steps_done, metrics)
 
     def observe(self, event: str, *arguments: Any) -> None:
         """Call the method ``event`` of every observer. Raises RlhfError naming the observer and the event."""
@@ -82,7 +82,7 @@ class Reports:
             with boundary(RlhfError, f"observer {name!r}, {event}"):
                 getattr(observer, event)(*arguments)
 
-    def samples(self, done: int, ready: ReadyBatch, save: bool, show: bool, prompt_of: TellPrompt) -> Metrics:
+    def samples(self, steps_done: int, ready: ReadyBatch, save: bool, show: bool, prompt_of: TellPrompt) -> Metrics:
         """Write the groups that a step was trained on, show them on the terminal, and pass them to observers.
 
         Args:
@@ -91,13 +91,13 @@ class Reports:
         Returns the counts of the step's prompts and the means of its samples.
         """
         if save:
-            with self._store.writing(path := self._directory.rollouts(done)):
+            with self._store.writing(path := self._directory.rollouts(steps_done)):
                 write_groups(path, ready.groups, prompt_of)
         if show:
-            self._progress.samples(done, ready.groups)
-        self.observe("rollouts_finished", done, ready.groups)
+            self._progress.samples(steps_done, ready.groups)
+        self.observe("rollouts_finished", steps_done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
-        counts |= {"stream/version": float(ready.version)} | ready.chosen
+        counts |= {"stream/version": float(ready.version)} | ready.curriculum_metrics
         counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0))
         return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
 
@@ -119,9 +119,11 @@ class Reports:
                 self._said_equal = True
                 continue
             self._covered.add(name)
-            for what, every in report.items():
+            for finding, every in report.items():
                 parameters = [p for p in every if ".lora_A." not in p]  # multiplied by B, which is 0 at the start
                 if parameters:
-                    shown = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
-                    what = what.replace("_", " ")
-                    self._progress.note(f"{name}: {len(parameters)} parameters {what} after the first update: {shown}")
+                    examples = ", ".join(parameters[:5]) + (", ..." if len(parameters) > 5 else "")
+                    finding = finding.replace("_", " ")
+                    self._progress.note(
+                        f"{name}: {len(parameters)} parameters {finding} after the first update: {examples}"
+                    )

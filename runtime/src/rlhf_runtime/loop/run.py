@@ -69,7 +69,7 @@ class Run:
     resources: ExitStack
     """Releases everything that was started for the run."""
 
-    done: int = field(init=False, default=0)
+    steps_done: int = field(init=False, default=0)
     """Number of finished steps, including those before a resume."""
     status: Literal["finished", "stopped", "failed"] = field(init=False, default="failed")
     left_out: Counter[str] = field(init=False, default_factory=Counter)
@@ -95,20 +95,20 @@ class Run:
             metrics = self._evaluate(self.evaluation, 0)
             self.reports.record(0, metrics)
             self.reports.tell(0, metrics)
-        self.done = self.first_step
+        self.steps_done = self.first_step
         # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
         if self.state.unevaluated is not None:
-            self.directory.metrics.cut(self.done - 1)  # an earlier resume may have come further than this
-            self._end_step(self.done, self.state.unevaluated, saved=True)
-        self._stopping = self._stops(self.done)
-        self.saves.export_best(self.done)
-        self.saves.export(self.done, last=self._is_last(self.done))
+            self.directory.metrics.cut(self.steps_done - 1)  # an earlier resume may have come further than this
+            self._end_step(self.steps_done, self.state.unevaluated, saved=True)
+        self._stopping = self._stops(self.steps_done)
+        self.saves.export_best(self.steps_done)
+        self.saves.export(self.steps_done, last=self._is_last(self.steps_done))
         with self.stop:
-            while self.done < self.total_steps and not self._stopping:
-                self.reports.begin_step(self.done)
-                yield self.done
+            while self.steps_done < self.total_steps and not self._stopping:
+                self.reports.begin_step(self.steps_done)
+                yield self.steps_done
         self.reports.timeline.step(None)
-        self.status = "finished" if self.done == self.total_steps else "stopped"
+        self.status = "finished" if self.steps_done == self.total_steps else "stopped"
 
     @property
     def exit_code(self) -> int:
@@ -127,7 +127,7 @@ class Run:
         if self.status != "stopped" or self._no_patience:
             return ""
         last = self.config.run.stop_after
-        further = f" --run.stop_after {self.total_steps}" if last is not None and self.done >= last else ""
+        further = f" --run.stop_after {self.total_steps}" if last is not None and self.steps_done >= last else ""
         return f"rlhf train {shlex.quote(str(self.directory.path / 'config.toml'))} --resume{further}"
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -166,7 +166,7 @@ class Run:
 
     def next_examples(self) -> list[Example]:
         """The tokenised rows of an offline step."""
-        return self.data.examples(self.data.take(self.config.data.batch_size, self.done))
+        return self.data.examples(self.data.take(self.config.data.batch_size, self.steps_done))
 
     def nothing_to_learn(self, step: int, ready: ReadyBatch | None = None) -> Metrics:
         """Count a step whose rows or groups hold nothing to learn from. No weight changes."""
@@ -180,7 +180,7 @@ class Run:
     def keep_skipped(self, reason: str, batch: Batch) -> None:
         """Keep the batch of a skipped optimizer step for inspection, and report it."""
         with self.store.writing(self.directory.path / "skipped"):
-            path = self.directory.keep_batch(self.done + 1, reason, batch)
+            path = self.directory.keep_batch(self.steps_done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
     def finish(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
@@ -190,13 +190,13 @@ class Run:
             batch: the batch that the step trained on; None if there was nothing to learn from.
             ready: the samples of an online step.
         """
-        done = step + 1
+        steps_done = step + 1
         if batch is not None:
             metrics |= self._adapt(step, batch, metrics)
         if ready is not None:
-            show = _due(done, self.config.run.show_samples)
+            show = _due(steps_done, self.config.run.show_samples)
             metrics |= self.reports.samples(
-                done, ready, self.config.checkpoint.save_rollouts, show, self.data.template.prompt_of
+                steps_done, ready, self.config.checkpoint.save_rollouts, show, self.data.template.prompt_of
             )
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()
@@ -205,38 +205,38 @@ class Run:
             metrics["data/dropped"] = float(self.data.dropped)
         if self.config.data.bad_rows == "drop":
             metrics["data/bad_rows"] = float(self.data.bad_rows)
-        self._end_step(done, metrics)
+        self._end_step(steps_done, metrics)
 
-    def _end_step(self, done: int, metrics: Metrics, saved: bool = False) -> None:
+    def _end_step(self, steps_done: int, metrics: Metrics, saved: bool = False) -> None:
         """The part of :meth:`finish` after the step's own metrics are known.
 
         Args:
             saved: whether there is a checkpoint of the step, because its evaluation failed.
         """
-        self.done, is_best, section = done, False, self.config.checkpoint
-        if self.evaluation is not None and self._evaluates(done):
+        self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
+        if self.evaluation is not None and self._evaluates(steps_done):
             if not saved:
-                self.saves.hold(done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
+                self.saves.hold(steps_done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
             try:
-                metrics |= self._evaluate(self.evaluation, done)
-                is_best = self.evaluation.best.update(done, metrics)[0] and section.save_best
+                metrics |= self._evaluate(self.evaluation, steps_done)
+                is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best
             except Exception:
-                self.reports.record(done, metrics)  # the step itself is complete
+                self.reports.record(steps_done, metrics)  # the step itself is complete
                 raise
-        self.reports.record(done, metrics)
-        self.saves.hold(done, is_best)
-        self.reports.tell(done, metrics)
+        self.reports.record(steps_done, metrics)
+        self.saves.hold(steps_done, is_best)
+        self.reports.tell(steps_done, metrics)
         if self.control.apply():
-            self.saves.hold(done, is_best)
+            self.saves.hold(steps_done, is_best)
         # Read once. A signal that comes later is handled after the next step, which then saves a checkpoint.
-        self._stopping = self._stops(done)
-        last, asked = self._is_last(done), self.control.take_save()
+        self._stopping = self._stops(steps_done)
+        last, is_asked = self._is_last(steps_done), self.control.take_save()
         if saved:
-            self.saves.complete(done, is_best)
-        elif asked or _due(done, section.every) or last or is_best:
-            self.saves.save(done, is_best)
-        self.saves.export_best(done)
-        self.saves.export(done, last)
+            self.saves.complete(steps_done, is_best)
+        elif is_asked or _due(steps_done, section.every) or last or is_best:
+            self.saves.save(steps_done, is_best)
+        self.saves.export_best(steps_done)
+        self.saves.export(steps_done, last)
 
     def rescue(self) -> None:
         """After a failure, save the steps since the last checkpoint if possible."""
@@ -250,9 +250,9 @@ class Run:
                     self.status = "failed"
                     failed = "".join(f"\n{f}; the first: {f.first}" for f in self.failures if f.failed)
                     raise TrainingError(
-                        f"the run made {self.done} {'step' if self.done == 1 else 'steps'} and not one update: "
-                        f"{left_out(self.left_out) or 'every step was empty or skipped'}. Look at stream/unscored, "
-                        f"stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
+                        f"the run made {self.steps_done} {'step' if self.steps_done == 1 else 'steps'} and not one "
+                        f"update: {left_out(self.left_out) or 'every step was empty or skipped'}. Look at "
+                        f"stream/unscored, stream/filtered, stream/failed_groups and */skipped in metrics.jsonl{failed}"
                     )
                 self._publish()
         finally:
@@ -290,25 +290,27 @@ class Run:
         self.reports.name_uncovered({name: self.roles[name] for name in self.state.trained_roles}, metrics)
         return adapted
 
-    def _evaluates(self, done: int) -> bool:
-        """Whether there is an evaluation after ``done`` steps."""
-        return self.evaluation is not None and (_due(done, self.config.eval.every) or done == self.total_steps)
+    def _evaluates(self, steps_done: int) -> bool:
+        """Whether there is an evaluation after step ``steps_done``."""
+        return self.evaluation is not None and (
+            _due(steps_done, self.config.eval.every) or steps_done == self.total_steps
+        )
 
-    def _is_last(self, done: int) -> bool:
-        """Whether no step follows after ``done`` steps."""
-        return done == self.total_steps or self._stopping
+    def _is_last(self, steps_done: int) -> bool:
+        """Whether no step follows after step ``steps_done``."""
+        return steps_done == self.total_steps or self._stopping
 
-    def _evaluate(self, evaluation: Evaluation, done: int) -> Metrics:
-        """The metrics of the current weights, after ``done`` steps, on held-out rows."""
+    def _evaluate(self, evaluation: Evaluation, steps_done: int) -> Metrics:
+        """The metrics of the current weights, after step ``steps_done``, on held-out rows."""
         with self.timed("evaluate"):
-            metrics = evaluation.compute(done)
+            metrics = evaluation.compute(steps_done)
         self.algorithm.evaluated(metrics)
         return metrics
 
-    def _stops(self, done: int) -> bool:
-        """Whether the run ends after ``done`` steps although more are left."""
+    def _stops(self, steps_done: int) -> bool:
+        """Whether the run ends after step ``steps_done`` although more are left."""
         last = self.config.run.stop_after
-        if last is not None and self.total_steps > done >= last and not self.stop.requested:
+        if last is not None and self.total_steps > steps_done >= last and not self.stop.requested:
             self.stop.request(f"run.stop_after = {last}")
         if not self.stop.requested and self._no_patience:
             self.progress.note(f"stopped early: {self._no_patience}")
@@ -338,5 +340,5 @@ class OnlineRun(Run):
         return self.stream.samples_with(version)
 
 
-def _due(done: int, every: int | None) -> bool:
-    return every is not None and done % every == 0
+def _due(steps_done: int, every: int | None) -> bool:
+    return every is not None and steps_done % every == 0

@@ -53,13 +53,13 @@ class Saves:
         self._intact_best: Mapping[str, Any] | None = None
         """The best metric and its value, if this step has it."""
 
-    def hold(self, done: int, best: bool = False, unevaluated: Metrics | None = None) -> None:
-        """Remember the state after ``done`` finished steps, so that :meth:`rescue` can save it.
+    def hold(self, steps_done: int, best: bool = False, unevaluated: Metrics | None = None) -> None:
+        """Remember the state after step ``steps_done``, so that :meth:`rescue` can save it.
 
         Args:
             unevaluated: the step's metrics, before the evaluation that follows it.
         """
-        self._intact, self._intact_changes = self._state.collect(done, unevaluated), self._changes()
+        self._intact, self._intact_changes = self._state.collect(steps_done, unevaluated), self._changes()
         self._intact_best = self._mark() if best else None
 
     def save(self, step: int, best: bool = False) -> None:
@@ -78,29 +78,29 @@ class Saves:
         if best:
             self._store.mark_best(step, **self._mark())
 
-    def export(self, done: int, last: bool) -> None:
-        """Export the model after ``done`` steps, if an export is due. After a resume it may exist.
+    def export(self, steps_done: int, last: bool) -> None:
+        """Export the model after step ``steps_done``, if an export is due. After a resume it may exist.
 
         Args:
             last: this is the run's last step, so the final model is the same.
         """
         section = self._config.checkpoint
-        path, every = self._directory.exports(done), section.export_every
-        if last or not done or every is None or done % every:
+        path, every = self._directory.exports(steps_done), section.export_every
+        if last or not steps_done or every is None or steps_done % every:
             return
         with self._store.writing(path), self._reports.timed("export"):
-            self._directory.export(done, self.write_model, section.keep)
+            self._directory.export(steps_done, self.write_model, section.keep)
 
-    def export_best(self, done: int) -> None:
-        """Export the model after ``done`` steps, if its evaluation is the best so far. After a resume it may exist."""
+    def export_best(self, steps_done: int) -> None:
+        """Export the model after step ``steps_done``, if its evaluation is the best. After a resume it may exist."""
         section, best = self._config.checkpoint, self._state.best
-        if not (section.save_best and section.export_best) or best is None or best.step != done:
+        if not (section.save_best and section.export_best) or best is None or best.step != steps_done:
             return
-        if self._directory.exported_best() == done:
+        if self._directory.exported_best() == steps_done:
             return
         self._take_devices_back()
         with self._store.writing(self._directory.best_model), self._reports.timed("export"):
-            self._directory.publish_best(done, self._mark(), self.write_model)
+            self._directory.publish_best(steps_done, self._mark(), self.write_model)
 
     def write_model(self, path: Path) -> None:
         """Write the policy (:meth:`ModelFiles.write_policy`)."""
@@ -118,16 +118,16 @@ class Saves:
     def rescue(self) -> None:
         """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost
         when a row, a reward or an environment fails. The failure remains the error that is shown."""
-        held, self._intact, best = self._intact, None, self._intact_best
-        if held is None or self._changes() != self._intact_changes:
+        state, self._intact, best = self._intact, None, self._intact_best
+        if state is None or self._changes() != self._intact_changes:
             return
         try:
             self._take_devices_back()
-            self._store.save(held.step, lambda folder: self._state.write(folder, held.step, held), self._meta, best)
+            self._store.save(state.step, lambda folder: self._state.write(folder, state.step, state), self._meta, best)
         except RlhfError as error:
             self._progress.note(f"what was learnt since the last checkpoint is lost: {error}")
         else:
-            steps = "1 step" if held.step == 1 else f"{held.step} steps"
+            steps = "1 step" if state.step == 1 else f"{state.step} steps"
             self._progress.note(f"saved what was learnt in {steps}; continue with --resume")
 
     def _mark(self) -> dict[str, Any]:

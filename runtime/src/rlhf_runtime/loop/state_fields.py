@@ -127,12 +127,12 @@ class SavedState(Saved):
 
 
 class SavedContinuousState(SavedState):
-    """Of a run with ``stream.mode = "continuous"``."""
+    """The state of a run with ``stream.mode = "continuous"``."""
 
     stream: SavedContinuousStream | None = None  # type: ignore[assignment]
 
 
 class SavedReplayState(SavedState):
-    """Of a run with ``stream.replay``."""
+    """The state of a run with ``stream.replay``."""
 
     stream: SavedRecordedStream | None = None  # type: ignore[assignment]

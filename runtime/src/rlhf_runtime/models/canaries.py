@@ -28,7 +28,7 @@ class Canary:
     do not depend on it and would only lower the mean. Those of the image are never trained on."""
 
     def unit(self) -> UnitData:
-        """For the trainer."""
+        """The canary as a unit of a batch for the trainer."""
         mask = [i >= self.first for i in range(len(self.ids))]
         return UnitData([SequenceData(self.ids, {"loss_mask": mask}, images=self.images)])
 
@@ -47,12 +47,12 @@ def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longe
 
     file = io.BytesIO()
     PIL.Image.frombytes("RGB", (SIDE, SIDE), draw.randbytes(SIDE * SIDE * 3)).save(file, "PNG")
-    shown, _, [image] = place.place([place.placeholder], [file.getvalue()])
-    first = 1 + len(shown)
+    image_ids, _, [image] = place.place([place.placeholder], [file.getvalue()])
+    first = 1 + len(image_ids)
     if longest <= first:
         return None
     front, *after = (draw.randrange(vocabulary) for _ in range(1 + min(CANARY_TOKENS, longest - first)))
-    return Canary([front, *shown, *after], (image.moved(1),), first)
+    return Canary([front, *image_ids, *after], (image.moved(1),), first)
 
 
 def mean_differences(
@@ -64,9 +64,9 @@ def mean_differences(
         ours_N: the trainer's log-probs of all tokens.
         engines: the answers of :meth:`rlhf.interfaces.Generator.logprobs`.
     """
-    found = []
+    differences = []
     for i, (canary, ours_T) in enumerate(zip(canaries, ours_N.split([len(c.ids) for c in canaries]), strict=True)):
         first = canary.first
         each = [(torch.tensor(theirs[i][first - 1 :]) - ours_T[first:]).abs().mean() for theirs in engines]
-        found.append(float(torch.stack(each).max()))
-    return found
+        differences.append(float(torch.stack(each).max()))
+    return differences

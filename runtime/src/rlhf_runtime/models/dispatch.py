@@ -74,15 +74,15 @@ def plan(
 
 def fillers(the_plan: Plan) -> Plan:
     """A plan of the same shape with only the places that repeat a unit (their weights must be zero)."""
-    seen: set[int] = set()
+    units: set[int] = set()
     width = max(len(rank) for rank in the_plan)
     result: Plan = [[[] for _ in rank] for rank in the_plan]
     for m in range(width):  # micro-batch by micro-batch over ranks: real places come first in this order
         for r, rank in enumerate(the_plan):
             for unit in rank[m]:
-                if unit in seen:
+                if unit in units:
                     result[r][m].append(unit)
-                seen.add(unit)
+                units.add(unit)
     return result
 
 

@@ -54,8 +54,8 @@ class Table:
 
     def look_up(self, batch: Batch, head: Head, view: str) -> Tensor | None:
         """[N] or [B]; None if a sequence is missing."""
-        found = [self.values.get(key) for key in keys(batch, head, view)]
-        return torch.cat(found) if all(f is not None for f in found) else None  # type: ignore[arg-type]
+        values = [self.values.get(key) for key in keys(batch, head, view)]
+        return torch.cat(values) if all(f is not None for f in values) else None  # type: ignore[arg-type]
 
     def save(self, path: Path, model: str) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -127,19 +127,19 @@ def precompute(
     except SafetensorError as error:  # of a copy that broke off, or after a loss of power
         note(f"{path} is damaged ({error}), and is computed again")
         table = Table()
-    wanted = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
+    annotations = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:
         assembled = (assemble(algorithm, part)[0] for part in examples())
         return (batch for batch in assembled if batch is not None)
 
-    heads = [(Role.head_of(spec, a.output), a.view) for a in wanted]
-    known = set(table.values)
-    total = len({key for batch in batches() for head, view in heads for key in keys(batch, head, view)} - known)
+    heads = [(Role.head_of(spec, a.output), a.view) for a in annotations]
+    old_keys = set(table.values)
+    total = len({key for batch in batches() for head, view in heads for key in keys(batch, head, view)} - old_keys)
     if total:
         role = launch()
-        told = 0
-        note(f"{role.name}: precomputing {', '.join(a.column for a in wanted)} of {total // len(heads)} sequences")
+        last_tenth = 0
+        note(f"{role.name}: precomputing {', '.join(a.column for a in annotations)} of {total // len(heads)} sequences")
         for batch in batches():
             missing_B = table.missing(batch, heads)
             if not bool(missing_B.any()):
@@ -149,12 +149,12 @@ def precompute(
                 own = [head for head, of in heads if of == view]
                 for head, values in zip(own, role.forward(new, own, view).values(), strict=True):
                     table.add(new, head, view, values)
-            done = len(table.values) - len(known)
-            if done * 10 // total > told:
-                told = done * 10 // total
+            new_values = len(table.values) - len(old_keys)
+            if new_values * 10 // total > last_tenth:
+                last_tenth = new_values * 10 // total
                 with writing(path):
                     table.save(path, model)  # a run that is stopped before the end continues from here
-                note(f"{role.name}: {done // len(heads)} of {total // len(heads)} sequences precomputed")
+                note(f"{role.name}: {new_values // len(heads)} of {total // len(heads)} sequences precomputed")
         role.group.shutdown()
         del role
         gc.collect()  # a module and its hooks refer to each other
@@ -195,20 +195,20 @@ def _rows(batch: Batch, head: Head) -> list[slice]:
 
 
 def problems_of(
-    asked: Iterable[str], algorithm: Algorithm, trained: Collection[str], snapshots: Collection[str]
+    names: Iterable[str], algorithm: Algorithm, trained: Collection[str], snapshots: Collection[str]
 ) -> list[str]:
     """Why these roles cannot be precomputed."""
     problems = []
-    for name in asked:
-        wanted = [a for a in algorithm.annotations(0) if a.role == name]
-        together = [a.column for a in wanted if not a.per_row]
+    for name in names:
+        annotations = [a for a in algorithm.annotations(0) if a.role == name]
+        together = [a.column for a in annotations if not a.per_row]
         if algorithm.data == "prompts":
             why = f"{algorithm.name} learns from samples that do not exist before the run"
         elif name in trained:
             why = f"{algorithm.name} trains it"
         elif name in snapshots:
             why = f"{algorithm.name} replaces its weights during the run"
-        elif not wanted:
+        elif not annotations:
             why = f"{algorithm.name} reads none of its outputs before an update"
         elif together:
             why = f"{algorithm.name} computes {together[0]!r} on combinations of rows, which differ from step to step"

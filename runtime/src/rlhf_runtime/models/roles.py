@@ -29,7 +29,7 @@ class Role:
 
     changes = 0
     """Number of calls that change its weights: optimizer steps and snapshots."""
-    taken = 0
+    steps_taken = 0
     """Optimizer steps so far in this step of the run (:meth:`catch_up`)."""
 
     def __init__(self, spec: ModelSpec, group: WorkerGroup, budget: int | None, view: str = "live") -> None:
@@ -47,10 +47,10 @@ class Role:
     def annotate(self, batch: Batch, annotations: Sequence[Annotation]) -> Batch:
         """Add ``annotation.column := output`` for each annotation, with one forward pass per view."""
         for view in dict.fromkeys(a.view for a in annotations):
-            wanted = [a for a in annotations if a.view == view]
-            heads = [self._head(a.output) for a in wanted]
+            same_view = [a for a in annotations if a.view == view]
+            heads = [self._head(a.output) for a in same_view]
             outputs = self.forward(batch, heads, view)
-            for annotation, head in zip(wanted, heads, strict=True):
+            for annotation, head in zip(same_view, heads, strict=True):
                 values = outputs[head.name]
                 level, over = ("seq", None) if head.over == "last_token" else ("tok", head.over)
                 batch = batch.with_column(level, annotation.column, values, over=over)  # type: ignore[arg-type]
@@ -65,8 +65,8 @@ class Role:
         """:meth:`forward` without waiting. Returns a function that waits for the outputs."""
         read_B = _read_by(batch, heads)
         if not bool(read_B.all()):
-            read, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
-            return lambda: {name: _spread_over(read_N, values) for name, values in read().items()}
+            wait, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
+            return lambda: {name: _spread_over(read_N, values) for name, values in wait().items()}
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
@@ -74,8 +74,8 @@ class Role:
         results = self._begin("forward", [(share, list(heads), view) for share in micro_batches(slim, shares)])
 
         def outputs() -> dict[str, Tensor]:
-            found = results()
-            return {h.name: _join(batch, shares, found, h) for h in heads}
+            values = results()
+            return {h.name: _join(batch, shares, values, h) for h in heads}
 
         return outputs
 
@@ -86,7 +86,7 @@ class Role:
         computed = batch if everything else with_signal(batch.only(self._columns(loss)), loss)
         per_share = self._with_loss(computed, loss, update)
         self.changes += 1
-        self.taken += 1
+        self.steps_taken += 1
         results = self._call("update", per_share)
         sums = add_sums(sums for sums, _ in results)
         if loss.signal():
@@ -96,7 +96,7 @@ class Role:
     def catch_up(self, planned: int) -> None:
         """End a step of the run. The learning-rate schedule advances by the ``planned`` optimizer steps that were not
         taken, so that it ends with the run."""
-        missed, self.taken = planned - self.taken, 0
+        missed, self.steps_taken = planned - self.steps_taken, 0
         if missed > 0:
             self.changes += 1
             self.every("skip_updates", missed)
@@ -108,12 +108,12 @@ class Role:
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
         """Gradients of one optimizer batch, without the optimizer step. They are discarded afterwards."""
         self._call("accumulate", self._with_loss(batch, loss, update))
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for rank in self.every("gradients"):
             for name, value in rank.items():
-                found[name] = found[name] + value if name in found else value.clone()
+                gradients[name] = gradients[name] + value if name in gradients else value.clone()
         self.every("zero_grad")
-        return found
+        return gradients
 
     def every(self, method: str, *arguments: Any) -> list[Any]:
         """The same call on every rank."""

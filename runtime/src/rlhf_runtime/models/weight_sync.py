@@ -33,11 +33,11 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Reference:
     """The trainer's values that the generator's proof must equal."""
 
     version: int
-    sent: Callable[[], list[Any]]
+    marks: Callable[[], list[Any]]
     """By rank; the first rank has the fingerprints."""
     canaries: list[Canary]
     outputs: Callable[[], dict[str, Tensor]] | None
@@ -96,11 +96,11 @@ class WeightSync:
             proofs: list[Proof] = []
             fit = True
             try:
-                proofs, wanted = self._send(version)
+                proofs, reference = self._send(version)
             except SyncError as incomplete:  # the generator itself reports missing tensors
                 fit, problems, difference = False, [str(incomplete)], float("nan")
             else:
-                problems, difference = self._examine(proofs, wanted)
+                problems, difference = self._examine(proofs, reference)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
             if not problems:
@@ -114,20 +114,20 @@ class WeightSync:
         on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
         raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
 
-    def _send(self, version: int) -> tuple[list[Proof], _Wanted]:
+    def _send(self, version: int) -> tuple[list[Proof], _Reference]:
         self.generator.begin_load(version)
         for bucket in self._buckets():
             self.generator.take(bucket)
-        wanted = self._wanted(version)  # the trainer computes this while the generator prepares
-        return self.generator.end_load(), wanted
+        reference = self._reference(version)  # the trainer computes this while the generator prepares
+        return self.generator.end_load(), reference
 
-    def _wanted(self, version: int) -> _Wanted:
-        sent = self.policy.group.begin("sent", [()] * self.policy.group.size)
+    def _reference(self, version: int) -> _Reference:
+        marks = self.policy.group.begin("sent", [()] * self.policy.group.size)
         if not (count := self.section.canaries):
-            return _Wanted(version, sent, [], None)
+            return _Reference(version, marks, [], None)
         canaries = self._canaries(version, count)
         outputs = self.policy.begin_forward(pack([c.unit() for c in canaries]), [resolve_head("logprobs", None)])
-        return _Wanted(version, sent, canaries, outputs)
+        return _Reference(version, marks, canaries, outputs)
 
     def _canaries(self, version: int, count: int) -> list[Canary]:
         """``count`` of text, then one with an image in a run with images."""
@@ -135,9 +135,9 @@ class WeightSync:
         vocabulary = self.policy.facts.vocabulary
         canaries = [text_canary(draw, vocabulary, min(CANARY_TOKENS, self.longest)) for _ in range(count)]
         if self.images is not None:
-            shown = image_canary(draw, vocabulary, self.images, self.longest)
-            if shown is not None:
-                return [*canaries, shown]
+            canary = image_canary(draw, vocabulary, self.images, self.longest)
+            if canary is not None:
+                return [*canaries, canary]
             self.note(
                 f"syncs are proven without a canary with an image, which needs more than {self.longest} tokens "
                 "(data.max_tokens)"
@@ -149,31 +149,33 @@ class WeightSync:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
         return self.policy.group.send_buckets("live", limit, timeout)
 
-    def _examine(self, proofs: Sequence[Proof], wanted: _Wanted) -> tuple[list[str], float]:
+    def _examine(self, proofs: Sequence[Proof], reference: _Reference) -> tuple[list[str], float]:
         """(what is wrong, largest mean difference of a canary)."""
-        sent = wanted.sent()[0]
+        marks = reference.marks()[0]
         problems = []
         for proof in proofs:
-            if proof.version != wanted.version:
+            if proof.version != reference.version:
                 problems.append(f"{proof.who} reports version {proof.version}")
-            missing = [name for name in sent if name not in proof.received]
-            other = [name for name, mark in proof.received.items() if sent.get(name, mark) != mark]
-            unknown = [name for name in proof.received if name not in sent]
-            for names, what in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
+            missing = [name for name in marks if name not in proof.received]
+            other = [name for name, mark in proof.received.items() if marks.get(name, mark) != mark]
+            unknown = [name for name in proof.received if name not in marks]
+            for names, verb in ((missing, "did not receive"), (other, "received other values of"), (unknown, "got")):
                 if names:
-                    problems.append(f"{proof.who} {what} {_listed(names)}")
-        if wanted.outputs is None:
+                    problems.append(f"{proof.who} {verb} {_listed(names)}")
+        if reference.outputs is None:
             return problems, 0.0
-        shown = [c.images for c in wanted.canaries]
-        answers = self.generator.logprobs([c.ids for c in wanted.canaries], *([shown] if any(shown) else []))
-        found = mean_differences(wanted.canaries, wanted.outputs()["logprobs"], answers)
+        images = [c.images for c in reference.canaries]
+        answers = self.generator.logprobs([c.ids for c in reference.canaries], *([images] if any(images) else []))
+        differences = mean_differences(reference.canaries, reference.outputs()["logprobs"], answers)
         tolerance = self._tolerance(proofs)
-        wrong = [canary for canary, apart in zip(wanted.canaries, found, strict=True) if not apart <= tolerance]
-        largest = float(torch.tensor(found).max())  # NaN, if one is
+        wrong = [
+            canary for canary, apart in zip(reference.canaries, differences, strict=True) if not apart <= tolerance
+        ]
+        largest = float(torch.tensor(differences).max())  # NaN, if one is
         if wrong:
-            what = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
+            label = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
             problems.append(
-                f"log-probs of {what} differ from the trainer's by {largest:.2g} on average; allowed are "
+                f"log-probs of {label} differ from the trainer's by {largest:.2g} on average; allowed are "
                 f"{tolerance:g} (sync.tolerance). {self._suspects()}"
             )
         return problems, largest

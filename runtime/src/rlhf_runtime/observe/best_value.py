@@ -45,11 +45,11 @@ class BestTracker:
         ``rollout/KEY`` that an earlier evaluation had. Such an evaluation counts as one without improvement.
         Raises ConfigError where the evaluation does not have the metric for another reason.
         """
-        known, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
+        has_earlier, unscored = self.value is not None or self.waited > 0, metrics.get("eval/unscored", 0.0)
         try:
             self.metric = self._find(metrics)
         except ConfigError:
-            if not (unscored == 1 or (known and (unscored > 0 or is_number_of_samples(self.metric or "")))):
+            if not (unscored == 1 or (has_earlier and (unscored > 0 or is_number_of_samples(self.metric or "")))):
                 raise
             value = math.nan
         else:

@@ -98,10 +98,10 @@ def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[
             if k <= n:
                 values[f"pass@{k}"].append(pass_at_k(n, passed, k))
     metrics = {name: _mean(column) for name, column in values.items()}
-    written = [t for t in answers if any(turn.sampled for turn in t.turns)]
-    if written:
-        metrics["length"] = _mean(t.sampled_tokens for t in written)
-        metrics["truncated"] = _mean(t.truncated for t in written)
+    own_answers = [t for t in answers if any(turn.sampled for turn in t.turns)]
+    if own_answers:
+        metrics["length"] = _mean(t.sampled_tokens for t in own_answers)
+        metrics["truncated"] = _mean(t.truncated for t in own_answers)
     if answers:
         metrics["unscored"] = _mean(not _scored(t) for t in answers)
         if any(t.status == "failed" for t in answers):

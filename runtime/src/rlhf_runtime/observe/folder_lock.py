@@ -42,11 +42,11 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode())
         except OSError as cause:
-            taken = _taken(folder, descriptor)
+            refusal = _taken(folder, descriptor)
             os.close(descriptor)
             if cause.errno not in (errno.EACCES, errno.EAGAIN):  # a full disk, a file system without locks
                 raise unusable(folder, "locked", cause) from cause
-            raise taken from cause
+            raise refusal from cause
         self._descriptor: int | None = descriptor
         self._held.add(self._key)
 
@@ -99,9 +99,9 @@ class FolderLock:
 
 def _is_locked(descriptor: int) -> bool:
     """Whether another process holds the lock of this file."""
-    asked = [0] * 5
-    asked[_TYPE] = fcntl.F_WRLCK
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+    query = [0] * 5
+    query[_TYPE] = fcntl.F_WRLCK
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *query))
     return bool(struct.unpack(_FLOCK, answer)[_TYPE] != fcntl.F_UNLCK)
 
 
@@ -112,7 +112,7 @@ def _taken(folder: Path, descriptor: int) -> ConfigError:
     )
 
 
-def unusable(folder: Path, what: str, cause: OSError) -> ConfigError:
+def unusable(folder: Path, use: str, cause: OSError) -> ConfigError:
     return ConfigError(
-        f"run.output {folder} cannot be {what}: {cause.strerror}. Choose another --output, or give access to that one."
+        f"run.output {folder} cannot be {use}: {cause.strerror}. Choose another --output, or give access to that one."
     )

@@ -76,7 +76,7 @@ def _version(distribution: str) -> str | None:
 def _output(*command: str) -> str:
     """A program's output. Empty where the program is not installed, fails or hangs: none of these may stop a run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""

@@ -47,8 +47,8 @@ class MetricsLog:
 
     def missing(self, step: int) -> str:
         """Which of the steps 1 .. ``step`` have no line, as text for a message; empty where every step has one."""
-        there = {line["step"] for line in read_metrics(self.path)}
-        absent = [n for n in range(1, step + 1) if n not in there]
+        steps = {line["step"] for line in read_metrics(self.path)}
+        absent = [n for n in range(1, step + 1) if n not in steps]
         return "" if not absent else f"{len(absent)} of the steps 1 to {step}, the first of them step {absent[0]}"
 
     def cut(self, step: int) -> int:
@@ -56,10 +56,10 @@ class MetricsLog:
         if not self.path.exists():
             return 0
         before = self.path.read_bytes().count(b"\n")
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
-        write_atomic(self.path, "".join(dumps(line, nonfinite="mark") + "\n" for line in kept))
-        self._last = max((line["step"] for line in kept), default=-1)
-        return before - len(kept)
+        lines = [line for line in read_metrics(self.path) if line["step"] <= step]
+        write_atomic(self.path, "".join(dumps(line, nonfinite="mark") + "\n" for line in lines))
+        self._last = max((line["step"] for line in lines), default=-1)
+        return before - len(lines)
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -45,11 +45,11 @@ def link_latest(folder: Path) -> None:
     where ``runs/latest`` is a real folder."""
     if not _is_linked(folder):
         return
-    made = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
+    link = LATEST.with_name(f".{LATEST.name}-{os.getpid()}")
     try:
-        made.unlink(missing_ok=True)
-        made.symlink_to(folder.name)
-        os.replace(made, LATEST)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        os.replace(link, LATEST)
     except OSError as cause:
         raise ConfigError(
             f"{LATEST} cannot be made a link to {folder}: {cause.strerror}. Name a folder with --output."
@@ -73,8 +73,8 @@ def check_models(folder: Path, models: Mapping[str, str]) -> None:
 
 def _is_linked(folder: Path) -> bool:
     """Whether ``runs/latest`` is a link to the run in ``folder`` while it is the newest."""
-    named = LATEST.exists() and not LATEST.is_symlink()
-    return folder.parent == LATEST.parent and folder.name.isdecimal() and not named
+    is_folder = LATEST.exists() and not LATEST.is_symlink()
+    return folder.parent == LATEST.parent and folder.name.isdecimal() and not is_folder
 
 
 def _idle(folder: Path) -> bool:

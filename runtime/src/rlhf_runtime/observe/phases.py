@@ -20,12 +20,12 @@ _open: list[Progress] = []
 def phase(text: str) -> Iterator[Callable[[int, int], None]]:
     """Show ``text`` while the code inside runs. A phase inside another one replaces it until it ends.
 
-    Gives ``count(done, total)``, which shows these numbers on a terminal.
+    Gives ``count(number, total)``, which shows these numbers on a terminal.
     """
     console = Console(file=sys.stderr, highlight=False)
     if not console.is_terminal:
         console.print(text, soft_wrap=True, markup=False)
-        yield lambda done, total: None
+        yield lambda number, total: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     display = Progress(*columns, console=console, transient=True)
@@ -34,7 +34,7 @@ def phase(text: str) -> Iterator[Callable[[int, int], None]]:
         _open.append(display)
         display.start()
         try:
-            yield lambda done, total: display.update(task, description=f"{text}: {done} of {total}")
+            yield lambda number, total: display.update(task, description=f"{text}: {number} of {total}")
         finally:
             display.stop()
             _open.remove(display)

@@ -77,7 +77,7 @@ class _PhaseColumn(ProgressColumn):
             return Text("")
         text, since, counts = task.fields["phase"]
         parts = [f"{text} {timedelta(seconds=int(self._clock() - since))}"]
-        parts += [f"{what} {done}/{total}" for what, (done, total) in counts.items()]
+        parts += [f"{label} {number}/{total}" for label, (number, total) in counts.items()]
         return Text(", ".join(parts), style="dim")
 
 
@@ -114,7 +114,7 @@ class Progress:
         headline: Mapping[str, tuple[str, ...]] = HEADLINE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total, self.first, self.done = total, first, first
+        self.total, self.first, self.steps_done = total, first, first
         self._quiet, self._interval, self._headline, self._clock = quiet, interval, headline, clock
         self._console = Console(file=sys.stderr if quiet else stream or sys.stdout, highlight=False)
         self._started = self._last_step = clock()
@@ -145,7 +145,7 @@ class Progress:
     def begin(self, first: int) -> None:
         """Start the clock and show the bar. ``first`` steps were done before. Called after the models are loaded, so
         that loading does not count as time of a step and a run that fails earlier shows no bar."""
-        self.first = self.done = first
+        self.first = self.steps_done = first
         self._started = self._last_step = self._clock()
         if self._bar is not None:
             self._bar.update(self._task, completed=first)
@@ -164,33 +164,33 @@ class Progress:
             finally:
                 self._bar.update(self._task, phase=before)
             return
-        if not self._quiet and (self.done == self.first or name in RARE):
+        if not self._quiet and (self.steps_done == self.first or name in RARE):
             print(text, file=sys.stderr)  # noqa: T201
         yield
 
-    def count(self, what: str, done: int, total: int) -> None:
+    def count(self, label: str, number: int, total: int) -> None:
         """Show how far the phase is, beside its time, on a terminal: ``micro-batches 3/8``. Called often, and from
-        any thread. What was counted inside an earlier ``what`` begins anew: micro-batches in each optimizer step."""
+        any thread. What was counted inside an earlier ``label`` begins anew: micro-batches in each optimizer step."""
         if self._bar is None or (phase := self._bar.tasks[self._task].fields["phase"]) is None:
             return
         text, since, counts = phase
-        outer = dict(takewhile(lambda count: count[0] != what, counts.items()))
-        self._bar.update(self._task, phase=(text, since, {**outer, what: (done, total)}))
+        outer = dict(takewhile(lambda count: count[0] != label, counts.items()))
+        self._bar.update(self._task, phase=(text, since, {**outer, label: (number, total)}))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
         now = self._clock()
-        if step > self.done:
-            self._durations.append((now - self._last_step) / (step - self.done))
+        if step > self.steps_done:
+            self._durations.append((now - self._last_step) / (step - self.steps_done))
             self._step_seconds.append(step_seconds(metrics, now - self._last_step))
-        self._last_step, self.done = now, max(step, self.done)
+        self._last_step, self.steps_done = now, max(step, self.steps_done)
         values = self._values(metrics)
         self._last_values |= values
         self._counts.update(values.keys())
         self._first_values = {**values, **self._first_values}
         if self._bar is not None:
             numbers = "  ".join([self._left(), *(f"{label} {_number(v)}" for label, v in self._last_values.items())])
-            self._bar.update(self._task, completed=self.done, numbers=numbers)
+            self._bar.update(self._task, completed=self.steps_done, numbers=numbers)
         elif not self._quiet:
             parts = [f"step={step}/{self.total}"]
             parts += [f"{label.replace(' ', '_')}={_number(value)}" for label, value in values.items()]
@@ -237,31 +237,31 @@ class Progress:
             self._console.print(text, soft_wrap=True, markup=False)
 
     def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        found = {}
+        values = {}
         for label, names in self._headline.items():
             name = next((n for n in names if n in metrics), None)
             if name is not None:
                 value = float(metrics[name])
                 constant = label in _TELLS_NOTHING_AT_ZERO and label not in self._last_values
                 if not (constant and abs(value) < _ABOUT_ZERO):
-                    found[label] = value
+                    values[label] = value
                 continue
             for metric in metrics if label == "reward" else ():  # an algorithm of several members reports one for each
                 member, _, rest = metric.partition("/")
                 if rest in names and member != "reward":
-                    found[f"{member} reward"] = float(metrics[metric])
-        return found
+                    values[f"{member} reward"] = float(metrics[metric])
+        return values
 
     def _left(self) -> str:
-        if not self._durations or self.done >= self.total:
-            return "left 0:00:00" if self.done >= self.total else "left ?"
-        seconds = sum(self._durations) / len(self._durations) * (self.total - self.done)
+        if not self._durations or self.steps_done >= self.total:
+            return "left 0:00:00" if self.steps_done >= self.total else "left ?"
+        seconds = sum(self._durations) / len(self._durations) * (self.total - self.steps_done)
         return f"left {timedelta(seconds=round(seconds))}"
 
     def _summary(self) -> str:
         elapsed = self._clock() - self._started
-        steps = self.done - self.first
-        text = f"{self.done} of {self.total} steps"
+        steps = self.steps_done - self.first
+        text = f"{self.steps_done} of {self.total} steps"
         if self.first:
             text += f", {steps} of them now"
         text += f", in {timedelta(seconds=round(elapsed))}"

@@ -104,8 +104,8 @@ class RunDirectory:
         """Write ``config.toml``, the resolved run file. A new run deletes the folder ``given`` of an earlier run (rows
         and models given in Python), except the files that the new run reads itself."""
         write_atomic(self.path / "config.toml", toml)
-        given = [] if self.resumed else sorted((self.path / GIVEN).glob("*"))
-        for old in given:
+        files = [] if self.resumed else sorted((self.path / GIVEN).glob("*"))
+        for old in files:
             if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
                 _remove(old)
 
@@ -236,7 +236,7 @@ class RunDirectory:
         tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
         for level in ("tok", "seq", "unit"):
             tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
-        number = 1 + sum(kept == step for kept, _ in _numbered(folder))
+        number = 1 + sum(saved_step == step for saved_step, _ in _numbered(folder))
         path = folder / f"step-{step:06d}-{number:04d}.safetensors"
         save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
         for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
@@ -271,8 +271,8 @@ def _starts(manifest: Path) -> list[dict[str, Any]]:
             f"the layout of {manifest} is version {shown(layout)}, this release reads version {SCHEMA}. Continue with "
             "the release that wrote it. Nothing was changed."
         )
-    found: list[dict[str, Any]] = saved["starts"]
-    return found
+    starts: list[dict[str, Any]] = saved["starts"]
+    return starts
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

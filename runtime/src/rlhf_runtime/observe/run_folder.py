@@ -93,14 +93,14 @@ def _finished_a_step(path: Path) -> bool:
 def saved_state(path: Path) -> list[str]:
     """The exports and models in ``path``, which a run cannot have saved without a step."""
     return [
-        str(found.relative_to(path)) for pattern in ("exports/step-*", "model*") for found in sorted(path.glob(pattern))
+        str(item.relative_to(path)) for pattern in ("exports/step-*", "model*") for item in sorted(path.glob(pattern))
     ]
 
 
 def clear(path: Path, keep: Collection[str]) -> None:
     """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
-    found = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
-    for item in sorted(found, key=lambda item: item.name == "manifest.json"):
+    items = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
+    for item in sorted(items, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():
             discard_folder(item)
         elif item.is_symlink() or item.exists():

@@ -18,7 +18,7 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     for trajectory in (t for group in groups for t in group.trajectories):
         for name, value in trajectory.info.items():
             numbers[name].append(value)
-    return {name: math.fsum(given) / len(given) for name, given in sorted(numbers.items())}
+    return {name: math.fsum(column) / len(column) for name, column in sorted(numbers.items())}
 
 
 def failure_metrics(groups: Iterable[Group], failed: float) -> dict[str, float]:
@@ -48,8 +48,8 @@ def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
                 if isinstance(value, bool | int | float) and math.isfinite(value):
                     infos[f"{source}/info/{key}"].append(float(value))
     metrics = {}
-    for source, given in values.items():
-        mean = math.fsum(given) / len(given)
+    for source, column in values.items():
+        mean = math.fsum(column) / len(column)
         metrics[f"reward/{source}/mean"] = mean
-        metrics[f"reward/{source}/std"] = math.sqrt(math.fsum((v - mean) ** 2 for v in given) / len(given))
-    return metrics | {f"reward/{name}": math.fsum(given) / len(given) for name, given in infos.items()}
+        metrics[f"reward/{source}/std"] = math.sqrt(math.fsum((v - mean) ** 2 for v in column) / len(column))
+    return metrics | {f"reward/{name}": math.fsum(column) / len(column) for name, column in infos.items()}

@@ -46,8 +46,8 @@ def only_known(function: Callable[P, R]) -> Callable[P, R]:
 
 def _near(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
     """`` Did you mean ...?`` with an argument, or with options of a run of that algorithm; or an empty string."""
-    usual = {kind: RunFile.model_fields[kind].default for kind in SINGLE}
+    defaults = {kind: RunFile.model_fields[kind].default for kind in SINGLE}
     if isinstance(algorithm, str):
-        usual["algorithm"] = Choice(use=algorithm)
-    chosen = [(kind, kind, choice) for kind, choice in usual.items() if isinstance(choice, Choice)]
-    return Suggestions(Plugins.discover(), chosen).near(name, arguments, False)
+        defaults["algorithm"] = Choice(use=algorithm)
+    choices = [(kind, kind, choice) for kind, choice in defaults.items() if isinstance(choice, Choice)]
+    return Suggestions(Plugins.discover(), choices).suggest(name, arguments, False)

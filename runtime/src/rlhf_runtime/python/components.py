@@ -26,7 +26,7 @@ def plugin_name(text: str) -> str:
     return re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "unnamed"
 
 
-def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
+def component_class(component: Any, name: str | None) -> tuple[type[Any], dict[str, Any]]:
     """Turns a component class or instance into (a named class, its options).
 
     The class made from an instance builds components that share the attributes of that instance, in this process.
@@ -34,37 +34,37 @@ def component_class(given: Any, name: str | None) -> tuple[type[Any], dict[str, 
     Args:
         name: name of the class; None: the component's own name, or that of the Python class.
     """
-    cls: Any = given if isinstance(given, type) else type(given)
-    wanted = plugin_name(name or cls.name or cls.__name__)
-    body: dict[str, Any] = {"name": wanted, "made_from": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    if isinstance(given, type):
-        return (cls if cls.name == wanted else type(cls.__name__, (cls,), body)), {}
+    cls: Any = component if isinstance(component, type) else type(component)
+    final_name = plugin_name(name or cls.name or cls.__name__)
+    body: dict[str, Any] = {"name": final_name, "made_from": cls, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if isinstance(component, type):
+        return (cls if cls.name == final_name else type(cls.__name__, (cls,), body)), {}
 
     def share(self: Any, config: Any = None) -> None:
-        self.__dict__ = given.__dict__
+        self.__dict__ = component.__dict__
 
     body["__init__"] = share
-    config = getattr(given, "config", None)
+    config = getattr(component, "config", None)
     return type(cls.__name__, (cls,), body), config.model_dump(mode="json", exclude_none=True) if config else {}
 
 
-def listed(given: Any, what: str) -> list[tuple[str | None, Any]]:
+def listed(items: Any, argument: str) -> list[tuple[str | None, Any]]:
     """A list of (name or None, item) from what was given: one item, a list, or {name: item}.
 
     Raises ConfigError where a name is not text, or the list is empty.
     """
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(items, Mapping):
+        for name in items:
             if not isinstance(name, str) or not name:
-                raise ConfigError(f"{what}: a name is text, got {shown(name)}")
-        found: list[tuple[str | None, Any]] = list(given.items())
-    elif isinstance(given, list | tuple):
-        found = [(None, one) for one in given]
+                raise ConfigError(f"{argument}: a name is text, got {shown(name)}")
+        pairs: list[tuple[str | None, Any]] = list(items.items())
+    elif isinstance(items, list | tuple):
+        pairs = [(None, item) for item in items]
     else:
-        found = [(None, given)]
-    return found
+        pairs = [(None, items)]
+    return pairs
 
 
-def is_component(given: Any, interface: type[Component]) -> bool:
-    """Whether ``given`` is a class or an instance of the interface."""
-    return issubclass(given, interface) if isinstance(given, type) else isinstance(given, interface)
+def is_component(item: Any, interface: type[Component]) -> bool:
+    """Whether ``item`` is a class or an instance of the interface."""
+    return issubclass(item, interface) if isinstance(item, type) else isinstance(item, interface)

@@ -83,13 +83,13 @@ class GivenFiles:
         try:
             path = place / "content"
             digest = write(path)
-            kept = folder / f"{name}-{digest[:DIGITS]}{suffix}"
-            if not kept.exists():
-                os.rename(path, kept)
-                self._new.append(kept)
+            target = folder / f"{name}-{digest[:DIGITS]}{suffix}"
+            if not target.exists():
+                os.rename(path, target)
+                self._new.append(target)
         finally:
             shutil.rmtree(place, ignore_errors=True)
-        return str(kept)
+        return str(target)
 
 
 def is_dataset(data: object) -> bool:
@@ -171,20 +171,20 @@ def json_value(value: Any, where: str) -> Any:
 
 def check_model(model: Any, tokenizer: Any) -> None:
     """Raises ConfigError where a model object cannot be saved so that a run can use it."""
-    what = f"model: a {type(model).__name__} object"
+    label = f"model: a {type(model).__name__} object"
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):
         raise ConfigError(
-            f"{what} is no model of transformers. Give one that AutoModelForCausalLM.from_pretrained() loads, or its "
+            f"{label} is no model of transformers. Give one that AutoModelForCausalLM.from_pretrained() loads, or its "
             "path."
         )
     if hasattr(model, "peft_config"):
         raise ConfigError(
-            f"{what} has adapters (peft). Merge them first, model.merge_and_unload(), and train new ones with "
+            f"{label} has adapters (peft). Merge them first, model.merge_and_unload(), and train new ones with "
             'options={"trainer.lora.rank": 16}.'
         )
     if tokenizer is None:
         raise ConfigError(
-            f"{what} comes without its tokenizer. Give it too: tokenizer=AutoTokenizer.from_pretrained(...), or give "
+            f"{label} comes without its tokenizer. Give it too: tokenizer=AutoTokenizer.from_pretrained(...), or give "
             "the path of a folder that holds both."
         )
     if not hasattr(tokenizer, "save_pretrained"):

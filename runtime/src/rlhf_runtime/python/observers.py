@@ -20,22 +20,23 @@ FORM = (
 )
 
 
-def observer_entries(plugins: Plugins, given: Any) -> list[Entry]:
+def observer_entries(plugins: Plugins, observers: Any) -> list[Entry]:
     """The ``[[observer]]`` sections of the run file, for one observer or a list. Raises ConfigError."""
-    if isinstance(given, Mapping):
-        raise ConfigError(f"observers: a list, got {shown(given)}. {FORM}")
+    if isinstance(observers, Mapping):
+        raise ConfigError(f"observers: a list, got {shown(observers)}. {FORM}")
     return [
-        {"use": one} if isinstance(one, str) else _registered(plugins, one) for _, one in listed(given, "observers")
+        {"use": item} if isinstance(item, str) else _registered(plugins, item)
+        for _, item in listed(observers, "observers")
     ]
 
 
-def _registered(plugins: Plugins, given: Any) -> Entry:
-    if is_component(given, Observer):
-        cls, options = component_class(given, None)
+def _registered(plugins: Plugins, item: Any) -> Entry:
+    if is_component(item, Observer):
+        cls, options = component_class(item, None)
         return {"use": register(plugins, "observer", cls), **options}
-    if isinstance(given, type) or not callable(given):
-        raise ConfigError(f"observers: got {shown(given)}. {FORM}")
-    return {"use": register(plugins, "observer", observer_class(given))}
+    if isinstance(item, type) or not callable(item):
+        raise ConfigError(f"observers: got {shown(item)}. {FORM}")
+    return {"use": register(plugins, "observer", observer_class(item))}
 
 
 def observer_class(function: Callable[..., Any]) -> type[Observer]:
@@ -43,8 +44,8 @@ def observer_class(function: Callable[..., Any]) -> type[Observer]:
     name = getattr(function, "__name__", type(function).__name__)
     if is_async(function):
         raise ConfigError(f"observer {name!r} is `async def`, which is never awaited: write it as plain `def`. {FORM}")
-    if (found := tuple(inspect.signature(function).parameters)) != PARAMETERS:
-        raise ConfigError(f"observer {name!r} has the parameters ({', '.join(found)}). {FORM}")
+    if (parameters := tuple(inspect.signature(function).parameters)) != PARAMETERS:
+        raise ConfigError(f"observer {name!r} has the parameters ({', '.join(parameters)}). {FORM}")
 
     def run_started(self: Any, info: RunInfo) -> None:
         self.control = info.control

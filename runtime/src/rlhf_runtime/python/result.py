@@ -40,8 +40,8 @@ class MetricRows(list[dict[str, Any]]):
 
     def _headline(self) -> list[str]:
         """The metrics that the progress line shows and some row has."""
-        there = {name for row in self for name in row}
-        return [name for names in HEADLINE.values() if (name := next((n for n in names if n in there), None))]
+        columns = {name for row in self for name in row}
+        return [name for names in HEADLINE.values() if (name := next((n for n in names if n in columns), None))]
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class Result:
         data = DataSection(
             eval=(SourceSection(path=str(file)),), **{name: getattr(config.data, name) for name in PROMPT_FIELDS}
         )
-        wanted = {"temperature": temperature, "max_new_tokens": max_new_tokens or config.eval.max_new_tokens}
+        settings = {"temperature": temperature, "max_new_tokens": max_new_tokens or config.eval.max_new_tokens}
         return config.model_copy(
             update={
                 "data": data,
-                "eval": EvalSection.model_validate(wanted),
+                "eval": EvalSection.model_validate(settings),
                 "policy": config.policy.model_copy(update={"model": str(self.model_path)}),
                 "reward": (),
                 "env": None,

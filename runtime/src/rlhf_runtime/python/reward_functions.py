@@ -37,14 +37,14 @@ OURS = ("prompts", "completions", "completion_ids")
 """Parameters of the second form that are not columns of the data."""
 
 
-def reward_entries(plugins: Plugins, given: Any) -> list[Entry]:
-    """The ``[[reward]]`` sections of the run file for ``given``: one reward, a list, or {name: reward}.
+def reward_entries(plugins: Plugins, rewards: Any) -> list[Entry]:
+    """The ``[[reward]]`` sections of the run file for ``rewards``: one reward, a list, or {name: reward}.
 
     Raises ConfigError where an item is not a reward, or two have the same name.
     """
     entries: list[Entry] = []
-    for name, one in listed(given, "reward"):
-        entry: Entry = {"use": one} if isinstance(one, str) else _registered(plugins, name, one)
+    for name, item in listed(rewards, "reward"):
+        entry: Entry = {"use": item} if isinstance(item, str) else _registered(plugins, name, item)
         entries.append(entry if name is None else {**entry, "name": name})
     labels = [e.get("name") or e["use"] for e in entries]
     if repeated := sorted({label for label in labels if labels.count(label) > 1}):
@@ -55,16 +55,16 @@ def reward_entries(plugins: Plugins, given: Any) -> list[Entry]:
     return entries
 
 
-def _registered(plugins: Plugins, name: str | None, given: Any) -> Entry:
-    if is_component(given, Reward):
-        cls, options = component_class(given, name)
+def _registered(plugins: Plugins, name: str | None, item: Any) -> Entry:
+    if is_component(item, Reward):
+        cls, options = component_class(item, name)
         return {"use": register(plugins, "reward", cls), **options}
-    if isinstance(given, type) or not callable(given):
+    if isinstance(item, type) or not callable(item):
         raise ConfigError(
-            f"reward: got {shown(given)}; give a function, a Reward class or instance, or a reference like 'math' or "
+            f"reward: got {shown(item)}; give a function, a Reward class or instance, or a reference like 'math' or "
             f"'file:reward.py'. {FORMS}"
         )
-    return {"use": register(plugins, "reward", reward_class(given, name))}
+    return {"use": register(plugins, "reward", reward_class(item, name))}
 
 
 def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
@@ -72,11 +72,13 @@ def reward_class(function: Callable[..., Any], name: str | None = None) -> type[
     own = getattr(function, "__name__", type(function).__name__)
     label = f"reward function {own!r}"
     parameters = _parameters(function, label)
-    wanted = plugin_name(name or own)
+    final_name = plugin_name(name or own)
     module = _module_of(function)
     if tuple(parameters) == SAMPLE_PARAMETERS:
-        return reward_of_samples(function, name=wanted, class_name=f"Reward_{wanted}", module=module, label=label)
-    return _reward_of_groups(function, parameters, wanted, module, label)
+        return reward_of_samples(
+            function, name=final_name, class_name=f"Reward_{final_name}", module=module, label=label
+        )
+    return _reward_of_groups(function, parameters, final_name, module, label)
 
 
 def _module_of(function: Callable[..., Any]) -> str:
@@ -91,11 +93,11 @@ def _parameters(function: Callable[..., Any], label: str) -> dict[str, inspect.P
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"{label}: its parameters cannot be read: {cause}. {FORMS}") from None
-    named = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    by_group = "completions" in named or "completion_ids" in named
-    others = [p for name, p in parameters.items() if name not in named and p.kind != p.VAR_KEYWORD]
-    if tuple(named) == SAMPLE_PARAMETERS == tuple(parameters) or (
-        by_group and not others and "completion" not in named
+    keywords = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_group = "completions" in keywords or "completion_ids" in keywords
+    others = [p for name, p in parameters.items() if name not in keywords and p.kind != p.VAR_KEYWORD]
+    if tuple(keywords) == SAMPLE_PARAMETERS == tuple(parameters) or (
+        by_group and not others and "completion" not in keywords
     ):
         return parameters
     raise ConfigError(f"{label} has the parameters {inspect.signature(function)}. {FORMS}")
@@ -105,17 +107,17 @@ def _reward_of_groups(
     function: Callable[..., Any], parameters: dict[str, inspect.Parameter], name: str, module: str, label: str
 ) -> type[Reward]:
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    taken = [n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD]
-    needed = [n for n in taken if parameters[n].default is inspect.Parameter.empty]
+    names = [n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD]
+    needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
 
     def arguments(group: Group) -> dict[str, list[Any]]:
-        given = keyword_arguments(group, label)
-        if missing := [n for n in needed if n not in given]:
+        values = keyword_arguments(group, label)
+        if missing := [n for n in needed if n not in values]:
             raise RewardError(
                 f"{label} has the parameter {missing[0]!r}, and the data has no such column; it has "
                 f"{', '.join(group.row.columns)}"
             )
-        return given if takes_all else {n: given[n] for n in taken if n in given}
+        return values if takes_all else {n: values[n] for n in names if n in values}
 
     def columns(self: Any) -> tuple[str, ...]:
         return tuple(n for n in needed if n not in OURS)

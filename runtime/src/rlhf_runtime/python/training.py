@@ -93,14 +93,14 @@ def train(
     single = {"algorithm": algorithm, "run.steps": steps, "run.output": None if output is None else os.fspath(output)}
     flags = {"run.resume": resume or None, "run.overwrite": overwrite or None}
     objects = Objects(model, tokenizer, data, eval_data)
-    given = {**single, **flags, **{key: entries or None for key, entries in lists.items()}, **objects.paths}
-    given = {key: value for key, value in given.items() if value is not None}
+    arguments = {**single, **flags, **{key: entries or None for key, entries in lists.items()}, **objects.paths}
+    arguments = {key: value for key, value in arguments.items() if value is not None}
     path = None if run_file is None else os.fspath(run_file)
-    config = load(path, _overrides(given, options or {}), plugins)
+    config = load(path, _overrides(arguments, options or {}), plugins)
     join(config, plugins)
-    with objects.written(config) as written:
-        if written:
-            config = load(path, _overrides({**given, **written}, options or {}), plugins)
+    with objects.write(config) as file_options:
+        if file_options:
+            config = load(path, _overrides({**arguments, **file_options}, options or {}), plugins)
         look_for_models(config)
         with _threads_restored():
             run = build.train(config, plugins)
@@ -138,7 +138,7 @@ class Objects:
                 self._rows[name] = None
 
     @contextmanager
-    def written(self, config: RunFile) -> Iterator[dict[str, Any]]:
+    def write(self, config: RunFile) -> Iterator[dict[str, Any]]:
         """Writes the files and yields the options that name them. The files are deleted if the run does not start.
 
         Raises ConfigError (the run's folder is not free), DataError.
@@ -148,17 +148,17 @@ class Objects:
             yield {}
             return
         run = config.run
-        named = "output" in run.model_fields_set
-        output = run.output if named else str(default_folder(run.resume or run.overwrite))
+        has_output = "output" in run.model_fields_set
+        output = run.output if has_output else str(default_folder(run.resume or run.overwrite))
         check_folder(output, run.resume, run.overwrite)
         files, manifest = GivenFiles(output), Path(output) / "manifest.json"
         before = manifest.read_bytes() if manifest.exists() else None
         try:
-            made: dict[str, Any] = {} if named else {"run.output": output}
+            options: dict[str, Any] = {} if has_output else {"run.output": output}
             if self._model is not None:
-                made["policy.model"] = files.model(self._model, self._tokenizer)
-            made |= {f"data.{name}": [_source(name, files.rows(name, given))] for name, given in rows.items()}
-            yield made
+                options["policy.model"] = files.model(self._model, self._tokenizer)
+            options |= {f"data.{name}": [_source(name, files.rows(name, value))] for name, value in rows.items()}
+            yield options
         except BaseException:
             started = manifest.exists() and manifest.read_bytes() != before  # written when everything is loaded
             if not started:
@@ -166,14 +166,14 @@ class Objects:
             raise
 
 
-def _overrides(given: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
+def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list[Override]:
     """Arguments and options as flags of the command. Raises ConfigError where a name is given twice or is not text."""
     for key in options:
         if not isinstance(key, str):
             raise ConfigError(f"options: a name is text like 'trainer.lr', got {shown(key)}")
-        if key in given:
+        if key in arguments:
             raise ConfigError(f"options: {key!r} is given as an argument too. Leave one of them out.")
-    return [(key, Given(value)) for key, value in {**given, **options}.items()]
+    return [(key, Given(value)) for key, value in {**arguments, **options}.items()]
 
 
 def _is_path(value: object) -> bool:

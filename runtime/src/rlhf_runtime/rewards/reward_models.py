@@ -50,14 +50,14 @@ def read_role(roles: Mapping[str, Role], main: MainThread) -> ReadRole:
             return [[] for _ in ids]
         batch = _packed(ids, images)
         mask_N = torch.zeros(batch.tokens, dtype=torch.bool)
-        for start, read in zip(batch.starts_B.tolist(), positions, strict=True):
-            mask_N[[start + i for i in read]] = True
+        for start, indices in zip(batch.starts_B.tolist(), positions, strict=True):
+            mask_N[[start + i for i in indices]] = True
         batch = batch.with_column("tok", POSITIONS, mask_N, over=None)
-        asked = replace(head, over=POSITIONS)
+        masked_head = replace(head, over=POSITIONS)
         with waiting():
-            outputs = await main.call(lambda: roles[role].forward(batch, [asked]))
+            outputs = await main.call(lambda: roles[role].forward(batch, [masked_head]))
         values = iter(outputs[head.name][mask_N].tolist())
-        return [[next(values) for _ in read] for read in positions]
+        return [[next(values) for _ in indices] for indices in positions]
 
     return read
 
@@ -69,11 +69,11 @@ class _Call:
     ids: Sequence[Sequence[int]]
     positions: Sequence[Sequence[int]]
     images: Images
-    done: asyncio.Future[list[Any]]
+    future: asyncio.Future[list[Any]]
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Pass:
     """The calls that share a forward pass: of one role and head."""
 
     role: str
@@ -88,7 +88,7 @@ class _Asked:
 
 def together(
     score: ScoreWithRole,
-    read: ReadRole,
+    reader: ReadRole,
     wait: float = 0.0,
     largest: int | None = None,
     passed: Callable[[int], None] = lambda sequences: None,
@@ -105,42 +105,42 @@ def together(
         largest: most sequences of a pass; None: no limit. A call is not divided, so a larger one has a pass to itself.
         passed: told the number of sequences of each pass, before it begins.
     """
-    open_: list[_Asked] = []
+    open_: list[_Pass] = []
     tasks: set[asyncio.Task[None]] = set()
     turn = asyncio.Lock()
     """Passes are computed one after another. While one computes, calls gather for the next."""
 
-    async def compute(asked: _Asked) -> None:
+    async def compute(forward: _Pass) -> None:
         if wait:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asked.full.wait(), wait)
+                await asyncio.wait_for(forward.full.wait(), wait)
         async with turn:
-            open_.remove(asked)  # later calls belong to another forward pass
-            calls = [call for call in asked.calls if not call.done.done()]  # the others were cancelled
+            open_.remove(forward)  # later calls belong to another forward pass
+            calls = [call for call in forward.calls if not call.future.done()]  # the others were cancelled
             if not calls:
                 return
-            ids = [one for call in calls for one in call.ids]
-            images = [one for call in calls for one in call.images or [()] * len(call.ids)]
+            ids = [sequence for call in calls for sequence in call.ids]
+            images = [own for call in calls for own in call.images or [()] * len(call.ids)]
             passed(len(ids))
             try:
-                if asked.head is None:
-                    found: list[Any] = await score(asked.role, ids, images)
+                if forward.head is None:
+                    results: list[Any] = await score(forward.role, ids, images)
                 else:
                     positions = [p for call in calls for p in call.positions]
-                    found = await read(asked.role, asked.head, ids, positions, images)
+                    results = await reader(forward.role, forward.head, ids, positions, images)
             except Exception as error:
                 for call in calls:
-                    if not call.done.done():
-                        call.done.set_exception(error)
+                    if not call.future.done():
+                        call.future.set_exception(error)
                 return
-        values = iter(found)
+        values = iter(results)
         for call in calls:
             own = [next(values) for _ in call.ids]
-            if not call.done.done():
-                call.done.set_result(own)
+            if not call.future.done():
+                call.future.set_result(own)
 
-    def begin(asked: _Asked) -> None:
-        task = asyncio.get_running_loop().create_task(compute(asked))
+    def begin(forward: _Pass) -> None:
+        task = asyncio.get_running_loop().create_task(compute(forward))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -150,20 +150,20 @@ def together(
         if images and len(images) != len(ids):  # else those of other calls would be at the wrong sequences
             raise RewardError(f"{len(ids)} sequences and images of {len(images)}")
         loop = asyncio.get_running_loop()
-        asked = next((a for a in open_ if a.role == role and a.head is head and not a.full.is_set()), None)
-        if asked is not None and largest is not None and asked.sequences + len(ids) > largest:
-            asked.full.set()
-            asked = None
-        if asked is None:
-            asked = _Asked(role, head)
-            open_.append(asked)
-            loop.call_soon(begin, asked)
+        forward = next((p for p in open_ if p.role == role and p.head is head and not p.full.is_set()), None)
+        if forward is not None and largest is not None and forward.sequences + len(ids) > largest:
+            forward.full.set()
+            forward = None
+        if forward is None:
+            forward = _Pass(role, head)
+            open_.append(forward)
+            loop.call_soon(begin, forward)
         call = _Call(ids, positions, images, loop.create_future())
-        asked.calls.append(call)
-        if largest is not None and asked.sequences >= largest:
-            asked.full.set()
+        forward.calls.append(call)
+        if largest is not None and forward.sequences >= largest:
+            forward.full.set()
         with waiting():
-            return await call.done
+            return await call.future
 
     async def score_together(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
         return await join(role, None, ids, (), images)
@@ -180,7 +180,7 @@ def together(
 def _packed(ids: Sequence[Sequence[int]], images: Images) -> Batch:
     """A unit for each sequence."""
     sequences = zip(ids, images or [()] * len(ids), strict=True)
-    return pack([UnitData([SequenceData(one, images=own)]) for one, own in sequences])
+    return pack([UnitData([SequenceData(sequence, images=own)]) for sequence, own in sequences])
 
 
 def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequence[int]]) -> None:
@@ -188,10 +188,12 @@ def _check(head: Head, ids: Sequence[Sequence[int]], positions: Sequence[Sequenc
         raise RewardError(f"head {head.name!r} needs columns or another role's head, which a reward cannot give it")
     if len(ids) != len(positions):
         raise RewardError(f"head {head.name!r} is asked of {len(ids)} sequences at {len(positions)} lists of positions")
-    for sequence, read in zip(ids, positions, strict=True):
+    for sequence, indices in zip(ids, positions, strict=True):
         first = 1 if head.at == "before" else 0  # nothing predicts a sequence's first token
-        if list(read) != sorted(set(read)) or (read and not first <= read[0] <= read[-1] < len(sequence)):
+        if list(indices) != sorted(set(indices)) or (
+            indices and not first <= indices[0] <= indices[-1] < len(sequence)
+        ):
             raise RewardError(
-                f"head {head.name!r} is asked at {list(read)} of a sequence of {len(sequence)} tokens; positions "
+                f"head {head.name!r} is asked at {list(indices)} of a sequence of {len(sequence)} tokens; positions "
                 f"increase and lie in {first} .. {len(sequence) - 1}"
             )

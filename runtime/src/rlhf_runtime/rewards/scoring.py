@@ -155,12 +155,12 @@ class Scorer:
         live = [t for t in group.trajectories if t.status != "failed"]
         if not live:
             return
-        asked = replace(group, trajectories=live)
-        answers = await asyncio.gather(*(self._ask(reward, asked) for reward in self.rewards))
+        live_group = replace(group, trajectories=live)
+        answers = await asyncio.gather(*(self._ask(reward, live_group) for reward in self.rewards))
         for i, trajectory in enumerate(live):
-            given = {r.name: answer[i] for r, answer in zip(self.rewards, answers, strict=True)}
-            trajectory.rewards = {name: r for name, r in given.items() if isinstance(r, RewardResult)}
-            errors = [e for e in given.values() if isinstance(e, str)]
+            results = {r.name: answer[i] for r, answer in zip(self.rewards, answers, strict=True)}
+            trajectory.rewards = {name: r for name, r in results.items() if isinstance(r, RewardResult)}
+            errors = [e for e in results.values() if isinstance(e, str)]
             if errors:
                 trajectory.status, trajectory.error = "failed", errors[0]
                 continue
@@ -180,7 +180,7 @@ class Scorer:
         if not reward.instance.per_sample:
             return await self._call(reward, group)
         alone = [replace(group, trajectories=[t]) for t in group.trajectories]
-        return [result for (result,) in await asyncio.gather(*(self._call(reward, one) for one in alone))]
+        return [result for (result,) in await asyncio.gather(*(self._call(reward, single) for single in alone))]
 
     async def _call(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
         """One result or error text per trajectory, after at most ``retries`` further attempts. The texts do not name
@@ -197,8 +197,8 @@ class Scorer:
             if all(isinstance(r, RewardResult) for r in results):
                 return results
         if reward.retries:
-            tried = f" (attempt {1 + reward.retries} of {1 + reward.retries})"
-            return [r + tried if isinstance(r, str) else r for r in results]
+            attempts = f" (attempt {1 + reward.retries} of {1 + reward.retries})"
+            return [r + attempts if isinstance(r, str) else r for r in results]
         return results
 
     async def _attempt(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:

@@ -31,15 +31,15 @@ class Acceptance:
         """How often rejected groups of a batch are replaced."""
         return self.filter.max_rounds if self.filter else 0 if self.on_failed_sample == "abort" else 20
 
-    def new_counts(self, given: bool) -> dict[str, float]:
+    def new_counts(self, has_given: bool) -> dict[str, float]:
         """Zero for everything that :meth:`accept` counts, and for the prompts drawn.
 
         Args:
-            given: some groups hold answers of the data (``Needs.given``).
+            has_given: some groups hold answers of the data (``Needs.given``).
         """
         names = ["prompts", "filtered", "failed_samples", "failed_groups", "short", "unscored"]
         names += ["tokens_filtered", "tokens_failed", "tokens_unscored"]
-        return dict.fromkeys([*names, "given"] if given else names, 0.0)
+        return dict.fromkeys([*names, "given"] if has_given else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
         """The part of the group that is trained on; None where the group is rejected. ``counts`` says why."""
@@ -52,17 +52,17 @@ class Acceptance:
         if failed and self.on_failed_sample == "drop_group":
             self.reject(group, counts, "failed", group.trajectories)
             return None
-        kept = [t for t in live if t.reward is not None or not self.scored]
-        counts["unscored"] += len(live) - len(kept)
+        trajectories = [t for t in live if t.reward is not None or not self.scored]
+        counts["unscored"] += len(live) - len(trajectories)
         counts["tokens_failed"] += sampled_tokens(failed)
-        counts["tokens_unscored"] += sampled_tokens(live) - sampled_tokens(kept)
-        if len(kept) < max(1, self.group_min):
-            self.reject(group, counts, "failed", kept)
+        counts["tokens_unscored"] += sampled_tokens(live) - sampled_tokens(trajectories)
+        if len(trajectories) < max(1, self.group_min):
+            self.reject(group, counts, "failed", trajectories)
             return None
-        if self.filter is not None and not passes(self.filter, [t.score for t in kept if t.score is not None]):
-            self.reject(group, counts, "filtered", kept)
+        if self.filter is not None and not passes(self.filter, [t.score for t in trajectories if t.score is not None]):
+            self.reject(group, counts, "filtered", trajectories)
             return None
-        return Group(group.row, group.number, kept)
+        return Group(group.row, group.number, trajectories)
 
     def reject(
         self,

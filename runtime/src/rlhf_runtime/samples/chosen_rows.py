@@ -34,15 +34,15 @@ class ChosenRows:
         self._metrics: dict[int, dict[str, float]] = {}
         """{step: the curriculum's metrics when rows were chosen for it last}."""
 
-    def take(self, taken: int, pending: int, room: int) -> list[Row]:
+    def take(self, batches: int, pending: int, room: int) -> list[Row]:
         """Rows of one batch, at most ``room``.
 
         Args:
-            taken: batches taken so far.
+            batches: batches taken so far.
             pending: groups that were started and are not trained on yet.
             room: how many groups may be started, at least 1.
         """
-        step, begun = divmod(taken * self._batch_size + pending, self._batch_size)
+        step, begun = divmod(batches * self._batch_size + pending, self._batch_size)
         self._step = max(self._step, step)  # a rejected group leaves its place to one that was chosen for a later step
         rows = self._rows.take(min(room, self._batch_size - begun), self._step)
         self._metrics[self._step] = self._order.metrics()
@@ -52,7 +52,7 @@ class ChosenRows:
         """A group is not trained on."""
         self._rejected.append(self._order.finished_group(group, 0, fate))
 
-    def taken(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    def finish(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Tell the curriculum of the batch of ``step``. Returns its metrics of the batch."""
         finished = [self._order.finished_group(group, step, "kept") for group in groups]
         finished += [replace(group, step=step) for group in self._rejected]

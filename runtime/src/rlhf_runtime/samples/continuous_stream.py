@@ -61,7 +61,7 @@ COUNTED = ("stale", "tokens_stale", *RESTARTED.values())
 
 
 class ContinuousStream(Stream):
-    """See the module.
+    """The stream of ``stream.mode = "continuous"``; the module says when groups start and which ones a batch takes.
 
     Args:
         order: which scored groups a batch takes (``stream.order``).
@@ -80,19 +80,19 @@ class ContinuousStream(Stream):
         order: Order = "submission",
         oversample: float | None = None,
         acceptance: Acceptance | None = None,
-        chosen: ChosenOrder | None = None,
+        row_order: ChosenOrder | None = None,
         count: Count = no_count,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.acceptance = acceptance or Acceptance()
-        self.chosen = None if chosen is None else ChosenRows(rows, chosen, batch_size)
+        self.chosen_rows = None if row_order is None else ChosenRows(rows, row_order, batch_size)
         """The rows that a curriculum chose, if one decides the order of ``rows``."""
         self.count = count
         """Shows how many groups are scored of those that a batch waits for."""
         self.pending = PendingGroups(batch_size, total_steps, staleness, order, oversample)
         self.next_number = 0
         """Number of the next group of the run."""
-        self.taken = 0
+        self.batches_taken = 0
         """Batches taken so far."""
         self._counts = self._new_counts()
         """Of the groups that ended since the last batch."""
@@ -113,8 +113,10 @@ class ContinuousStream(Stream):
 
     def take(self, step: int) -> ReadyBatch:
         """Wait for the batch of ``step``. Raises what a sample raised, if that ends the run."""
-        if step != self.taken:
-            raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
+        if step != self.batches_taken:
+            raise TrainingError(
+                f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
+            )
         ready = self._run(self._take(step))
         if (seconds := self.rollouts.generator.idle()) is not None and seconds[1] > 0:
             ready.counts["idle"] = seconds[0] / seconds[1]
@@ -135,12 +137,12 @@ class ContinuousStream(Stream):
     def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
         """``groups``: one for each of ``state["pending"]``."""
         self.rows.load_state_dict(state["rows"])
-        self.next_number, self.taken, self._finished = state["next_number"], state["taken"], state["finished"]
+        self.next_number, self.batches_taken, self._finished = state["next_number"], state["taken"], state["finished"]
         self._rejected = state["rejected"]
         self._counts |= state["counts"]
         self._counts[RESTARTED["resume"]] += state["unfinished_tokens"]
-        if self.chosen is not None:
-            self.chosen.load_state_dict(state.get("chosen"))
+        if self.chosen_rows is not None:
+            self.chosen_rows.load_state_dict(state.get("chosen"))
         for saved, group in zip(state["pending"], groups, strict=True):
             self.pending.add(Pending.restored(saved, group))
 
@@ -170,10 +172,14 @@ class ContinuousStream(Stream):
 
     async def _start_groups(self, requests: SingleRequests) -> None:
         started = 0
-        while room := self.pending.room(self.taken, version := self.rollouts.generator.version):
+        while room := self.pending.room(self.batches_taken, version := self.rollouts.generator.version):
             if self._failure is not None or self._exhausted:
                 return
-            rows = self.rows.take(1) if self.chosen is None else self.chosen.take(self.taken, len(self.pending), room)
+            rows = (
+                self.rows.take(1)
+                if self.chosen_rows is None
+                else self.chosen_rows.take(self.batches_taken, len(self.pending), room)
+            )
             # A checkpoint may be saved during sleep(): a row that was taken must be in a pending group by then.
             for pending in [self._add(row, version) for row in rows]:
                 self._counts["prompts"] += 1
@@ -217,27 +223,27 @@ class ContinuousStream(Stream):
             return
         self.pending.remove(pending)
         self._rejected += 1
-        if self.chosen is not None:
-            self.chosen.rejected(group, "filtered" if self._counts["filtered"] > filtered else "left_out")
+        if self.chosen_rows is not None:
+            self.chosen_rows.rejected(group, "filtered" if self._counts["filtered"] > filtered else "left_out")
 
     async def _take(self, step: int) -> ReadyBatch:
-        chosen: list[Pending] | None = None
-        while chosen is None:
+        batch: list[Pending] | None = None
+        while batch is None:
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
-            chosen = self._fresh(step, self.pending.choose(step))
-            if chosen is None and self._exhausted and not self.pending.running:
-                chosen = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
-            if chosen is None:
+            batch = self._fresh(step, self.pending.choose(step))
+            if batch is None and self._exhausted and not self.pending.running:
+                batch = [p for p in self.pending if p.group is not None][: self.pending.batch_size]
+            if batch is None:
                 size = self.pending.batch_size
                 self.count(min(len(self.pending) - self.pending.running, size), size)
                 await self._wait(self._changed)
-        for pending in chosen:
+        for pending in batch:
             self.pending.remove(pending)
-        groups = [pending.group for pending in chosen if pending.group is not None]
-        self.taken += 1
-        return self._ready(step, groups, min((p.version for p in chosen), default=self.rollouts.generator.version))
+        groups = [pending.group for pending in batch if pending.group is not None]
+        self.batches_taken += 1
+        return self._ready(step, groups, min((p.version for p in batch), default=self.rollouts.generator.version))
 
     async def _hold(self) -> None:
         if self._requests is not None:
@@ -252,16 +258,16 @@ class ContinuousStream(Stream):
         except TimeoutError:
             await self.rollouts.main.call(self.rollouts.generator.repair)
 
-    def _fresh(self, step: int, chosen: list[Pending] | None) -> list[Pending] | None:
-        """``chosen`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""
-        scored = [(pending, pending.group) for pending in chosen or [] if pending.group is not None]
+    def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
+        """``batch`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""
+        scored = [(pending, pending.group) for pending in batch or [] if pending.group is not None]
         old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
         for pending, group in old:
             self.pending.remove(pending)
             assert self._requests is not None
             self.acceptance.reject(group, self._counts, "stale", group.trajectories)
             self._launch(self._add(pending.row, self.rollouts.generator.version), self._requests)
-        return chosen if not old else None
+        return batch if not old else None
 
     def _ready(self, step: int, groups: list[Group], version: int) -> ReadyBatch:
         counts, self._counts, self._rejected = self._counts, self._new_counts(), 0
@@ -269,11 +275,11 @@ class ContinuousStream(Stream):
         counts |= {"short": float(self.pending.batch_size - len(groups)), "oldest": float(max(ages, default=0))}
         counts["age"] = float(median(ages)) if ages else 0.0
         counts |= {"running": float(self.pending.running), "waiting": float(len(self.pending) - self.pending.running)}
-        metrics = {} if self.chosen is None else self.chosen.taken(step, groups)
-        return ReadyBatch(groups, version, counts, chosen=metrics)
+        metrics = {} if self.chosen_rows is None else self.chosen_rows.finish(step, groups)
+        return ReadyBatch(groups, version, counts, curriculum_metrics=metrics)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.given > 0) | dict.fromkeys(COUNTED, 0.0)
+        return self.acceptance.new_counts(self.settings.given_share > 0) | dict.fromkeys(COUNTED, 0.0)
 
     @property
     def _exhausted(self) -> bool:
@@ -287,15 +293,15 @@ class ContinuousStream(Stream):
         state = {
             "rows": self.rows.state_dict(),
             "next_number": self.next_number,
-            "taken": self.taken,
+            "taken": self.batches_taken,
             "finished": self._finished,
             "rejected": self._rejected,
             "counts": dict(self._counts),
             "unfinished_tokens": self.rollouts.generator.unfinished_tokens() if self._requests is not None else 0,
             "pending": [state for state, _ in saved],
         }
-        if self.chosen is not None:
-            state["chosen"] = self.chosen.state_dict()
+        if self.chosen_rows is not None:
+            state["chosen"] = self.chosen_rows.state_dict()
         return state, [group for _, group in saved]
 
     async def _end(self) -> None:

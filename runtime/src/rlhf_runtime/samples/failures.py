@@ -32,12 +32,12 @@ class Failures:
         self,
         allowed: float,
         note: Callable[[str], None],
-        what: str = "sample",
+        label: str = "sample",
         then: str = "is left out",
         metric: str = "reward/mean_with_failed",
     ) -> None:
-        self._allowed, self._note, self._what, self._then, self._metric = allowed, note, what, then, metric
-        self.drawn = 0
+        self._allowed, self._note, self._label, self._then, self._metric = allowed, note, label, then, metric
+        self.sample_count = 0
         """Samples drawn so far by this process."""
         self.failed = 0
         """Samples that failed so far."""
@@ -66,7 +66,7 @@ class Failures:
 
     def add(self, trajectory: Trajectory) -> None:
         """Record a sample that has ended. Raises RolloutError if too many samples have failed."""
-        self.drawn += 1
+        self.sample_count += 1
         failed = trajectory.status == "failed"
         self._recent.append(describe(trajectory) if failed else "")
         self._recent = self._recent[-self._expected :]  # samples of earlier calls may end after this one
@@ -76,29 +76,29 @@ class Failures:
         if not self.first:
             self.first = describe(trajectory)
             self._note(
-                f"{self._what} {self.first}\nA failed {self._what} {self._then}. The run stops if a share of more than "
-                f"{self._allowed:.4g} fails (stream.max_failed). Later failures are only counted."
+                f"{self._label} {self.first}\nA failed {self._label} {self._then}. The run stops if a share of more "
+                f"than {self._allowed:.4g} fails (stream.max_failed). Later failures are only counted."
             )
         causes = [cause for cause in self._recent if cause]
         if len(causes) > self._allowed * self._expected:
-            latest = f"The last of them: {self._what} {causes[-1]}\n" if len(causes) > 1 else ""
+            latest = f"The last of them: {self._label} {causes[-1]}\n" if len(causes) > 1 else ""
             raise RolloutError(
-                f"{len(causes)} of the latest {self._expected} {self._what}s failed, and stream.max_failed = "
-                f"{self._allowed:.4g} is the largest share allowed.\nThe first of them: {self._what} {causes[0]}\n"
+                f"{len(causes)} of the latest {self._expected} {self._label}s failed, and stream.max_failed = "
+                f"{self._allowed:.4g} is the largest share allowed.\nThe first of them: {self._label} {causes[0]}\n"
                 f"{latest}Remove the cause, or raise stream.max_failed (1 never stops the run)."
             )
         if len(causes) > NOTED * self._expected and not self._noted:
             self._noted = True
             self._note(
-                f"{len(causes)} of the latest {self._expected} {self._what}s failed. Mean rewards are those of the "
+                f"{len(causes)} of the latest {self._expected} {self._label}s failed. Mean rewards are those of the "
                 "others, so a policy that makes its reward fail would look better; see the metric "
                 f"{self._metric}."
             )
 
     def __str__(self) -> str:
         """``3 of 64 samples failed (4.7 %)``; empty if none failed."""
-        share = f"{100 * self.failed / self.drawn:.3g} %" if self.failed else ""
-        return f"{self.failed} of {self.drawn} {self._what}s failed ({share})" if self.failed else ""
+        share = f"{100 * self.failed / self.sample_count:.3g} %" if self.failed else ""
+        return f"{self.failed} of {self.sample_count} {self._label}s failed ({share})" if self.failed else ""
 
 
 def describe(trajectory: Trajectory) -> str:

@@ -43,17 +43,17 @@ class Pending:
         logs = [log.entries() for log in self.logs]
         state["logs"] = [[[number, context] for number, context, _ in entries] for entries in logs]
         turns = [[turn for _, _, turn in entries] for entries in logs]
-        samples = [Trajectory(self.row, kept, (self.number, s)) for s, kept in enumerate(turns)]
+        samples = [Trajectory(self.row, own_turns, (self.number, s)) for s, own_turns in enumerate(turns)]
         return state, Group(self.row, self.number, samples)
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], group: Group) -> Pending:
-        """From what :meth:`saved` returned."""
+        """The group that :meth:`saved` described."""
         if state["scored"]:
             return cls(group.number, group.row, state["version"], [], group, state["finished"])
         logs = []
-        for kept, sample in zip(state["logs"], group.trajectories, strict=True):
-            turns = zip(kept, sample.turns, strict=True)
+        for saved_log, sample in zip(state["logs"], group.trajectories, strict=True):
+            turns = zip(saved_log, sample.turns, strict=True)
             logs.append(TurnLog((number, context, turn) for (number, context), turn in turns))
         return cls(group.number, group.row, state["version"], logs, None, state["finished"])
 

@@ -12,7 +12,7 @@ Count = Callable[[int, int], None]
 """Shows (what is done, all of it)."""
 
 
-def no_count(done: int, total: int) -> None:
+def no_count(number: int, total: int) -> None:
     """Shows nothing."""
 
 

@@ -26,16 +26,18 @@ class RecordedStream(Stream):
 
     def __init__(self, file: Callable[[int], Path], find: FindRow, oldest: int) -> None:
         self._file, self._find, self._oldest = file, find, oldest
-        self.taken = 0
+        self.batches_taken = 0
 
     def start(self, step: int) -> None:
-        """Everything is recorded."""
+        """Does nothing: every group is recorded."""
 
     def take(self, step: int) -> ReadyBatch:
-        if step != self.taken:
-            raise TrainingError(f"the batch of step {step} was asked for, but the next one is of step {self.taken}")
+        if step != self.batches_taken:
+            raise TrainingError(
+                f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
+            )
         groups = read_groups(self._file(step + 1), self._find)
-        self.taken += 1
+        self.batches_taken += 1
         version = min((v for group in groups if (v := oldest_version(group)) is not None), default=step)
         if step - version > self._oldest:
             raise TrainingError(
@@ -50,11 +52,11 @@ class RecordedStream(Stream):
 
     def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
         beside()
-        return {"taken": self.taken}, []
+        return {"taken": self.batches_taken}, []
 
     @staticmethod
     def saved_groups(state: Mapping[str, Any]) -> list[bool]:
         return []
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
-        self.taken = state["taken"]
+        self.batches_taken = state["taken"]

@@ -26,7 +26,7 @@ class RolloutSettings:
     deadline: float
     """Seconds a sample may spend outside generation."""
     abort_on_failure: bool = True
-    given: float = 0.0
+    given_share: float = 0.0
     """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
     failures: Failures | None = None
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
@@ -35,4 +35,7 @@ class RolloutSettings:
 
     def gives(self, number: int) -> bool:
         """Whether group ``number`` holds the answer given in the data."""
-        return self.given > 0 and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given * 2.0**63
+        return (
+            self.given_share > 0
+            and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given_share * 2.0**63
+        )

@@ -70,8 +70,8 @@ class Rollouts:
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
     ) -> list[Group]:
         numbers = range(first_number, first_number + len(rows))
-        drawn = [number for number in numbers if not settings.gives(number)]
-        samples = [(number, sample) for number in drawn for sample in range(settings.samples)]
+        sampled_numbers = [number for number in numbers if not settings.gives(number)]
+        samples = [(number, sample) for number in sampled_numbers for sample in range(settings.samples)]
         if settings.failures is not None:
             settings.failures.expect(len(samples))
         requests: Requests = Waves(self.generator, self.main, samples, self.limit)
@@ -160,10 +160,10 @@ class Rollouts:
     ) -> Trajectory:
         context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
-        what = f"rollout {self.rollout.name!r}"
+        label = f"rollout {self.rollout.name!r}"
         trajectory = Trajectory(row, [], index)
         try:
-            with boundary(RolloutError, what):
+            with boundary(RolloutError, label):
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
             trajectory.turns = check_turns(turns)
@@ -171,7 +171,7 @@ class Rollouts:
         except FATAL:
             raise
         except InvalidResult as error:
-            trajectory.status, trajectory.error = "failed", f"RolloutError: {what} {error}"
+            trajectory.status, trajectory.error = "failed", f"RolloutError: {label} {error}"
         except RlhfError as error:
             late = context.clock is not None and context.clock.expired()
             cause = f"took over stream.rollout_deadline = {settings.deadline} s outside generation" if late else error

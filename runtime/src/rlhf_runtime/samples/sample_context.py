@@ -174,20 +174,20 @@ async def _close(env: Env) -> None:
             await closing
 
 
-def _check_distribution(asked: Sampling, run: Sampling) -> None:
+def _check_distribution(sampling: Sampling, run: Sampling) -> None:
     """Training samples must be drawn from the distribution whose log-probs are trained on. Truncation (top_p, top_k,
     min_p) may only be off, or as the run file says, which the run's checks have accepted."""
     for field, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if getattr(asked, field) not in (off, getattr(run, field)):
+        if getattr(sampling, field) not in (off, getattr(run, field)):
             raise RolloutError(
-                f"a turn is asked for with {field} = {getattr(asked, field)}, but [sampling] has {field} = "
+                f"a turn is asked for with {field} = {getattr(sampling, field)}, but [sampling] has {field} = "
                 f"{getattr(run, field)}. Training would treat the turn as if all tokens had been allowed. A rollout or "
                 "an environment may change max_new_tokens, temperature and stop"
             )
-    if not asked.temperature > 0:
+    if not sampling.temperature > 0:
         raise RolloutError(
-            f"a turn is asked for at temperature {asked.temperature}. Greedy decoding draws nothing at random, so the "
-            "turn has no log-probs to train on. Give a temperature above 0"
+            f"a turn is asked for at temperature {sampling.temperature}. Greedy decoding draws nothing at random, so "
+            "the turn has no log-probs to train on. Give a temperature above 0"
         )
 
 

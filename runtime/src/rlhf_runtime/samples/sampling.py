@@ -55,11 +55,11 @@ def evaluation_sampling(config: RunFile) -> Sampling:
     return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
 
 
-def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -> RolloutSettings:
+def training_settings(config: RunFile, failures: Failures, given_share: float = 0.0) -> RolloutSettings:
     """Settings of training rollouts, from ``[sampling]`` and ``[stream]``.
 
     Args:
-        given: ``Needs.given`` of the algorithm.
+        given_share: ``Needs.given`` of the algorithm.
     """
     return RolloutSettings(
         training_sampling(config),
@@ -69,7 +69,7 @@ def training_settings(config: RunFile, failures: Failures, given: float = 0.0) -
         config.data.max_tokens,
         config.stream.rollout_deadline,
         config.stream.on_failed_sample == "abort",
-        given,
+        given_share,
         failures,
         config.data.image_limit,
     )

@@ -32,7 +32,7 @@ class ReadyBatch:
     counts: dict[str, float] = field(default_factory=dict)
     finished: list[FinishedGroup] = field(default_factory=list)
     """Every group that was generated for the batch, for the curriculum."""
-    chosen: dict[str, float] = field(default_factory=dict)
+    curriculum_metrics: dict[str, float] = field(default_factory=dict)
     """The curriculum's metrics of the batch."""
 
 

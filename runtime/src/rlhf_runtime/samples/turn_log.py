@@ -23,7 +23,7 @@ class TurnLog:
         """The turn ``number``, if it was sampled before for the same context."""
         context, turn = self._turns.get(number, (-1, None))
         if turn is not None and context != checksum(request):
-            self._turns = {n: found for n, found in self._turns.items() if n < number}
+            self._turns = {n: earlier for n, earlier in self._turns.items() if n < number}
             return None
         return turn
 

@@ -58,13 +58,13 @@ class WaveStream(Stream):
         staleness: int = 0,
         round: int = 1,
         acceptance: Acceptance | None = None,
-        chosen: ChosenOrder | None = None,
+        row_order: ChosenOrder | None = None,
         count: Count = no_count,
     ) -> None:
         self.rows, self.rollouts, self.settings = rows, rollouts, settings
         self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
         self.acceptance = acceptance or Acceptance()
-        self.chosen = chosen
+        self.row_order = row_order
         """The order of ``rows``, if a curriculum decides it."""
         self.count = count
         """Shows how many samples have ended of those that are drawn at once."""
@@ -84,11 +84,11 @@ class WaveStream(Stream):
         """
         end = self._round_of(step) + self.round + self.staleness
         while self.generated < min(end, self.total_steps):
-            expected, got = self.version_of(self.generated), self.rollouts.generator.version
-            if got != expected:
+            expected, version = self.version_of(self.generated), self.rollouts.generator.version
+            if version != expected:
                 raise TrainingError(
                     f"batch {self.generated} must be generated with weight version {expected} (round {self.round}, "
-                    f"staleness {self.staleness}), but the generator holds version {got}"
+                    f"staleness {self.staleness}), but the generator holds version {version}"
                 )
             self.ready.append(self._generate())
             self.generated += 1
@@ -113,17 +113,19 @@ class WaveStream(Stream):
         """
         oldest = self.generated - len(self.ready)
         if not self.ready or oldest != step:
-            held = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
-            raise TrainingError(f"the batch of step {step} was asked for, but {held}; start({step}) comes before it")
+            oldest_ready = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
+            raise TrainingError(
+                f"the batch of step {step} was asked for, but {oldest_ready}; start({step}) comes before it"
+            )
         batch = self.ready.popleft()
-        if self.chosen is not None:
-            self.chosen.tell(batch.finished)
+        if self.row_order is not None:
+            self.row_order.tell(batch.finished)
         return batch
 
     def _generate(self) -> ReadyBatch:
         accepted: list[Group] = []
         finished: list[FinishedGroup] = []
-        counts = self.acceptance.new_counts(given=self.settings.given > 0)
+        counts = self.acceptance.new_counts(has_given=self.settings.given_share > 0)
         for _ in range(1 + self.acceptance.refills):
             missing = self.batch_size - len(accepted)
             if not missing:
@@ -134,15 +136,15 @@ class WaveStream(Stream):
             counts["prompts"] += len(rows)
             for group in groups:
                 filtered = counts["filtered"]
-                kept = self.acceptance.accept(group, counts)
-                if kept is not None:
-                    accepted.append(kept)
-                if self.chosen is not None:
+                part = self.acceptance.accept(group, counts)
+                if part is not None:
+                    accepted.append(part)
+                if self.row_order is not None:
                     rejected: Fate = "filtered" if counts["filtered"] > filtered else "left_out"
-                    fate = rejected if kept is None else "kept"
-                    finished.append(self.chosen.finished_group(group, self.generated, fate))
+                    fate = rejected if part is None else "kept"
+                    finished.append(self.row_order.finished_group(group, self.generated, fate))
         counts["short"] = float(self.batch_size - len(accepted))
-        metrics = self.chosen.metrics() if self.chosen is not None else {}
+        metrics = self.row_order.metrics() if self.row_order is not None else {}
         return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
 
     def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
@@ -157,8 +159,8 @@ class WaveStream(Stream):
 
     def _saved(self, batch: ReadyBatch) -> dict[str, Any]:
         saved = {"version": batch.version, "counts": batch.counts, "groups": len(batch.groups)}
-        if self.chosen is not None:
-            saved |= {"finished": [asdict(group) for group in batch.finished], "chosen": batch.chosen}
+        if self.row_order is not None:
+            saved |= {"finished": [asdict(group) for group in batch.finished], "chosen": batch.curriculum_metrics}
         return saved
 
     @staticmethod
@@ -174,9 +176,9 @@ class WaveStream(Stream):
         for ready in state["ready"]:
             end = start + ready["groups"]
             batch = ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"]))
-            if self.chosen is not None:
-                batch.finished = self.chosen.restored(ready.get("finished"))
-                batch.chosen = dict(ready.get("chosen", {}))
+            if self.row_order is not None:
+                batch.finished = self.row_order.restored(ready.get("finished"))
+                batch.curriculum_metrics = dict(ready.get("chosen", {}))
             self.ready.append(batch)
             start = end
         trained = self.generated - len(self.ready)

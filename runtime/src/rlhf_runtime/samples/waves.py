@@ -23,7 +23,7 @@ from rlhf_runtime.workers.main_thread import MainThread
 class _Waiting:
     order: tuple[int, ...]
     request: GenerationRequest
-    done: asyncio.Future[Turn] = field(compare=False)
+    future: asyncio.Future[Turn] = field(compare=False)
 
 
 class Waves:
@@ -69,7 +69,7 @@ class Waves:
         self._waiting.append(waiting)
         self._busy -= 1
         self._start_if_all_wait()
-        return await waiting.done
+        return await waiting.future
 
     async def settled(self) -> None:
         """Wait until no wave is under way. A wave can end after all of its samples have ended or failed."""
@@ -89,8 +89,8 @@ class Waves:
         """Give each sample its turn as soon as the turn is complete, while the rest of the wave goes on."""
 
         def hand_over(waiting: _Waiting, turn: Turn) -> None:
-            if not waiting.done.done():
-                waiting.done.set_result(turn)
+            if not waiting.future.done():
+                waiting.future.set_result(turn)
 
         def job() -> None:
             for position, turn in self._generator.generate([w.request for w in wave]):
@@ -104,12 +104,12 @@ class Waves:
         except Exception as error:  # raised by the generator itself, not by a sample, rollout or environment
             broken = WorkerError(f"generator {self._generator.name!r} raised {cause(error)}")
             broken.__cause__ = error
-        left = [waiting for waiting in wave if not waiting.done.done()]
-        if left and broken is None:
+        unanswered = [waiting for waiting in wave if not waiting.future.done()]
+        if unanswered and broken is None:
             broken = WorkerError(
                 f"generator {self._generator.name!r} was asked for {len(wave)} turns but returned "
-                f"{len(wave) - len(left)}; it must return one for each request"
+                f"{len(wave) - len(unanswered)}; it must return one for each request"
             )
-        for waiting in left:
+        for waiting in unanswered:
             assert broken is not None
-            waiting.done.set_exception(broken)
+            waiting.future.set_exception(broken)

@@ -208,24 +208,24 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
 
 
 def _save_answers(
-    prepared: Prepared, directory: RunDirectory, store: CheckpointStore, done: int, groups: list[Group]
+    prepared: Prepared, directory: RunDirectory, store: CheckpointStore, steps_done: int, groups: list[Group]
 ) -> None:
-    """Write the answers of the evaluation after ``done`` steps, as `rlhf eval --save` does."""
+    """Write the answers of the evaluation after step ``steps_done``, as `rlhf eval --save` does."""
     if prepared.config.checkpoint.save_rollouts:
-        with store.writing(path := directory.evaluations(done)):
+        with store.writing(path := directory.evaluations(steps_done)):
             write_lines(path, groups, prepared.data.template.prompt_of)
 
 
 def _trainer_options(prepared: Prepared, roles: Mapping[str, Role]) -> list[TrainerOptions]:
     """The trainer options of each trained role that may change during the run, named by the section that sets them."""
-    found = []
+    options = []
     for name, role in roles.items():
         if role.spec.role.trained:
             selected, own = prepared.trainer(name), prepared.section(name).trainer
             changeable = sorted(selected.resolved.cls.changeable)
             names = {o: f"{where_trainer(name) if o in own else 'trainer'}.{o}" for o in changeable}
-            found.append(TrainerOptions(role, selected.resolved, selected.config, names))
-    return found
+            options.append(TrainerOptions(role, selected.resolved, selected.config, names))
+    return options
 
 
 def _precomputed(
@@ -248,10 +248,10 @@ def _precomputed(
 def row_check(prepared: Prepared) -> RowCheck:
     """Checks the rows of the run's first steps. A resumed run checks none, because its first start did."""
     config = prepared.config
-    taken = prepared.total_steps * config.data.batch_size
+    rows = prepared.total_steps * config.data.batch_size
     if prepared.curriculum is not None:  # the curriculum may choose any row
-        taken = prepared.data.rows_per_epoch
-    return RowCheck(prepared.data, 0 if config.run.resume else taken)
+        rows = prepared.data.rows_per_epoch
+    return RowCheck(prepared.data, 0 if config.run.resume else rows)
 
 
 def _timeline(prepared: Prepared, directory: RunDirectory, progress: Progress) -> Timeline:

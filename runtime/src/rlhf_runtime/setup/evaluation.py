@@ -39,9 +39,9 @@ def make_evaluation(
     if sampler is not None:
         rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
 
-        def answer(done: int) -> Metrics:
+        def answer(steps_done: int) -> Metrics:
             metrics, groups = evaluate_rollouts(rollouts, rows, settings, prepared.evaluation, count=count)
-            save(done, groups)
+            save(steps_done, groups)
             return metrics
 
         parts.append(answer)
@@ -51,17 +51,17 @@ def make_evaluation(
         if not config.run.resume:
             sources = {row.source for row in rows} if sampler is not None else ()
             check_metric(prepared.evaluation, sources, is_scored(prepared), losses)
-        parts.append(lambda done: losses())
+        parts.append(lambda steps_done: losses())
 
-    def compute(done: int) -> Metrics:
-        return {name: value for part in parts for name, value in part(done).items()}
+    def compute(steps_done: int) -> Metrics:
+        return {name: value for part in parts for name, value in part(steps_done).items()}
 
     best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
     policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
     if not evaluates_average(policy, trainer, config.eval.weights):
         return Evaluation(compute, best)
 
-    def compute_average(done: int) -> Metrics:
-        return with_average(functools.partial(compute, done), policy, sampler, stream, prepared.total_steps)
+    def compute_average(steps_done: int) -> Metrics:
+        return with_average(functools.partial(compute, steps_done), policy, sampler, stream, prepared.total_steps)
 
     return Evaluation(compute_average, best)

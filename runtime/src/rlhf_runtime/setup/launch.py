@@ -49,17 +49,17 @@ def launch_roles(
         reports: folder for the launcher's reports about failures; None: the working directory.
     """
     config = prepared.config
-    found: dict[str, Role] = {}
+    loaded_roles: dict[str, Role] = {}
     launcher.place(prepared.places, prepared.plugins, reports)
     if "generator" in prepared.parts:
         launcher.choose_link(prepared.parts["generator"].resolved.cls, config.sync.transport)
     for name in sorted(prepared.specs, key=lambda name: not prepared.section(name).precompute):
         load = functools.partial(_launch_role, name, prepared, launcher)
         if prepared.section(name).precompute and precomputed is not None:
-            found[name] = precomputed(prepared.specs[name], load)
+            loaded_roles[name] = precomputed(prepared.specs[name], load)
         else:
-            found[name] = _base_of(name, prepared, found) or load()
-    roles = {name: found[name] for name in prepared.specs}
+            loaded_roles[name] = _base_of(name, prepared, loaded_roles) or load()
+    roles = {name: loaded_roles[name] for name in prepared.specs}
     lend(prepared.algorithm.needs().lent, roles)
     return roles
 
@@ -115,10 +115,10 @@ def launch_sampler(
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
-        chosen, options = selected.resolved.cls, selected.config
+        cls, options = selected.resolved.cls, selected.config
         # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
-        with phase(f"starting the generator {chosen.name}"):
-            generator = launcher.launch_generator(chosen, options, spec, policy.group, lambda: weights.refresh())
+        with phase(f"starting the generator {cls.name}"):
+            generator = launcher.launch_generator(cls, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
     images = template.images.tokens if policy.spec.images else None
     weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)
@@ -153,16 +153,16 @@ def _shares_devices(prepared: Prepared, launcher: Launcher) -> bool:
     return GENERATOR in places and ("in_process" in launcher.capabilities or bool(neighbours(places, GENERATOR)))
 
 
-def make_scorer(prepared: Placed, score: ScoreWithRole, read: ReadRole) -> Scorer:
+def make_scorer(prepared: Placed, score: ScoreWithRole, reader: ReadRole) -> Scorer:
     """The run's rewards.
 
     Args:
-        score, read: give rewards access to the run's models (:mod:`rlhf_runtime.rewards.reward_models`).
+        score, reader: give rewards access to the run's models (:mod:`rlhf_runtime.rewards.reward_models`).
     """
     return Scorer(
         prepared.rewards,
         score_with_role=score,
-        read_role=read,
+        read_role=reader,
         tokens=tokens_of(prepared.tokenizer),
         seed=prepared.config.run.seed,
         turn_credit=prepared.config.env.credit if prepared.config.env is not None else "outcome",

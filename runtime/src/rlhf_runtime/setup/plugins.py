@@ -89,7 +89,7 @@ class RunPlugins:
         like = self.section(declared.like) if declared.like is not None else own
         storage = own.storage or like.storage or "fp32"
         dtype = own.dtype if own.dtype != "auto" else like.dtype
-        model, seen = self.model(role), images or data.images is not None or bool(data.max_images)
+        model, has_images = self.model(role), images or data.images is not None or bool(data.max_images)
         # The algorithm's roles read the batches. Roles of rewards read what their reward gives them.
         reads_batches = any(r.name == role for r in self.algorithm.needs().roles)
         return ModelSpec(
@@ -102,14 +102,14 @@ class RunPlugins:
             updates,
             world_size=ranks,
             storage=storage,
-            images=seen and (reads_batches or "policy" in (role, declared.like) or reads_images(model)),
+            images=has_images and (reads_batches or "policy" in (role, declared.like) or reads_images(model)),
         )
 
     def engine_images(self, policy: ModelSpec) -> int:
         """Most images of a request to the generator. 0 if nothing says that there are any: neither the run file nor the
         rows, and no environment or program that may show some."""
-        shown = self.rollout is not None and (self.rollout.needs_env or self.rollout.needs_messages)
-        return self.config.data.image_limit if (policy.images or shown) and reads_images(policy.path) else 0
+        may_show = self.rollout is not None and (self.rollout.needs_env or self.rollout.needs_messages)
+        return self.config.data.image_limit if (policy.images or may_show) and reads_images(policy.path) else 0
 
     def places_on(self, device: str) -> dict[str, Place]:
         """The placement of every role, and of the generator where there is one.
@@ -121,9 +121,9 @@ class RunPlugins:
         """
         places = placement(self.config.placement, list(self.roles), GENERATOR in self.parts)
         if GENERATOR in places and "processes" in self.parts["launcher"].resolved.cls.capabilities:
-            chosen, place = self.parts[GENERATOR], places[GENERATOR]
-            generator = chosen.resolved.cls
-            places[GENERATOR] = divided(place, generator.name, generator.parallel_sizes(chosen.config))
+            selection, place = self.parts[GENERATOR], places[GENERATOR]
+            generator = selection.resolved.cls
+            places[GENERATOR] = divided(place, generator.name, generator.parallel_sizes(selection.config))
             check_workers(places, device)
         return places
 
@@ -251,13 +251,13 @@ def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveRewar
 def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:
     """The roles of a run by name. Raises ConfigError where two plugins declare a role differently."""
     declared: dict[str, tuple[RoleSpec, str]] = {}
-    asked = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
-    for role, who in asked + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:
-        first, other = declared.setdefault(role.name, (role, who))
+    declarations = [(role, f"algorithm {algorithm.name!r}") for role in algorithm.needs().roles]
+    for role, owner in declarations + [(role, f"reward {r.name!r}") for r in rewards for role in r.instance.roles()]:
+        first, other = declared.setdefault(role.name, (role, owner))
         if first != role:
             raise ConfigError(
-                f"{other} and {who} declare the role {role.name!r} differently: {first} and {role}. Give {who} another "
-                "role: with its option `role`, where it has one, or in its roles()"
+                f"{other} and {owner} declare the role {role.name!r} differently: {first} and {role}. Give {owner} "
+                "another role: with its option `role`, where it has one, or in its roles()"
             )
     return {name: role for name, (role, _) in declared.items()}
 
@@ -265,5 +265,5 @@ def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dic
 def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str) -> bool:
     """Whether a role is placed on the devices of another one, and its number of ranks is equal or not set."""
     place, source = places[name], places[other]
-    named = "ranks" in config.placement[name].model_fields_set
-    return place.share in (other, source.share or other) and (not named or place.ranks == source.ranks)
+    has_ranks = "ranks" in config.placement[name].model_fields_set
+    return place.share in (other, source.share or other) and (not has_ranks or place.ranks == source.ranks)

@@ -16,18 +16,20 @@ from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, where_trainer
 
 
-def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool) -> None:
+def check_parts(
+    plugins_of_run: RunPlugins, places: Mapping[str, Place], specs: Mapping[str, ModelSpec], here: bool
+) -> None:
     """Raises ConfigError, CapabilityError or PluginError, as the run itself would.
 
     Args:
         here: whether the run would start on this machine. False: it is only planned.
     """
-    config, chosen = made.config, made.parts["launcher"]
-    launcher, generator = chosen.resolved.cls, made.parts.get(GENERATOR)
-    launcher.check(chosen.config, places, generator.resolved.cls if generator else None, config.sync.transport)
-    device = device_here() if here and launcher.here(chosen.config) else None
+    config, selection = plugins_of_run.config, plugins_of_run.parts["launcher"]
+    launcher, generator = selection.resolved.cls, plugins_of_run.parts.get(GENERATOR)
+    launcher.check(selection.config, places, generator.resolved.cls if generator else None, config.sync.transport)
+    device = device_here() if here and launcher.here(selection.config) else None
     for name, spec in specs.items():
-        trainer = made.trainer(name)
+        trainer = plugins_of_run.trainer(name)
         if here:
             trainer.resolved.cls.check_files(spec)
         trainer.resolved.cls.check(trainer.config, spec, device)
@@ -43,48 +45,48 @@ def check_parts(made: RunPlugins, places: Mapping[str, Place], specs: Mapping[st
             config.run.seed,
             in_flight=config.sync.in_flight,
             keys=config.sync.keys,
-            max_images=made.engine_images(policy),
+            max_images=plugins_of_run.engine_images(policy),
         )
         samplings = [evaluation_sampling(config)] if data.eval else []
-        samplings += [training_sampling(config)] if made.online else []
+        samplings += [training_sampling(config)] if plugins_of_run.online else []
         generator.resolved.cls.check(generator.config, engine, samplings, device)
 
 
-def idle_options(made: RunPlugins) -> list[str]:
+def idle_options(plugins_of_run: RunPlugins) -> list[str]:
     """Problems with training-only options in the trainer section of a frozen role.
 
     Training-only options that the role inherits from ``[trainer]`` are allowed, because the trained roles read them.
     The policy is exempt: where it only answers, its section comes from the run that trained it.
     """
     problems = []
-    for name, role in made.roles.items():
-        given = made.section(name).trainer
-        trainer = made.trainer(name).resolved.cls
-        for key in sorted(trainer.learning & given.keys()) if not role.trained and name != "policy" else ():
+    for name, role in plugins_of_run.roles.items():
+        options = plugins_of_run.section(name).trainer
+        trainer = plugins_of_run.trainer(name).resolved.cls
+        for key in sorted(trainer.learning & options.keys()) if not role.trained and name != "policy" else ():
             where = f"{where_trainer(name)}.{key}"
             problems.append(
-                f"{where}{origin(where, made.config.origins)}: {name} is not trained, so nothing reads it. Remove it. "
-                "In [trainer] the option applies to the trained roles."
+                f"{where}{origin(where, plugins_of_run.config.origins)}: {name} is not trained, so nothing reads it. "
+                "Remove it. In [trainer] the option applies to the trained roles."
             )
     return problems
 
 
-def unread_sections(made: RunPlugins, plugins: Plugins) -> list[str]:
+def unread_sections(plugins_of_run: RunPlugins, plugins: Plugins) -> list[str]:
     """Problems with options of ``[rollout]`` and ``[generator]`` in a run without these parts. Options with their
     default values are allowed. ``generator.use`` is allowed too, because ``--backend`` sets it in every run."""
     problems = []
     for kind in ("rollout", GENERATOR):
-        section, usual = getattr(made.config, kind), RunFile.model_fields[kind].default
-        if kind in made.parts or section == usual:
+        section, default = getattr(plugins_of_run.config, kind), RunFile.model_fields[kind].default
+        if kind in plugins_of_run.parts or section == default:
             continue
         try:
             plain = select(plugins, kind, Choice(use=section.use)).config.model_dump()
         except ConfigError:  # the plugin has options without a default, so the run file sets them all
             plain = {}
-        given = sorted(key for key, value in section.options.items() if key not in plain or plain[key] != value)
-        named = [f"{kind}.{key}" for key in given]
-        if kind == "rollout" and section.use != usual.use:
-            named.insert(0, "rollout.use")
-        if named:
-            problems.append(f"{', '.join(named)}: set, but this run samples nothing, so nothing reads it. Remove it.")
+        keys = sorted(key for key, value in section.options.items() if key not in plain or plain[key] != value)
+        fields = [f"{kind}.{key}" for key in keys]
+        if kind == "rollout" and section.use != default.use:
+            fields.insert(0, "rollout.use")
+        if fields:
+            problems.append(f"{', '.join(fields)}: set, but this run samples nothing, so nothing reads it. Remove it.")
     return problems

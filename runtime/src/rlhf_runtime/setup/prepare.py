@@ -91,25 +91,33 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     """
     config = _with_folder(config)
     before = RunDirectory.last_start(config.run.output) if config.run.resume else {}
-    made = run_plugins(config, plugins, scored, Commits(before.get("hub")))
-    raise_problems("these options do nothing", idle_options(made) + unread_sections(made, plugins))
-    config, algorithm, parts, rewards, roles = made.config, made.algorithm, made.parts, made.rewards, made.roles
-    rollout = made.rollout
+    plugins_of_run = run_plugins(config, plugins, scored, Commits(before.get("hub")))
+    raise_problems("these options do nothing", idle_options(plugins_of_run) + unread_sections(plugins_of_run, plugins))
+    config, algorithm, parts, rewards, roles = (
+        plugins_of_run.config,
+        plugins_of_run.algorithm,
+        plugins_of_run.parts,
+        plugins_of_run.rewards,
+        plugins_of_run.roles,
+    )
+    rollout = plugins_of_run.rollout
     observers = {
         choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
         for number, choice in enumerate(config.observer)
     }
-    tokenizer = load_tokenizer(made.model("policy"), config.policy.trust_remote_code)
-    check_ids(made.model("policy"), config.policy.trust_remote_code)
+    tokenizer = load_tokenizer(plugins_of_run.model("policy"), config.policy.trust_remote_code)
+    check_ids(plugins_of_run.model("policy"), config.policy.trust_remote_code)
     check_stops(config.sampling.stop, tokenizer)
     if rollout is not None and rollout.needs_generator:
         check_texts(rewards, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().given > 0
-    images = _images(made)
+    images = _images(plugins_of_run)
     day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
     with phase("reading data"):
-        data = TrainData(config.data, tokenizer, algorithm.data, config.run.seed, answers, made.commits, images, day)
+        data = TrainData(
+            config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
+        )
     if config.data.margin is not None:
         _check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
@@ -127,12 +135,14 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.choose_by(curriculum, steps)
     schedule = Schedule.of(algorithm, steps)
     updates = schedule.total()
-    check_roles(made, steps, updates, schedule.snapshots)
-    places = made.places_on(device_here())
-    specs = {name: made.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles}
+    check_roles(plugins_of_run, steps, updates, schedule.snapshots)
+    places = plugins_of_run.places_on(device_here())
+    specs = {
+        name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles
+    }
     specs = {name: replace(spec, replaced=name in schedule.snapshots) for name, spec in specs.items()}
-    specs = on_processor(specs, made.trainer_class, before.get("on_processor"))
-    check_parts(made, places, specs, here=True)
+    specs = on_processor(specs, plugins_of_run.trainer_class, before.get("on_processor"))
+    check_parts(plugins_of_run, places, specs, here=True)
     check_vocabularies(specs["policy"], tokenizer, specs.values())
     if data.has_images and isinstance(images, ImageTokens):
         check_image_tokens(images, [specs[role.name] for role in algorithm.needs().roles])
@@ -144,15 +154,17 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     with phase("tokenising held-out rows") if config.data.eval else nullcontext():
         held_out = data.eval_rows(config.eval.max_rows)  # read in any case, so that invalid rows are refused
     # `rlhf eval` has no updates, and answers held-out rows only
-    check_columns(made, data, held_out, made.online and bool(updates) and config.stream.replay is None)
+    check_columns(
+        plugins_of_run, data, held_out, plugins_of_run.online and bool(updates) and config.stream.replay is None
+    )
     if algorithm.data != "prompts":
         _check_eval_rows(algorithm, len(held_out))
     elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
-        check_metric(made.evaluation, {row.source for row in held_out}, is_scored(made), None)
+        check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
     selected = [*parts.values(), *observers.values()]
-    used = [*made.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
+    used = [*plugins_of_run.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
     return Prepared(
-        **vars(made),
+        **vars(plugins_of_run),
         data=data,
         tokenizer=tokenizer,
         total_steps=steps,
@@ -167,16 +179,16 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     )
 
 
-def _images(made: RunPlugins) -> ImageTokens | str:
+def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
     """The tokens of images, or why the run cannot have images."""
-    found = image_tokens(made.model("policy"), made.config.policy.trust_remote_code)
-    if isinstance(found, str):
-        return found
+    tokens = image_tokens(plugins_of_run.model("policy"), plugins_of_run.config.policy.trust_remote_code)
+    if isinstance(tokens, str):
+        return tokens
     for name in ("trainer", GENERATOR):
-        cls = made.parts[name].resolved.cls if name in made.parts else None
+        cls = plugins_of_run.parts[name].resolved.cls if name in plugins_of_run.parts else None
         if cls is not None and "images" not in cls.capabilities:
             return f"{name} {cls.name!r} cannot use them (capability 'images')"
-    return found
+    return tokens
 
 
 def _with_folder(config: RunFile) -> RunFile:
@@ -190,11 +202,11 @@ def _with_folder(config: RunFile) -> RunFile:
     return config.model_copy(update={"run": run.model_copy(update={"output": output})})
 
 
-def is_scored(made: RunPlugins) -> bool:
+def is_scored(plugins_of_run: RunPlugins) -> bool:
     """Whether answers can get a reward. Recorded samples may contain rewards."""
-    rollout = made.rollout
+    rollout = plugins_of_run.rollout
     of_rollout = rollout is not None and (rollout.gives_rewards or not rollout.needs_generator)
-    return bool(made.rewards) or made.config.env is not None or of_rollout
+    return bool(plugins_of_run.rewards) or plugins_of_run.config.env is not None or of_rollout
 
 
 def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
@@ -241,10 +253,10 @@ def total_steps(config: RunFile, rows_per_epoch: int) -> int:
     """``run.steps``, or the number of steps for ``run.epochs`` passes over the data, rounded up."""
     if config.run.steps is not None:
         return config.run.steps
-    asked = config.run.epochs * rows_per_epoch / config.data.batch_size
-    if asked > MAX_STEPS:
+    steps = config.run.epochs * rows_per_epoch / config.data.batch_size
+    if steps > MAX_STEPS:
         raise ConfigError(
             f"run.epochs = {config.run.epochs:g} passes over {rows_per_epoch} rows, {config.data.batch_size} a step, "
-            f"are {asked:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
+            f"are {steps:.3g} steps; a run has at most {MAX_STEPS}. Lower run.epochs, or set run.steps."
         )
-    return max(1, math.ceil(asked))
+    return max(1, math.ceil(steps))

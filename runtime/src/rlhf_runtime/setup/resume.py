@@ -84,8 +84,8 @@ def check_resume(prepared: Prepared) -> Checkpoint | None:
         device=before.get("device", ""),
         content=content(prepared, saved.content),
     )
-    found = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
-    require_same_run(allow_defaults(found, prepared.config, prepared.resolve), newest.path)
+    differences = compare(newest.meta, now, prepared.parts["trainer"].resolved.cls.layout)
+    require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), newest.path)
     return store.open(newest.step)
 
 
@@ -105,23 +105,24 @@ def _check_unsaved(folder: Path) -> None:
         )
 
 
-def check_steps(done: int, total: int) -> None:
+def check_steps(steps_done: int, total: int) -> None:
     """Raises ConfigError where a run is resumed that has made more steps than it is to have."""
-    if done > total:
+    if steps_done > total:
         raise ConfigError(
-            f"a run of {total} steps cannot be resumed after step {done}. Steps count from the start of the run, those "
-            f"before the resume included: set run.steps to more than {done}, e.g. --steps {done + total}."
+            f"a run of {total} steps cannot be resumed after step {steps_done}. Steps count from the start of the run, "
+            f"those before the resume included: set run.steps to more than {steps_done}, e.g. --steps "
+            f"{steps_done + total}."
         )
 
 
-def _no_steps(prepared: Prepared, done: int) -> list[str]:
+def _no_steps(prepared: Prepared, steps_done: int) -> list[str]:
     """A note where ``run.stop_after`` ends the run before its next step."""
     last, total = prepared.config.run.stop_after, prepared.total_steps
-    if last is None or not last <= done < total:
+    if last is None or not last <= steps_done < total:
         return []
     return [
-        f"run.stop_after = {last}, and {done} of {total} steps are done: this start makes no further step. To go on, "
-        f"remove it, or set it to a later step: --run.stop_after {total}"
+        f"run.stop_after = {last}, and {steps_done} of {total} steps are done: this start makes no further step. To go "
+        f"on, remove it, or set it to a later step: --run.stop_after {total}"
     ]
 
 
@@ -146,8 +147,8 @@ def restore(
             directory.cut(None)
         return 0
     now = {**meta, "content": content(prepared, checkpoint.meta.get("content", {}))}
-    found = compare(checkpoint.meta, now, prepared.parts["trainer"].resolved.cls.layout)
-    for line in require_same_run(allow_defaults(found, prepared.config, prepared.resolve), checkpoint.path):
+    differences = compare(checkpoint.meta, now, prepared.parts["trainer"].resolved.cls.layout)
+    for line in require_same_run(allow_defaults(differences, prepared.config, prepared.resolve), checkpoint.path):
         note(line)
     step = state.read(checkpoint)
     with store.writing(directory.path):

@@ -21,7 +21,7 @@ from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.setup.plugins import RunPlugins
 
 
-def check_columns(made: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
+def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
     """Refuse a run in which a reward cannot score any row of a source.
 
     Args:
@@ -32,8 +32,10 @@ def check_columns(made: RunPlugins, data: TrainData, held_out: Sequence[Row], sa
     """
     evaluated = {row.source for row in held_out}
     trained = data.sources["train"] if samples else []
-    problems = column_problems(made.rewards, trained, "train")
-    problems += column_problems(made.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval")
+    problems = column_problems(plugins_of_run.rewards, trained, "train")
+    problems += column_problems(
+        plugins_of_run.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval"
+    )
     refuse(problems)
 
 

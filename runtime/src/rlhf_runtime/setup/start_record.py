@@ -38,18 +38,18 @@ def content(prepared: Prepared, before: Mapping[str, str] = {}) -> dict[str, str
     """
     folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
     hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
-    found = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    digests = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
     for name, folder in folders.items():
         key = f"{name}.model"
         saved = before.get(key)
-        if key in found and saved not in (None, found[key]) and saved == content_of(folder, whole=True):
-            found[key] = saved
+        if key in digests and saved not in (None, digests[key]) and saved == content_of(folder, whole=True):
+            digests[key] = saved
     if prepared.config.data.chat_template is not None:
         template: str = prepared.data.template.tokenizer.chat_template
-        found["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
+        digests["data.chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     for source, about in prepared.data.fingerprints()["eval"].items():
-        found[f"data.eval.{source}"] = about["fingerprint"]
-    return found
+        digests[f"data.eval.{source}"] = about["fingerprint"]
+    return digests
 
 
 def record_start(run: Run, prepared: Prepared) -> None:
@@ -80,8 +80,8 @@ def record_start(run: Run, prepared: Prepared) -> None:
 
 def _measured(prepared: Prepared) -> dict[str, Any]:
     """Measured and looked-up values that a resume reads instead of determining them again."""
-    found = prepared.specs["policy"].on_processor
-    measured: dict[str, Any] = {"on_processor": dataclasses.asdict(found)} if found else {}
+    measurement = prepared.specs["policy"].on_processor
+    measured: dict[str, Any] = {"on_processor": dataclasses.asdict(measurement)} if measurement else {}
     chat = prepared.data.template.chat
     if chat is not None and chat.day is not None:
         measured["template_day"] = chat.day.isoformat()

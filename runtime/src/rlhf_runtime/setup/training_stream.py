@@ -42,7 +42,7 @@ def training_stream(
         "total_steps": prepared.total_steps,
         "staleness": section.staleness,
         "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
-        "chosen": prepared.data.chosen,
+        "row_order": prepared.data.chosen,
     }
     if section.mode == "waves":
         common["count"] = functools.partial(count, "samples")

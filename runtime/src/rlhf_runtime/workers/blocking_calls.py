@@ -40,8 +40,8 @@ class Threads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Cancel the calls that have not begun. Does not wait for the others."""
         with self._guard:
-            left, self._later = self._later, deque()
-        for future, _ in left:
+            pending, self._later = self._later, deque()
+        for future, _ in pending:
             future.cancel()
 
     def _work(self, future: Future[Any], function: Callable[[], Any]) -> None:

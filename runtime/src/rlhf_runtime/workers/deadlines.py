@@ -81,18 +81,18 @@ async def within(awaitable: Awaitable[T], seconds: float) -> T:
         task = asyncio.ensure_future(_errors_only(awaitable))  # the task copies the context, and with it the clock
     finally:
         _CLOCK.reset(before)
-    begin, left = loop.time(), seconds
-    done: set[asyncio.Future[T]] = set()
+    begin, seconds_left = loop.time(), seconds
+    ended: set[asyncio.Future[T]] = set()
     try:
-        while not done and left > 0:
-            done, _ = await asyncio.wait({task}, timeout=left)
-            left = seconds - (loop.time() - begin - clock.waited())
+        while not ended and seconds_left > 0:
+            ended, _ = await asyncio.wait({task}, timeout=seconds_left)
+            seconds_left = seconds - (loop.time() - begin - clock.waited())
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
         task.add_done_callback(_retrieve)
         raise
-    if not done:
+    if not ended:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE)
         task.add_done_callback(_retrieve)

@@ -42,9 +42,9 @@ class Loop(asyncio.SelectorEventLoop):
             last = self.time() + GRACE
             while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
                 await asyncio.sleep(0.01)
-        left = asyncio.all_tasks(self) - {asyncio.current_task(self)}
-        for task in left:
+        tasks = asyncio.all_tasks(self) - {asyncio.current_task(self)}
+        for task in tasks:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=GRACE)
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE)
         self.stop()

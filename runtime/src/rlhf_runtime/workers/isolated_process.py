@@ -39,8 +39,8 @@ class LentPackages:
         return PathFinder.find_spec(name, [self._folders[name]]) if name in self._folders else None
 
     def find_distributions(self, context: Any) -> list[Distribution]:
-        found = [LentMetadata(self._metadata)] if self._metadata else []
-        return [d for d in found if context.name in (None, d.metadata["Name"])]
+        distributions = [LentMetadata(self._metadata)] if self._metadata else []
+        return [d for d in distributions if context.name in (None, d.metadata["Name"])]
 
 
 def lend(lent: dict[str, Any]) -> None:

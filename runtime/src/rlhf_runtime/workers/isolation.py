@@ -58,18 +58,18 @@ def command(resolved: Resolved, python: str, *arguments: str) -> list[str]:
     metadata = {}
     if resolved.distribution != FILE:
         modules.append(resolved.cls.__module__.partition(".")[0])
-        found = importlib.metadata.distribution(resolved.distribution)
-        header = (found.read_text("METADATA") or "").partition("\n\n")[0]  # without the README
-        metadata = {"METADATA": header, "entry_points.txt": found.read_text("entry_points.txt") or ""}
+        distribution = importlib.metadata.distribution(resolved.distribution)
+        header = (distribution.read_text("METADATA") or "").partition("\n\n")[0]  # without the README
+        metadata = {"METADATA": header, "entry_points.txt": distribution.read_text("entry_points.txt") or ""}
     lent = json.dumps({"folders": {name: _folder(name) for name in modules}, "metadata": metadata})
     return [_absolute(python), "-s", str(PROGRAM), *arguments, lent]
 
 
 def environment(python: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """Environment variables of such a worker. Programs that the plugin starts are those of the other Python first."""
-    kept = {k: v for k, v in inherited.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    variables = {k: v for k, v in inherited.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     folder = os.path.dirname(_absolute(python))
-    return kept | {"PATH": os.pathsep.join([folder, *filter(None, [kept.get("PATH")])])}
+    return variables | {"PATH": os.pathsep.join([folder, *filter(None, [variables.get("PATH")])])}
 
 
 def requirements(resolved: Resolved) -> list[str]:
@@ -82,8 +82,8 @@ def requirements(resolved: Resolved) -> list[str]:
 
 def to_install(resolved: Resolved) -> list[str]:
     """:func:`requirements` that apply to this machine, as arguments of pip."""
-    wanted = [Requirement(text) for text in requirements(resolved)]
-    applying = [r for r in wanted if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
+    all_requirements = [Requirement(text) for text in requirements(resolved)]
+    applying = [r for r in all_requirements if r.marker is None or r.marker.evaluate({"extra": EXTRA})]
     for requirement in applying:
         requirement.marker = None
     return [str(requirement) for requirement in applying]

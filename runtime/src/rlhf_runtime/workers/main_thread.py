@@ -66,17 +66,17 @@ class MainThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """From a coroutine: run ``function`` on the main thread and wait for what it returns."""
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def job() -> None:
             try:
-                settle = partial(done.set_result, function())
+                settle = partial(future.set_result, function())
             except Exception as error:
-                settle = partial(done.set_exception, error)
-            self._finish(done, settle)
+                settle = partial(future.set_exception, error)
+            self._finish(future, settle)
 
         self._jobs.put(job)
-        return await done
+        return await future
 
     def from_main(self, function: Callable[[], None]) -> None:
         """From a job: run ``function`` on the event loop soon."""
@@ -103,10 +103,10 @@ class MainThread:
     def _next_job(self) -> Callable[[], None] | None:
         """Wait for a job. No deadline can end a coroutine that blocks the event loop: this method reports where it
         blocks, and raises StandstillError if the run was asked to stop."""
-        said, beat = False, threading.Event()
+        is_reported, beat = False, threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         turned = time.monotonic()
-        asked: float | None = None
+        stop_time: float | None = None
         while True:
             try:
                 return self._jobs.get(timeout=min(LOOK, self._standstill, self._grace))
@@ -116,18 +116,18 @@ class MainThread:
                 beat.clear()
                 self.loop.call_soon_threadsafe(beat.set)
                 turned = now
-            elif not said and now - turned >= self._standstill:
-                said = True
+            elif not is_reported and now - turned >= self._standstill:
+                is_reported = True
                 print(_standing_still(self._thread, now - turned), file=sys.stderr, flush=True)  # noqa: T201
             if self.stop is not None and self.stop.requested:
-                asked = now if asked is None else asked
-                if now - max(asked, turned) >= self._grace:
+                stop_time = now if stop_time is None else stop_time
+                if now - max(stop_time, turned) >= self._grace:
                     self._stuck = True
                     raise StandstillError(_in_the_way(self._thread, self.stop.reason, now - turned))
 
-    def _finish(self, done: asyncio.Future[T], settle: Callable[[], None]) -> None:
+    def _finish(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
         def settle_if_waiting() -> None:
-            if not done.done():  # its coroutine may have been cancelled
+            if not future.done():  # its coroutine may have been cancelled
                 settle()
 
         self.loop.call_soon_threadsafe(settle_if_waiting)

@@ -78,17 +78,17 @@ def results_from_json(values: object, trajectories: Sequence[Trajectory]) -> lis
     """The results in the answer of a worker process. They are checked again, because a worker runs third-party code."""
     if not isinstance(values, list):
         raise InvalidResult(f"was answered by its worker process with {shown(values)}; allowed: a list")
-    made: list[object] = []
+    results: list[object] = []
     for value in values:
         try:
-            made.append(value if isinstance(value, str) else RewardResult(**value))
+            results.append(value if isinstance(value, str) else RewardResult(**value))
         except TypeError:
             raise InvalidResult(
                 f"was answered by its worker process with {shown(value)}; allowed: value, score, steps and info"
             ) from None
-    if len(made) != len(trajectories):
-        return check_results(made, trajectories)
-    return [v if isinstance(v, str) else _check_result(v, t) for v, t in zip(made, trajectories, strict=True)]
+    if len(results) != len(trajectories):
+        return check_results(results, trajectories)
+    return [v if isinstance(v, str) else _check_result(v, t) for v, t in zip(results, trajectories, strict=True)]
 
 
 def step_to_json(step: EnvStep) -> dict[str, Any]:
@@ -140,39 +140,39 @@ def _check_step_reward(step: object, trajectory: Trajectory) -> tuple[int, int, 
     return turn, token, _number("a step reward with value (", value)
 
 
-def _check_turn(what: str, turn: object) -> None:
+def _check_turn(label: str, turn: object) -> None:
     if not isinstance(turn, Turn):
-        raise InvalidResult(f"returned {shown(turn)} as {what}; allowed: a Turn")
+        raise InvalidResult(f"returned {shown(turn)} as {label}; allowed: a Turn")
     import numpy as np  # a worker process under another Python has no numpy, and checks no turns
 
     if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
-        raise InvalidResult(f"returned {what} with the token {lowest}; allowed: integers >= 0")
+        raise InvalidResult(f"returned {label} with the token {lowest}; allowed: integers >= 0")
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
-        got = "none" if turn.logprobs is None else str(len(turn.logprobs))
-        raise InvalidResult(f"returned sampled {what} with {len(turn.ids)} tokens and {got} log-probs")
+        count = "none" if turn.logprobs is None else str(len(turn.logprobs))
+        raise InvalidResult(f"returned sampled {label} with {len(turn.ids)} tokens and {count} log-probs")
     for name, value in (("reward", turn.reward), ("score", turn.score)):
         if value is None:
             continue
         if not turn.sampled:
             raise InvalidResult(
-                f"returned {what} (sampled = {turn.sampled}) with the {name} {shown(value)}; a {name} is on the turn "
+                f"returned {label} (sampled = {turn.sampled}) with the {name} {shown(value)}; a {name} is on the turn "
                 "that earned it, which the policy sampled"
             )
-        _number(f"{what} with the {name} (", value)
+        _number(f"{label} with the {name} (", value)
 
 
-def _check_info(what: str, info: object) -> None:
+def _check_info(label: str, info: object) -> None:
     """Raises InvalidResult where ``info`` cannot be written as JSON or its numbers cannot be averaged. Both
     happen after the training step, which is too late for an error."""
     if not isinstance(info, dict):
-        raise InvalidResult(f"returned {what}(info={shown(info)}); allowed: a dict")
+        raise InvalidResult(f"returned {label}(info={shown(info)}); allowed: a dict")
     try:
         encode(info, "info", nonfinite="mark")
     except CheckpointError as error:
-        raise InvalidResult(f"returned {what}(info=...) whose {error}") from None
+        raise InvalidResult(f"returned {label}(info=...) whose {error}") from None
     for value in _leaves(info):
         if isinstance(value, int) and not _is_finite(value):
-            raise InvalidResult(f"returned {what}(info=...) with {shown(value)}; allowed: integers below 1.8e308")
+            raise InvalidResult(f"returned {label}(info=...) with {shown(value)}; allowed: integers below 1.8e308")
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -183,15 +183,15 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _number(what: str, value: object) -> float:
+def _number(label: str, value: object) -> float:
     """A finite float. A bool or a tensor is refused, because its intended meaning is unclear."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         hint = " (write float(...))" if isinstance(value, bool) else ""
         hint = " (write .item())" if hasattr(value, "item") else hint
-        raise InvalidResult(f"returned {what}{shown(value)}); allowed: a finite number{hint}")
+        raise InvalidResult(f"returned {label}{shown(value)}); allowed: a finite number{hint}")
     if not _is_finite(value):
-        got = value if isinstance(value, float) else shown(value)
-        raise InvalidResult(f"returned {what}{got}); allowed: a finite number")
+        text = value if isinstance(value, float) else shown(value)
+        raise InvalidResult(f"returned {label}{text}); allowed: a finite number")
     return float(value)
 
 

@@ -61,10 +61,10 @@ class Worker:
         resolved: Resolved,
         config: ComponentConfig | None,
         error: type[RlhfError],
-        what: str = "",
+        label: str = "",
         python: str | None = None,
     ) -> None:
-        self.what, self.error, self.alive = what or str(resolved), error, True
+        self.label, self.error, self.alive = label or str(resolved), error, True
         self._resolved, self._python = resolved, python
         self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
         self._socket, theirs = socket.socketpair()
@@ -76,13 +76,13 @@ class Worker:
         if python is not None:
             environment = isolation.environment(python, environment)
             program = isolation.command(resolved, python, end)
-        read, write = os.pipe()
-        self._process = Child(program, stdout=write, stderr=write, pass_fds=(theirs.fileno(),), env=environment)
+        read_end, write_end = os.pipe()
+        self._process = Child(program, stdout=write_end, stderr=write_end, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
-        os.close(write)
+        os.close(write_end)
         self._socket.setblocking(False)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._reader = threading.Thread(target=self._read_output, args=(read,), daemon=True)
+        self._reader = threading.Thread(target=self._read_output, args=(read_end,), daemon=True)
         self._reader.start()
         _alive.add(self)
 
@@ -100,12 +100,12 @@ class Worker:
         if self._python is None:
             await self.call("path", list(sys.path), deadline=START_DEADLINE)
         else:
-            wanted = isolation.requirements(self._resolved)
+            requirements = isolation.requirements(self._resolved)
             here = f"{self._resolved.ref} --kind {self._resolved.kind}"
-            if missing := await self.call("unmet", wanted, isolation.EXTRA, deadline=START_DEADLINE):
+            if missing := await self.call("unmet", requirements, isolation.EXTRA, deadline=START_DEADLINE):
                 raise self.error(
-                    f"{self.what}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it there, "
-                    f"or make another with `rlhf plugins isolate {here} --output DIR`."
+                    f"{self.label}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it "
+                    f"there, or make another with `rlhf plugins isolate {here} --output DIR`."
                 )
         await self.call("build", *self._build, deadline=START_DEADLINE)
 
@@ -118,19 +118,19 @@ class Worker:
         except DeadlineExpired:
             self.kill()
             raise self.error(
-                f"{self.what}: {doing} took longer than its deadline of {deadline:g} s; its worker process was killed. "
-                "Make it faster or raise `deadline` in its section."
+                f"{self.label}: {doing} took longer than its deadline of {deadline:g} s; its worker process was "
+                "killed. Make it faster or raise `deadline` in its section."
             ) from None
         except WorkerDied as death:
             self.kill()
-            raise self.error(f"{self.what}: its worker process {death} during {doing}{self._output()}") from None
+            raise self.error(f"{self.label}: its worker process {death} during {doing}{self._output()}") from None
         except BaseException:  # cancelled: the next call would read this call's answer
             self.kill()
             raise
         if "raised" in answer:
-            raise self.error(f"{self.what}: {doing} raised {answer['raised']}")
+            raise self.error(f"{self.label}: {doing} raised {answer['raised']}")
         if "invalid" in answer:
-            raise self.error(f"{self.what}: {doing} {answer['invalid']}")
+            raise self.error(f"{self.label}: {doing} {answer['invalid']}")
         return answer["reply"]
 
     def kill(self) -> None:
@@ -191,7 +191,7 @@ class Worker:
             while line := stream.readline(8192).decode(errors="replace"):
                 self._lines.append(line.rstrip())
                 with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
-                    sys.stderr.write(f"[{self.what}] {line.rstrip()}\n")
+                    sys.stderr.write(f"[{self.label}] {line.rstrip()}\n")
 
 
 @atexit.register

@@ -23,10 +23,10 @@ class WorkerPool:
         config: ComponentConfig | None,
         error: type[RlhfError],
         size: int = 1,
-        what: str = "",
+        label: str = "",
         python: str | None = None,
     ) -> None:
-        self.resolved, self.config, self.error, self.what, self.python = resolved, config, error, what, python
+        self.resolved, self.config, self.error, self.label, self.python = resolved, config, error, label, python
         self._free = size
         self._idle: list[Worker] = []
         self._workers: list[Worker] = []
@@ -51,7 +51,7 @@ class WorkerPool:
                     return worker
                 worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
-            worker = Worker(self.resolved, self.config, self.error, self.what, self.python)
+            worker = Worker(self.resolved, self.config, self.error, self.label, self.python)
             self._workers.append(worker)
             try:
                 await worker.start()

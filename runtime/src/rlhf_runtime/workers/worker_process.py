@@ -107,8 +107,8 @@ def main() -> None:
 
 def unmet_requirements(texts: list[str], extra: str) -> list[str]:
     """Those of the requirements that the packages of this Python do not meet, and why."""
-    wanted = [Requirement(text) for text in texts]
-    return [problem for r in wanted if (problem := unmet(r, installed_version(r.name), extra))]
+    requirements = [Requirement(text) for text in texts]
+    return [problem for r in requirements if (problem := unmet(r, installed_version(r.name), extra))]
 
 
 def plain(value: object) -> Any:

@@ -25,9 +25,9 @@ class _Pickler(pickle.Pickler):
 def request(method: str, arguments: tuple[Any, ...]) -> bytes:
     """The bytes of a call. Rows are sent without their layout: only the run reads it, and another Python cannot import
     its class."""
-    made = io.BytesIO()
-    _Pickler(made).dump((method, arguments))
-    return made.getvalue()
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump((method, arguments))
+    return buffer.getvalue()
 
 
 def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
@@ -43,7 +43,7 @@ def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
     try:
         if by_value:
             cloudpickle.register_pickle_by_value(module)
-        made: bytes = cloudpickle.dumps(resolved)
+        payload: bytes = cloudpickle.dumps(resolved)
     except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
         raise error(
             f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
@@ -53,13 +53,13 @@ def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    if len(made) > MOST_COPIED:
+    if len(payload) > MOST_COPIED:
         raise error(
-            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(made) >> 20} MiB of "
-            f"data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the function, "
-            "or write the function as `async def`: it is then called in this process."
+            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(payload) >> 20} MiB "
+            f"of data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the "
+            "function, or write the function as `async def`: it is then called in this process."
         )
-    return made
+    return payload
 
 
 def _is_local(module: str) -> bool:

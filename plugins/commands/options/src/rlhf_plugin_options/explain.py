@@ -46,20 +46,26 @@ class Explain(Command):
         from rlhf_plugin_options.explained import UNNAMED, explained
 
         if args.name is None:
-            rows = [{"section": s.path, "heading": s.heading, "plugin": s.usual, "doc": s.doc} for s in sections()]
+            rows = [
+                {"section": s.path, "heading": s.heading, "plugin": s.default_plugin, "doc": s.doc} for s in sections()
+            ]
             _write(json.dumps(rows, indent=2) if args.json else _list_of_sections(rows))
             return 0
-        given = overrides(args)
-        flags = given if args.run_file is not None else [("algorithm.use", UNNAMED), *given]
-        found = explained(args.name, load(args.run_file, flags), Plugins.discover())
+        flags = overrides(args)
+        flags = flags if args.run_file is not None else [("algorithm.use", UNNAMED), *flags]
+        explanation = explained(args.name, load(args.run_file, flags), Plugins.discover())
         if args.json:
             _write(
-                json.dumps([asdict(e.option) | {"resume": e.resume, "live": e.live} for e in found.options], indent=2)
+                json.dumps(
+                    [asdict(e.option) | {"resume": e.resume, "live": e.live} for e in explanation.options], indent=2
+                )
             )
-        elif found.single:
-            _write(_one(found.options[0]))
+        elif explanation.single:
+            _write(_one(explanation.options[0]))
         else:
-            _write("\n".join([*found.head, *(line for e in found.options for line in _short(e))]).lstrip("\n"))
+            _write(
+                "\n".join([*explanation.head, *(line for e in explanation.options for line in _short(e))]).lstrip("\n")
+            )
         return 0
 
 
@@ -67,8 +73,8 @@ def _list_of_sections(rows: Sequence[dict[str, Any]]) -> str:
     width = max(len(row["heading"]) for row in rows)
     lines = []
     for row in rows:
-        usual = f" Where absent: `{row['plugin']}`." if row["plugin"] else ""
-        lines.append(f"{row['heading'].ljust(width)}  {row['doc']}{usual}")
+        default = f" Where absent: `{row['plugin']}`." if row["plugin"] else ""
+        lines.append(f"{row['heading'].ljust(width)}  {row['doc']}{default}")
     return "\n".join([*lines, "", "`rlhf explain SECTION` lists the options of one."])
 
 

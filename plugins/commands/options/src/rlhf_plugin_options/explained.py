@@ -32,8 +32,8 @@ class Explained:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a name means."""
+class Explanation:
+    """The options that a name means, and the lines above them."""
 
     head: Sequence[str]
     """Lines about the section; empty where the name is not that of a section."""
@@ -42,7 +42,7 @@ class Found:
     """Whether the name is that of one option."""
 
 
-def explained(name: str, run: RunFile, plugins: Plugins) -> Found:
+def explained(name: str, run: RunFile, plugins: Plugins) -> Explanation:
     """The options that a name means.
 
     Args:
@@ -52,30 +52,30 @@ def explained(name: str, run: RunFile, plugins: Plugins) -> Found:
     Raises ConfigError where nothing has this name; PluginError where a plugin that the section selects cannot be
     imported.
     """
-    known = {section.path: section for section in sections()}
-    wanted = _unnumbered(name if name in known else SHORT_FLAGS.get(name, name), run)
-    place = wanted.partition(".")[0]
-    chosen = [c for c in chosen_by(run) if c[2].use != UNNAMED]
-    selected = [c for c in chosen if c[0] == c[1].partition(".")[0] == place]
+    tables = {section.path: section for section in sections()}
+    full_name = _unnumbered(name if name in tables else SHORT_FLAGS.get(name, name), run)
+    place = full_name.partition(".")[0]
+    choices = [c for c in chosen_by(run) if c[2].use != UNNAMED]
+    selected = [c for c in choices if c[0] == c[1].partition(".")[0] == place]
     options = [o for o in run_file_options() if o.path.partition(".")[0] == place]
     for kind, where, choice in selected:
         options += plugin_options(plugins, kind, where, choice)
     paths = [(o, _unnumbered(o.path, run)) for o in options]
-    found = [o for o, path in paths if f"{path}.".startswith(f"{wanted}.")]
-    if not found:
+    matches = [o for o, path in paths if f"{path}.".startswith(f"{full_name}.")]
+    if not matches:
         names = [path.rpartition(".")[2] for _, path in paths]
-        raise ConfigError(_unknown(wanted, known, names, Suggestions(plugins, chosen), bool(selected)))
+        raise ConfigError(_unknown(full_name, tables, names, Suggestions(plugins, choices), bool(selected)))
     trainer = plugins.resolve("trainer", run.trainer.use).cls if place == "trainer" else None
     live = {f"trainer.{option}" for option in trainer.changeable} if trainer else set()
     layout = trainer.layout if trainer else ()
     used = [str(plugins.resolve(kind, choice.use)) for kind, _, choice in selected]
-    return Found(
-        _head(known[wanted], used, plugins) if wanted in known else (),
+    return Explanation(
+        _head(tables[full_name], used, plugins) if full_name in tables else (),
         [
             Explained(o, at_resume(_saved_name(o), layout), o.path in live, _names(plugins, o.kind) if o.kind else ())
-            for o in found
+            for o in matches
         ],
-        len(found) == 1 and _unnumbered(found[0].path, run) == wanted,
+        len(matches) == 1 and _unnumbered(matches[0].path, run) == full_name,
     )
 
 
@@ -86,8 +86,8 @@ def _unnumbered(path: str, run: RunFile) -> str:
     labels = {choice.label for choice in (*run.reward, *run.observer)}
     labels |= {source.label for source in (*run.data.train, *run.data.eval)}
     fields = {section.path: section.config.model_fields for section in sections()}.get(first, {})
-    named = first in ("placement", "roles") and rest and rest[0] not in fields
-    rest = rest[1:] if named else rest
+    has_entry_name = first in ("placement", "roles") and rest and rest[0] not in fields
+    rest = rest[1:] if has_entry_name else rest
     return ".".join([first, *(part for part in rest if not part.isdigit() and (part in fields or part not in labels))])
 
 
@@ -113,16 +113,16 @@ def _head(section: Section, used: Sequence[str], plugins: Plugins) -> list[str]:
 
 
 def _unknown(
-    wanted: str, known: dict[str, Section], names: Sequence[str], suggestions: Suggestions, selected: bool
+    full_name: str, tables: dict[str, Section], names: Sequence[str], suggestions: Suggestions, selected: bool
 ) -> str:
-    place, _, option = wanted.partition(".")
-    if place not in known:
-        near = did_you_mean(wanted, known) or suggestions.near(wanted, (), flag=False)
-        return f"no section or option {wanted!r}.{near} `rlhf explain` lists the sections."
+    place, _, option = full_name.partition(".")
+    if place not in tables:
+        hint = did_you_mean(full_name, tables) or suggestions.suggest(full_name, (), flag=False)
+        return f"no section or option {full_name!r}.{hint} `rlhf explain` lists the sections."
     if (place in SINGLE or place in LISTS) and not selected:
         return (
             f"[{place}] has no option {option!r} of its own, and no plugin of kind {place} is chosen. Choose one with "
             f"--{place} NAME; `rlhf explain {place}` lists the installed ones."
         )
-    near = suggestions.near(wanted, names, flag=False)
-    return f"[{place}] has no option {option!r}.{near} `rlhf explain {place}` lists its options."
+    hint = suggestions.suggest(full_name, names, flag=False)
+    return f"[{place}] has no option {option!r}.{hint} `rlhf explain {place}` lists its options."

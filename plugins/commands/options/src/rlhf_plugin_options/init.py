@@ -45,8 +45,8 @@ class Init(Command):
             raise ConfigError(f"{file} exists; --force replaces it")
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
-        given = overrides(args) + ([("env", args.env)] if args.env is not None else [])
-        text = run_file(load(None, given), Plugins.discover(), str(file or "run.toml"))
+        flags = overrides(args) + ([("env", args.env)] if args.env is not None else [])
+        text = run_file(load(None, flags), Plugins.discover(), str(file or "run.toml"))
         if file is None:
             sys.stdout.write(text)
         else:

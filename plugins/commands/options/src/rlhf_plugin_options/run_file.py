@@ -59,7 +59,7 @@ def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
 
 
 def _given(run: RunFile, algorithm: Algorithm) -> Values:
-    """What the flags set."""
+    """The values that flags set, by dotted path."""
     values = {path: _value(run, path) for path in run.origins.options}
     for slot in algorithm.slots:  # the short form of a part, `loss = "NAME"`
         if (path := f"algorithm.{slot}") in values:
@@ -73,24 +73,24 @@ def _given(run: RunFile, algorithm: Algorithm) -> Values:
 
 def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins) -> Values:
     """What the plugins need and nobody gave: sizes that are large enough, a rollout that has an environment, models."""
-    needs, found = algorithm.needs(), Values()
+    needs, additions = algorithm.needs(), Values()
     online = algorithm.data == "prompts"
     if needs.rows_min > run.data.batch_size:
-        found["data.batch_size"] = needs.rows_min
+        additions["data.batch_size"] = needs.rows_min
     if online and needs.group_min > run.sampling.samples_per_prompt:
-        found["sampling.samples_per_prompt"] = max(GROUP, needs.group_min)
+        additions["sampling.samples_per_prompt"] = max(GROUP, needs.group_min)
     if online and needs.reward and not run.reward and run.env is None:
-        found |= _rewarded(run, values, plugins)
+        additions |= _rewarded(run, values, plugins)
     if run.env is not None and "rollout.use" not in values:
         able = [n for n in _names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
-        found |= {"rollout.use": able[0]} if able else {}
+        additions |= {"rollout.use": able[0]} if able else {}
     if not run.data.train:
-        found["data.train"] = placeholder(WHAT["train"])
+        additions["data.train"] = placeholder(WHAT["train"])
     for role in needs.roles:
         where = role.name if role.name in RunFile.model_fields else f"roles.{role.name}"
         if role.like is None and role.model is None and f"{where}.model" not in values:
-            found[f"{where}.model"] = placeholder(WHAT["model"])
-    return found
+            additions[f"{where}.model"] = placeholder(WHAT["model"])
+    return additions
 
 
 def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
@@ -118,10 +118,10 @@ def _value(run: RunFile, path: str) -> Any:
 
 def _sources(sources: Sequence[SourceSection]) -> Any:
     """As short as the run file allows: one path, a list of paths, or a list of tables."""
-    written = [source.model_dump(include=source.model_fields_set) for source in sources]
-    if any(set(source) != {"path"} for source in written):
-        return written
-    paths = [source["path"] for source in written]
+    entries = [source.model_dump(include=source.model_fields_set) for source in sources]
+    if any(set(source) != {"path"} for source in entries):
+        return entries
+    paths = [source["path"] for source in entries]
     return paths[0] if len(paths) == 1 else paths
 
 
@@ -135,13 +135,13 @@ def _names(plugins: Plugins, kind: str) -> list[str]:
 def _line(option: Option, name: str, values: Values) -> str:
     """``name = value  # meaning``; with a ``#`` in front where the value is only the default. Where nothing is set by
     default, the type stands before the meaning."""
-    what = placeholder(WHAT.get(option.name, option.type))
+    gap = placeholder(WHAT.get(option.name, option.type))
     if option.path in values:
         value = values[option.path]
         is_text = option.type == "text" or option.type.startswith('"')
         text = f"{name} = {toml(str(value) if isinstance(value, FlagText) and is_text else plain(value))}"
     elif option.required and not option.table:
-        text = f"{name} = {toml(what)}"
+        text = f"{name} = {toml(gap)}"
     else:
         unset = option.default in (None, [], {})
         text = f"#{name} =" if unset else f"#{name} = {toml(option.default)}"

@@ -62,21 +62,21 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
     """
     online = algorithm.data == "prompts"
     roles = [role.name for role in algorithm.needs().roles]
-    shown = {"run", "algorithm", "policy", "data", "trainer", "eval", "checkpoint", *roles}
-    shown |= {"sampling", "stream"} if online else set()
-    shown |= {path.partition(".")[0] for path in values}
-    named: dict[str, list[str]] = {name: [] for name in (*BY_NAME, *LISTS)}
+    places = {"run", "algorithm", "policy", "data", "trainer", "eval", "checkpoint", *roles}
+    places |= {"sampling", "stream"} if online else set()
+    places |= {path.partition(".")[0] for path in values}
+    entries: dict[str, list[str]] = {name: [] for name in (*BY_NAME, *LISTS)}
     for path in values:
-        if path.partition(".")[0] in named:
-            named[path.partition(".")[0]].append(path.split(".")[1])
-    named["roles"] += [name for name in roles if name not in RunFile.model_fields]
+        if path.partition(".")[0] in entries:
+            entries[path.partition(".")[0]].append(path.split(".")[1])
+    entries["roles"] += [name for name in roles if name not in RunFile.model_fields]
     if run.launcher.use != RunFile.model_fields["launcher"].default.use:
-        named["placement"] += ["policy", "generator"] if online else ["policy"]
+        entries["placement"] += ["policy", "generator"] if online else ["policy"]
     for section in sections():
         place = section.path
-        if place not in named and place not in shown:
+        if place not in entries and place not in places:
             continue
-        for entry in dict.fromkeys(named.get(place, [""])):
+        for entry in dict.fromkeys(entries.get(place, [""])):
             where = f"{place}.{entry}" if entry else place
             options = [*_own(place, where, algorithm), *_of_plugin(run, values, place, where, plugins)]
             options = _shown(place, where, options, values, algorithm)
@@ -87,30 +87,30 @@ def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins)
 def _own(place: str, where: str, algorithm: Algorithm) -> list[Option]:
     """Options of the run file itself in one table. A list of sources is one option."""
     head = f"{place}.0." if place in LISTS else f"{place}.NAME." if place in BY_NAME else f"{place}."
-    found = []
+    options = []
     for option in run_file_options():
         name = option.path.removeprefix(head)
-        read = READ_OF.get(name) if place == "data" else None
-        if option.path.startswith(head) and ".0." not in name and (read is None or algorithm.data in read):
-            found.append(replace(option, path=f"{where}.{name}"))
+        forms = READ_OF.get(name) if place == "data" else None
+        if option.path.startswith(head) and ".0." not in name and (forms is None or algorithm.data in forms):
+            options.append(replace(option, path=f"{where}.{name}"))
     if place == "data":
         docs = {section.path: section.doc for section in sections()}
-        found += [Option(f"data.{use}", "text", None, False, docs[f"data.{use}"]) for use in ("train", "eval")]
-    return found
+        options += [Option(f"data.{use}", "text", None, False, docs[f"data.{use}"]) for use in ("train", "eval")]
+    return options
 
 
 def _of_plugin(run: RunFile, values: Values, place: str, where: str, plugins: Plugins) -> list[Option]:
     """Options of the plugin that a table selects; none where a placeholder stands for its name."""
     if place in SINGLE:
-        chosen = getattr(run, place)
+        choice = getattr(run, place)
     elif place in LISTS and run.reward + run.observer:
-        chosen = dict(enumerate(getattr(run, place))).get(int(where.rpartition(".")[2]))
+        choice = dict(enumerate(getattr(run, place))).get(int(where.rpartition(".")[2]))
     else:
         return []
     use = values.get(f"{where}.use")
-    if isinstance(chosen, Choice) and place == "rollout" and isinstance(use, str):
-        chosen = chosen.model_copy(update={"use": use})
-    return plugin_options(plugins, place, where, chosen) if chosen is not None else []
+    if isinstance(choice, Choice) and place == "rollout" and isinstance(use, str):
+        choice = choice.model_copy(update={"use": use})
+    return plugin_options(plugins, place, where, choice) if choice is not None else []
 
 
 def _shown(place: str, where: str, options: Sequence[Option], values: Values, algorithm: Algorithm) -> list[Option]:
@@ -124,11 +124,11 @@ def _shown(place: str, where: str, options: Sequence[Option], values: Values, al
         for table in dict.fromkeys(path.rpartition(".")[0] for path in of_plugin):
             most = MOST if table in (where, *(f"{where}.{slot}" for slot in slots)) else FEW
             ranks |= dict.fromkeys([path for path in of_plugin if path.rpartition(".")[0] == table][:most], last + 1)
-    known = {option.path for option in options}
-    deeper = [path for path in values if path.startswith(f"{where}.") and path not in known]  # within a free table
-    found = [o for o in options if o.path in values or o.path in ranks or (o.required and not o.table)]
-    found += [Option(path, "any value", None, False, "") for path in deeper]
-    return sorted(found, key=lambda option: ranks.get(option.path, last + 1))
+    paths = {option.path for option in options}
+    deeper = [path for path in values if path.startswith(f"{where}.") and path not in paths]  # within a free table
+    matches = [o for o in options if o.path in values or o.path in ranks or (o.required and not o.table)]
+    matches += [Option(path, "any value", None, False, "") for path in deeper]
+    return sorted(matches, key=lambda option: ranks.get(option.path, last + 1))
 
 
 def _installed(plugins: Plugins, kind: str) -> str:
