@@ -73,14 +73,14 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
 
 
 class _Words:
-    """What words may be, of the plugins that are installed."""
+    """The values that completion offers for arguments, from the installed plugins."""
 
     def __init__(self, plugins: Plugins) -> None:
         self._plugins = plugins
         self._options: dict[str, tuple[str, Sequence[str]]] | None = None
 
     def fill(self, parser: argparse.ArgumentParser, command: Command) -> None:
-        """Add a command's arguments with the words that they may be."""
+        """Give each argument of a command's parser the values that completion offers."""
         command.add_arguments(parser)
         for action in _actions(parser):
             metavar = str(action.metavar or action.dest.upper())
@@ -118,18 +118,18 @@ class _Words:
         for entry in self._plugins.list():
             if entry.kind in SINGLE or entry.kind in LISTS:
                 where = f"{entry.kind}.0" if entry.kind in LISTS else entry.kind
-                chosen = Choice(use=f"{entry.distribution}/{entry.name}")
+                choice = Choice(use=f"{entry.distribution}/{entry.name}")
                 try:
-                    options += plugin_options(self._plugins, entry.kind, where, chosen, skip_broken=True)
+                    options += plugin_options(self._plugins, entry.kind, where, choice, skip_broken=True)
                 except RlhfError:
                     continue
         self._options = {}
         for option in options:
-            named = "placement" if option.path.startswith("placement.") else ""
+            by_place = "placement" if option.path.startswith("placement.") else ""
             if option.type == "table" or option.path.startswith("roles."):
                 continue
             text = option.doc.partition(". ")[0].replace("%", "%%")
-            for path in [option.path.replace("NAME", place) for place in PLACES] if named else [option.path]:
+            for path in [option.path.replace("NAME", place) for place in PLACES] if by_place else [option.path]:
                 self._options[path] = text, self._names(option.kind) if option.kind else option.allowed
         return self._options
 

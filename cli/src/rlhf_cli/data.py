@@ -39,8 +39,8 @@ class Data(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         if args.action not in ACTIONS:
-            known = ", ".join(ACTIONS)
-            raise ConfigError(f"no action {args.action!r}; actions are {known}.{did_you_mean(args.action, ACTIONS)}")
+            actions = ", ".join(ACTIONS)
+            raise ConfigError(f"no action {args.action!r}; actions are {actions}.{did_you_mean(args.action, ACTIONS)}")
         return run_command(f"rlhf data {args.action}", action_command(args.action), args.arguments)
 
 

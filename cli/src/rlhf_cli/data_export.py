@@ -73,19 +73,21 @@ class Export(Command):
         if not output.parent.is_dir():
             raise ConfigError(f"there is no folder {output.parent} to write {output.name} into")
         recorded = read_answers(args.sources, truncated=args.truncated)
-        made = getattr(export, args.form)(recorded.groups, **options)
-        left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | made.left_out
-        counts = {"rows": len(made.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
-        told = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
-        if not made.rows:
+        table = getattr(export, args.form)(recorded.groups, **options)
+        left_out = {f"answers {why}": n for why, n in recorded.left_out.items()} | table.left_out
+        counts = {"rows": len(table.rows), "prompts": len(recorded.groups), "answers": recorded.answers}
+        listing = "".join(f"\n  {n} {why}" for why, n in left_out.items() if n)
+        if not table.rows:
             cut = " --truncated takes answers that were cut off." if recorded.left_out.get("cut off") else ""
-            raise DataError(f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{told}")
-        write_atomic(output, "".join(to_text(row) + "\n" for row in made.rows))
+            raise DataError(
+                f"nothing to write: of {recorded.answers} answers none gives a row.{cut} Left out:{listing}"
+            )
+        write_atomic(output, "".join(to_text(row) + "\n" for row in table.rows))
         if args.json:
             sys.stdout.write(json.dumps({**counts, "left_out": {w: n for w, n in left_out.items() if n}}) + "\n")
         else:
             of = f"of {counts['answers']} answers to {counts['prompts']} prompts"
-            sys.stdout.write(f"{output}: {len(made.rows)} rows {of}{'; left out:' + told if told else ''}\n")
+            sys.stdout.write(f"{output}: {len(table.rows)} rows {of}{'; left out:' + listing if listing else ''}\n")
         return 0
 
 
@@ -93,13 +95,13 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of the form. An option that the form does not use is an error."""
     from rlhf.errors import ConfigError
 
-    given = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
-    for name in given:
+    options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    for name in options:
         if OPTIONS[name][0] != args.form:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} is for --form {OPTIONS[name][0]}; --form {args.form} does not read it")
-    if given.get("keep", 1) < 1:
-        raise ConfigError(f"--keep must be at least 1, got {given['keep']}")
-    if given.get("min_gap", 0.0) < 0:
-        raise ConfigError(f"--min-gap must be at least 0, got {given['min_gap']:g}")
-    return given
+    if options.get("keep", 1) < 1:
+        raise ConfigError(f"--keep must be at least 1, got {options['keep']}")
+    if options.get("min_gap", 0.0) < 0:
+        raise ConfigError(f"--min-gap must be at least 0, got {options['min_gap']:g}")
+    return options

@@ -68,21 +68,21 @@ class Preview(Command):
             rollout = select(plugins, "rollout", config.rollout, "rollout", config.origins).build()
             data.template.shows_tools = not rollout.needs_messages
             tools = rollout.tools()
-        found = preview(data, args.rows) | {"tools": list(tools)}
+        report = preview(data, args.rows) | {"tools": list(tools)}
         if args.check:
-            found["all"] = survey(data)
+            report["all"] = survey(data)
         if args.json:
-            sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+            sys.stdout.write(json.dumps(report, ensure_ascii=False) + "\n")
         else:
-            _show(found)
-        return 1 if _refused(found, config.data) else 0
+            _show(report)
+        return 1 if _refused(report, config.data) else 0
 
 
-def _refused(found: dict[str, Any], section: DataSection) -> bool:
+def _refused(report: dict[str, Any], section: DataSection) -> bool:
     """Whether a run would refuse one of the rows that were looked at."""
     fatal = [kind for kind in ("too_long", "bad_rows") if getattr(section, kind) == "error"]
-    counted = any(counts[kind] for counts in found.get("all", {}).values() for kind in fatal)
-    return counted or any(row["status"] == "refused" for row in found["shown"])
+    counted = any(counts[kind] for counts in report.get("all", {}).values() for kind in fatal)
+    return counted or any(row["status"] == "refused" for row in report["shown"])
 
 
 def _count(text: str) -> int:
@@ -94,29 +94,29 @@ def _count(text: str) -> int:
 # -------------------------------------------------------------------------------------------- show
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     colour = console.is_terminal and not console.no_color
-    console.print(f"{found['form']}, {found['template']} template", style="bold")
-    for source in found["sources"]:
+    console.print(f"{report['form']}, {report['template']} template", style="bold")
+    for source in report["sources"]:
         unused = f"; not used: {', '.join(source['unused'])}" if source["unused"] else ""
         line = f"data.{source['use']} {source['name']!r}: {source['rows']} rows, read as {source['layout']}{unused}"
         console.print(Text(line))
-    if found["end_note"]:
-        console.print(Text(f"note: {found['end_note']}"))
-    if found["tools"]:
+    if report["end_note"]:
+        console.print(Text(f"note: {report['end_note']}"))
+    if report["tools"]:
         console.print(Text("The rollout also shows these tools, which are not among the tokens below:"))
-        console.print(Text(json.dumps(found["tools"], ensure_ascii=False)))
-    console.print(_legend(found["form"], found["answers"], colour))
-    for row in found["shown"]:
+        console.print(Text(json.dumps(report["tools"], ensure_ascii=False)))
+    console.print(_legend(report["form"], report["answers"], colour))
+    for row in report["shown"]:
         console.print()
         console.print(_headline(row))
         for sequence in row["sequences"]:
             console.print(_tokens(sequence, colour))
-    for use, counts in found.get("all", {}).items():
+    for use, counts in report.get("all", {}).items():
         if counts["ok"] or counts["named"]:
             console.print()
             console.print(Text("\n".join(_summary(use, counts))))

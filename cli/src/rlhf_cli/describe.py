@@ -56,18 +56,18 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
     cls = resolved.cls
     if resolved.kind == "env":
         return {"calls": _calls(cls.step)}
-    found: dict[str, Any] = {"calls": _calls(cls.score)} if resolved.kind == "reward" else {}
+    values: dict[str, Any] = {"calls": _calls(cls.score)} if resolved.kind == "reward" else {}
     subject: Any = cls
     if resolved.kind in ("algorithm", "advantage", "loss", "reward", "rollout"):
         try:
             subject = _instance(resolved, plugins)
         except (ValidationError, RlhfError, TypeError, ValueError) as error:
             problem = f"depends on {_why_not_built(error)}"
-            return found | dict.fromkeys(DECLARATIONS[resolved.kind], problem)
+            return values | dict.fromkeys(DECLARATIONS[resolved.kind], problem)
     for name in DECLARATIONS.get(resolved.kind, ()):
         value = getattr(subject, name)
-        found[name] = plain(value() if inspect.ismethod(value) else value)
-    return found
+        values[name] = plain(value() if inspect.ismethod(value) else value)
+    return values
 
 
 def _why_not_built(error: Exception) -> str:
@@ -75,7 +75,7 @@ def _why_not_built(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return f"its options ({str(error).splitlines()[0]})"
     errors = error.errors(include_url=False)
-    missing = [".".join(map(str, one["loc"])) for one in errors if one["type"] == "missing"]
+    missing = [".".join(map(str, entry["loc"])) for entry in errors if entry["type"] == "missing"]
     why = ": ".join([*map(str, errors[0]["loc"]), errors[0]["msg"].removeprefix("Value error, ")])
     return f"options that must be set: {', '.join(missing) or why}"
 
@@ -113,20 +113,20 @@ def plain(value: Any) -> Any:
     return getattr(value, "__name__", str(value))
 
 
-def as_text(shown: dict[str, Any]) -> str:
-    """For people."""
-    owner = f"{shown['distribution']} {shown['version']}".strip()
-    lines = [f"{shown['kind']} {shown['name']}  ({owner})", "", shown["summary"] or "(no docstring)", ""]
-    lines += [f"source  {shown['source']}"] if shown["source"] else []
-    lines += [f"class   {shown['class']}", f"file    {shown['file']}", ""]
-    lines.append("options" if shown["options"] else "options: none")
-    for option in shown["options"]:
+def as_text(facts: dict[str, Any]) -> str:
+    """The description of :func:`describe` as lines of text."""
+    owner = f"{facts['distribution']} {facts['version']}".strip()
+    lines = [f"{facts['kind']} {facts['name']}  ({owner})", "", facts["summary"] or "(no docstring)", ""]
+    lines += [f"source  {facts['source']}"] if facts["source"] else []
+    lines += [f"class   {facts['class']}", f"file    {facts['file']}", ""]
+    lines.append("options" if facts["options"] else "options: none")
+    for option in facts["options"]:
         stated = "not set" if option["default"] is None else f"= {json.dumps(option['default'], ensure_ascii=False)}"
         default = "required" if option["required"] else stated
         lines.append(f"  {option['name']}: {option['type']}  {default}")
         lines += [f"      {option['doc']}"] if option["doc"] else []
-    if shown["declares"]:
-        lines += ["", "declares", *(f"  {name}: {_one_line(value)}" for name, value in shown["declares"].items())]
+    if facts["declares"]:
+        lines += ["", "declares", *(f"  {name}: {_one_line(value)}" for name, value in facts["declares"].items())]
     return "\n".join(lines)
 
 

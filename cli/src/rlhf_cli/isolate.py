@@ -52,26 +52,26 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
         raise ConfigError(f"{resolved} cannot run under a Python of its own; allowed kinds: {allowed}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
-    wanted = to_install(resolved) + packages
+    requirements = to_install(resolved) + packages
     made_python = folder / "bin" / "python"
     # Without PYTHONPATH, as in a worker: pip would take packages there for installed.
     variables = environment(str(made_python), os.environ)
     try:
         _call([python, "-m", "venv", str(folder)], variables)
         pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _call([str(made_python), *pip, *wanted], variables)
+        _call([str(made_python), *pip, *requirements], variables)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    made = f"made {folder} with {', '.join(wanted)}; in the run file:"
-    return f'{made}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
+    headline = f"made {folder} with {', '.join(requirements)}; in the run file:"
+    return f'{headline}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
 
 
 def _call(command: list[str], variables: dict[str, str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     except OSError as error:
         raise ConfigError(f"--python {command[0]} cannot be started: {error.strerror}") from None
-    if done.returncode != 0:
-        last = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+    if process.returncode != 0:
+        last = "\n  ".join((process.stderr or process.stdout).strip().splitlines()[-8:])
         raise PluginError(f"`{' '.join(command)}` failed:\n  {last}")

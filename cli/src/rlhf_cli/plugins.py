@@ -106,8 +106,8 @@ def _show(args: argparse.Namespace) -> int:
     from rlhf_cli.describe import as_text, describe
 
     plugins = Plugins.discover()
-    shown = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
-    _write(json.dumps(shown, indent=2) if args.json else "\n\n".join(map(as_text, shown)))
+    descriptions = [describe(resolved, plugins) for resolved in _resolve_all(plugins, args.name, args.kind)]
+    _write(json.dumps(descriptions, indent=2) if args.json else "\n\n".join(map(as_text, descriptions)))
     return 0
 
 
@@ -143,10 +143,10 @@ def _new(args: argparse.Namespace) -> int:
 
 
 def _isolate(args: argparse.Namespace) -> int:
-    found = _resolve_all(Plugins.discover(), args.name, args.kind)
-    if len(found) > 1:
-        raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in found)}: add --kind")
-    _write(isolate.isolate(found[0], args.output, args.python, args.packages))
+    matches = _resolve_all(Plugins.discover(), args.name, args.kind)
+    if len(matches) > 1:
+        raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in matches)}: add --kind")
+    _write(isolate.isolate(matches[0], args.output, args.python, args.packages))
     return 0
 
 
@@ -158,12 +158,14 @@ def _check(args: argparse.Namespace) -> int:
     selected = _resolve_all(plugins, args.name, args.kind)
     _refuse_unknown_check(args.only, [resolved.kind for resolved in selected])
     for resolved in selected:
-        said: dict[str, str] = {}
+        first_names: dict[str, str] = {}
 
-        def report(result: conformance.CheckResult, resolved: Resolved = resolved, said: dict[str, str] = said) -> None:
+        def report(
+            result: conformance.CheckResult, resolved: Resolved = resolved, first_names: dict[str, str] = first_names
+        ) -> None:
             rows.append({"kind": resolved.kind, "name": resolved.name} | _row(result))
             if not args.json:
-                first = said.setdefault(result.detail, result.name)
+                first = first_names.setdefault(result.detail, result.name)
                 new = first == result.name or (result.passed and not result.skipped)
                 detail = result.detail if new else f"The reason is that of {first}."
                 _write(f"{rows[-1]['outcome'].ljust(8)}  {resolved.kind} {resolved.name}: {result.name}: {detail}")
@@ -175,8 +177,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.json:
         _write(json.dumps(rows, indent=2))
     else:
-        found = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
-        _write(f"{len(rows)} checks: {found}.")
+        summary = f"{counts['ok']} passed, {counts['FAILED']} failed, {counts['left out']} left out"
+        _write(f"{len(rows)} checks: {summary}.")
     return 1 if counts["FAILED"] or not rows else 0
 
 

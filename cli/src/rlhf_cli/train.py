@@ -38,13 +38,13 @@ class Train(Command):
         from rlhf_runtime.config.load import load
         from rlhf_runtime.config.model_lookup import look_for_models
 
-        given = overrides(args)
-        config = load(args.run_file, given)
+        flags = overrides(args)
+        config = load(args.run_file, flags)
         look_for_models(config)
         plugins = Plugins.discover()
         if args.dry_run:
             _show_run(config, plugins)
-            _show_plan(args.run_file, given, plugins)
+            _show_plan(args.run_file, flags, plugins)
             return 0
         from rlhf_runtime.setup.build import train
 
@@ -79,14 +79,14 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
         sys.stdout.write(f"# plugin {plugin}\n")
 
 
-def _show_plan(run_file: str | None, given: list[tuple[str, str | None]], plugins: Plugins) -> None:
+def _show_plan(run_file: str | None, pairs: list[tuple[str, str | None]], plugins: Plugins) -> None:
     """Placement and memory in a few comments, from the command `plan` if it is installed. A run may train a model whose
     memory cannot be estimated."""
     if "plan" not in command_names(plugins):
         install = plugins.how_to_install("rlhf-plugin-plan")
         sys.stdout.write(f"# placement and memory: not shown, as the command `plan` is not installed.{install}\n")
         return
-    flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in given]
+    flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in pairs]
     try:
         call("plan", [*([run_file] if run_file else []), *flags, "--summary"])
     except ModelError as error:

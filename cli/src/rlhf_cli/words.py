@@ -12,31 +12,31 @@ LIKE = 0.75
 treated as a name of the run file."""
 
 
-def split_dotted(words: Sequence[str], known: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
+def split_dotted(words: Sequence[str], own_flags: Sequence[str] | None = None) -> tuple[list[str], list[str]]:
     """(other words, flags of the run file with their values). argparse would treat such a value as a positional one.
 
     Args:
-        known: the command's own flags; every other flag is treated as one of the run file. None: only flags with a dot
-            are.
+        own_flags: the command's own flags; every other flag is treated as one of the run file. None: only flags with a
+            dot are.
 
-    Raises ConfigError for a flag that is very similar to one of ``known``.
+    Raises ConfigError for a flag that is very similar to one of ``own_flags``.
     """
     others: list[str] = []
     dotted: list[str] = []
     rest = list(words)
-    own = [name.removeprefix("--") for name in known or () if name.startswith("--")]
+    own = [name.removeprefix("--") for name in own_flags or () if name.startswith("--")]
     while rest:
         word = rest.pop(0)
         flag = word.partition("=")[0]
-        if not word.startswith("--") or flag in (known or ("--",)) or (known is None and "." not in flag):
+        if not word.startswith("--") or flag in (own_flags or ("--",)) or (own_flags is None and "." not in flag):
             others.append(word)
             continue
         name = flag.removeprefix("--").replace("_", "-")
-        near = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
-        if near and not _of_another_framework(flag.removeprefix("--")):  # those are reported with all other problems
-            raise ConfigError(f"no flag {flag}. Did you mean --{near[0]}?")
+        matches = [] if "." in flag else difflib.get_close_matches(name, own, n=1, cutoff=LIKE)
+        if matches and not _of_another_framework(flag.removeprefix("--")):  # those are reported with all other problems
+            raise ConfigError(f"no flag {flag}. Did you mean --{matches[0]}?")
         dotted.append(word)
-        if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (known or ())):
+        if "=" not in word and rest and not (rest[0].startswith("--") or rest[0] in (own_flags or ())):
             dotted.append(rest.pop(0))
     return others, dotted
 
