@@ -158,8 +158,8 @@ class WorkerLauncher(Launcher):
         """Register the end of all workers, groups and engines first. Every callback runs, even if one raises."""
         for member in self._running:
             last_first.callback(member.kill)
-        for one in self._launched:
-            last_first.callback(one.close if isinstance(one, EngineGroup) else one.shutdown)
+        for group in self._launched:
+            last_first.callback(group.close if isinstance(group, EngineGroup) else group.shutdown)
         self._launched, self._running, self._placed = [], [], None
 
     # --------------------------------------------------------------------------------------- parts

@@ -55,36 +55,36 @@ def device_kind(nodes: Sequence[Node]) -> str:
 
 def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
     """One bundle per rank of every role that owns devices, in the placement's order."""
-    made = []
+    bundles = []
     for role, place in places.items():
         if place.share is None:
             resources = {"GPU": place.devices, "CPU": 1} if kind == "GPU" else {"CPU": place.devices}
-            made += [Bundle(role, resources, place.devices)] * place.ranks
-    return made
+            bundles += [Bundle(role, resources, place.devices)] * place.ranks
+    return bundles
 
 
 def check_fits(
-    places: Mapping[str, Place], nodes: Sequence[Node], strategy: str = "PACK", there: str = "the cluster"
+    places: Mapping[str, Place], nodes: Sequence[Node], strategy: str = "PACK", label: str = "the cluster"
 ) -> None:
     """Raises ConfigError, with the arithmetic, if even empty ``nodes`` could not hold the placement, or if GPUs would
     stay idle.
 
     Args:
-        there: what the nodes are, for the message.
+        label: what the nodes are, for the message.
     """
     kind = device_kind(nodes)
     check_workers(places, "cuda" if kind == "GPU" else "cpu")
     bundles = bundles_of(places, kind)
     if problem := _problem(bundles, nodes, strategy):
-        lines = [f"the placement does not fit on {there}: {problem}"]
+        lines = [f"the placement does not fit on {label}: {problem}"]
         width = max(len(role) for role in places)
         for role, place in places.items():
-            what = "engines" if role == GENERATOR else "ranks"
+            unit = "engines" if role == GENERATOR else "ranks"
             if place.share is None:
                 sum_ = place.ranks * place.devices
-                lines.append(f"  {role:{width}}  {place.ranks} {what} x {place.devices} {kind}s = {sum_}")
+                lines.append(f"  {role:{width}}  {place.ranks} {unit} x {place.devices} {kind}s = {sum_}")
             else:
-                lines.append(f"  {role:{width}}  {place.ranks} {what} on the devices of {place.share}")
+                lines.append(f"  {role:{width}}  {place.ranks} {unit} on the devices of {place.share}")
         lines.append(f"  {'asked':{width}}  {sum(b.devices for b in bundles)} {kind}s")
         lines.append(f"  {'there':{width}}  {_held(nodes, kind)}")
         if kind == "GPU":
@@ -107,8 +107,8 @@ def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) ->
             f"{len(bundles)} ranks own devices, each needs a node of its own (launcher.strategy = 'STRICT_SPREAD'), "
             f"and there are {len(nodes)} nodes"
         )
-    for index, found in _layout(bundles, nodes, strategy):
-        if found is None:
+    for index, place in _layout(bundles, nodes, strategy):
+        if place is None:
             bundle = bundles[index]
             return f"no node is left with room for a rank of {bundle.role!r} with {bundle.devices} devices"
     return ""
@@ -120,13 +120,13 @@ def _layout(
     """(position of a bundle, its node, or None if no node has room)."""
     free = [dict(node.resources) for node in nodes]
     for index in sorted(range(len(bundles)), key=lambda i: -bundles[i].devices):
-        wanted = bundles[index].resources
-        for node, left in zip(nodes, free, strict=True):
-            if all(left.get(name, 0) >= amount for name, amount in wanted.items()):
-                for name, amount in wanted.items():
-                    left[name] -= amount
+        needs = bundles[index].resources
+        for node, room in zip(nodes, free, strict=True):
+            if all(room.get(name, 0) >= amount for name, amount in needs.items()):
+                for name, amount in needs.items():
+                    room[name] -= amount
                 if strategy == "STRICT_SPREAD":
-                    left.clear()
+                    room.clear()
                 yield index, node
                 break
         else:
@@ -135,8 +135,8 @@ def _layout(
 
 def assign(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> list[str]:
     """The node id of each bundle, for launchers that choose nodes by themselves, after :func:`check_fits`."""
-    found = {index: node.id for index, node in _layout(bundles, nodes) if node is not None}
-    return [found[index] for index in range(len(bundles))]
+    nodes_of = {index: node.id for index, node in _layout(bundles, nodes) if node is not None}
+    return [nodes_of[index] for index in range(len(bundles))]
 
 
 def _held(nodes: Sequence[Node], kind: str) -> str:
@@ -158,13 +158,13 @@ def allocate(
     order: dict[str, list[int]] = {}
     for index in sorted(range(len(bundles)), key=lambda i: (nodes.index(nodes[i]), i)):
         order.setdefault(bundles[index].role, []).append(index)
-    taken: dict[str, list[tuple[tuple[int, int], ...]]] = {}
+    devices: dict[str, list[tuple[tuple[int, int], ...]]] = {}
     for role, place in places.items():
         host = places[place.share] if place.share else place
         slots = [(index, n) for index in order[place.share or role] for n in range(host.devices)]
         each = _devices_each(role, place, host)
-        taken[role] = [tuple(slots[rank * each : (rank + 1) * each]) for rank in range(place.ranks)]
-        for rank, own in enumerate(taken[role]):
+        devices[role] = [tuple(slots[rank * each : (rank + 1) * each]) for rank in range(place.ranks)]
+        for rank, own in enumerate(devices[role]):
             where = {nodes[index] for index, _ in own}
             if len(where) > 1:
                 raise ConfigError(
@@ -172,12 +172,12 @@ def allocate(
                     f"those of {place.share!r} are; one process can only have devices of one node. Lower its devices, "
                     f"give {place.share!r} more devices per rank, or give {role!r} devices of its own."
                 )
-    tenants = Counter(own[0][0] for ranks in taken.values() for own in ranks)
+    tenants = Counter(own[0][0] for ranks in devices.values() for own in ranks)
 
     def cpus(bundle: int) -> float:
         return int(bundles[bundle].resources["CPU"] / tenants[bundle] * _FRACTION) / _FRACTION
 
-    return {role: [Allocation(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in taken.items()}
+    return {role: [Allocation(own[0][0], cpus(own[0][0]), own) for own in ranks] for role, ranks in devices.items()}
 
 
 def _devices_each(role: str, place: Place, host: Place) -> int:

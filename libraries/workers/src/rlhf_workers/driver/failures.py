@@ -22,26 +22,26 @@ class FailedCall:
     """What the driver got from a worker in place of a result."""
 
     member: WorkerHandle
-    what: Failure | CallFailed
+    cause: Failure | CallFailed
 
     @property
     def died(self) -> bool:
-        return isinstance(self.what, CallFailed) and self.what.died
+        return isinstance(self.cause, CallFailed) and self.cause.died
 
     @property
     def order(self) -> tuple[bool, float]:
         """Sort key. Deaths come first, because errors of other ranks follow from them; then by time."""
-        return not self.died, getattr(self.what, "at", 0.0)
+        return not self.died, getattr(self.cause, "at", 0.0)
 
     def error(self, method: str, otherwise: type[RlhfError]) -> RlhfError:
         """The exception to raise; of the class ``otherwise`` if the original is not from :mod:`rlhf.errors`."""
-        who = f"{self.member.name} ({self.member.where})"
-        if isinstance(self.what, Failure):
-            return self.what.error(who, method, otherwise)
-        if self.what.died:
-            return WorkerError(self.member.death(self.what, f"{method}()"))
-        raised = otherwise(f"{who}: {method}() failed: {self.what}")  # outside of Worker's methods: not unpickled
-        raised.__cause__ = RemoteTraceback(self.what.trace)
+        label = f"{self.member.name} ({self.member.where})"
+        if isinstance(self.cause, Failure):
+            return self.cause.error(label, method, otherwise)
+        if self.cause.died:
+            return WorkerError(self.member.death(self.cause, f"{method}()"))
+        raised = otherwise(f"{label}: {method}() failed: {self.cause}")  # outside of Worker's methods: not unpickled
+        raised.__cause__ = RemoteTraceback(self.cause.trace)
         return raised
 
 
@@ -66,5 +66,5 @@ def first_failure(
         return failed, []
     ready, hanging = calls.wait(list(waiting), len(waiting), GRACE_SECONDS)
     answers = [failed, *(result_of(calls, waiting[ref], ref) for ref in ready)]
-    found = [a for a in answers if isinstance(a, FailedCall)]
-    return min(found, key=lambda t: t.order), [waiting[ref] for ref in hanging]
+    failures = [a for a in answers if isinstance(a, FailedCall)]
+    return min(failures, key=lambda t: t.order), [waiting[ref] for ref in hanging]

@@ -37,10 +37,10 @@ def inspect_process(pid: int) -> str:
 
 def _state(folder: Path) -> str:
     """``T (stopped)``, ``S (sleeping)``, ``D (disk sleep)``, ..."""
-    found = [
+    states = [
         line.partition(":")[2].strip() for line in _read(folder / "status").splitlines() if line.startswith("State:")
     ]
-    return found[0] if found else "gone"
+    return states[0] if states else "gone"
 
 
 def _read(path: Path) -> str:
@@ -56,10 +56,10 @@ def _spied(pid: int) -> str:
         return "No Python stacks: py-spy is not installed on the node (pip install py-spy)."
     command = [tool, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as cause:
         return f"No Python stacks: py-spy failed: {cause}"
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
         return f"No Python stacks: py-spy: {last} (it needs to be root, or the SYS_PTRACE capability)"
-    return done.stdout.strip()
+    return process.stdout.strip()

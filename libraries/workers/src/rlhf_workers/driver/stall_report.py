@@ -34,8 +34,8 @@ class StallReport:
 
     @property
     def headline(self) -> str:
-        what = "has not responded" if self.silent else "has made no progress"
-        return f"{self.member.name} ({self.member.where}) {what} for {self.seconds:.0f} s in {self.doing}"
+        symptom = "has not responded" if self.silent else "has made no progress"
+        return f"{self.member.name} ({self.member.where}) {symptom} for {self.seconds:.0f} s in {self.doing}"
 
     def write(self, folder: Path) -> Path:
         """Write the report to ``stall-<role>-<rank>.txt`` in ``folder``, which is made if needed. Returns its path."""
@@ -47,14 +47,14 @@ class StallReport:
     def page(self) -> str:
         """The report's text."""
         others = [m for m in self.waited_for if m is not self.member]
-        asked = {id(m): m.beside("stacks") for m in (self.member, *others[:_OTHERS])}
-        self.calls.wait(list(asked.values()), len(asked), _ASK_SECONDS)
-        seen = {m.name: _seen(self.calls, m, asked[id(m)]) for m in (self.member, *others[:_OTHERS])}
+        stacks = {id(m): m.beside("stacks") for m in (self.member, *others[:_OTHERS])}
+        self.calls.wait(list(stacks.values()), len(stacks), _ASK_SECONDS)
+        reports = {m.name: _report(self.calls, m, stacks[id(m)]) for m in (self.member, *others[:_OTHERS])}
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() - self.seconds))
         lines = [self.headline, f"Since {since}.", "", "What to look at"]
-        lines += [f"- {hint}" for hint in self._hints(seen)]
+        lines += [f"- {hint}" for hint in self._hints(reports)]
         for member in (self.member, *others[:_OTHERS]):
-            lines += ["", f"{'=' * 8} {member.name} ({member.where})", seen[member.name]]
+            lines += ["", f"{'=' * 8} {member.name} ({member.where})", reports[member.name]]
         if len(others) > _OTHERS:
             lines += ["", f"... and {len(others) - _OTHERS} more pending workers: "]
             lines[-1] += ", ".join(m.name for m in others[_OTHERS:])
@@ -63,8 +63,8 @@ class StallReport:
             lines.append(self.member.on_its_node(log_tail, log, _LOG_LINES))
         return "\n".join(lines) + "\n"
 
-    def _hints(self, seen: dict[str, str]) -> list[str]:
-        own = seen[self.member.name]
+    def _hints(self, reports: dict[str, str]) -> list[str]:
+        own = reports[self.member.name]
         hints = []
         if "T (stopped)" in own:
             hints.append(
@@ -94,7 +94,7 @@ class StallReport:
         return hints
 
 
-def _seen(calls: Calls, member: WorkerHandle, question: Any) -> str:
+def _report(calls: Calls, member: WorkerHandle, question: Any) -> str:
     """The worker's stacks; if it does not respond, what its node can see of the process."""
     if calls.wait([question], timeout=0.0)[0]:
         try:

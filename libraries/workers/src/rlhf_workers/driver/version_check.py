@@ -18,15 +18,19 @@ def check_versions(described: Sequence[Mapping[str, Any]]) -> None:
     problems: dict[str, list[str]] = {}
     traces = []
     for facts in described:
-        found = problems.setdefault(facts["address"], [])
-        for name, there in facts["versions"].items():
+        differences = problems.setdefault(facts["address"], [])
+        for name, version in facts["versions"].items():
             here = platform.python_version() if name == "python" else installed_version(name)
-            if there != here:
-                found.append(f"{name} is {there} there and {here} here")
+            if version != here:
+                differences.append(f"{name} is {version} there and {here} here")
         if facts["problem"] is not None:
-            found.append(facts["problem"].message)
+            differences.append(facts["problem"].message)
             traces.append(facts["problem"].trace)
-    lines = [f"node {node}: {'; '.join(dict.fromkeys(found))}" for node, found in sorted(problems.items()) if found]
+    lines = [
+        f"node {node}: {'; '.join(dict.fromkeys(differences))}"
+        for node, differences in sorted(problems.items())
+        if differences
+    ]
     if lines:
         raise PluginVersionMismatch(
             "these nodes have other versions than this process:\n  "

@@ -23,7 +23,7 @@ _LOOK_SECONDS = 1.0
 
 
 @dataclass
-class _Seen:
+class _State:
     member: WorkerHandle
     progress: int = -1
     moved: float = field(default_factory=time.monotonic)
@@ -60,7 +60,7 @@ class Watchdog:
         stalled: OnStall = ignore_stall,
     ) -> None:
         """``check`` is called every second; it raises WorkerError when the workers cannot be reached any more."""
-        self._seen = {id(m): _Seen(m) for m in members}
+        self._states = {id(m): _State(m) for m in members}
         self.doing, self.calls, self.config, self.reports = doing, calls, config, reports
         self._reachable, self._on_stall = check, stalled
         self._begun = self._next = time.monotonic()
@@ -68,11 +68,11 @@ class Watchdog:
 
     def join(self, member: WorkerHandle) -> None:
         """Monitor a worker, from now on if it was not monitored."""
-        self._seen.setdefault(id(member), _Seen(member))
+        self._states.setdefault(id(member), _State(member))
 
     def leave(self, member: WorkerHandle) -> None:
         """Stop monitoring a worker, because it has answered."""
-        self._seen.pop(id(member), None)
+        self._states.pop(id(member), None)
 
     def wait(self, waitables: Sequence[Any], timeout: float | None = None) -> list[Any]:
         """The references and streams that are ready: at least one, or none after ``timeout`` seconds. Raises
@@ -95,32 +95,32 @@ class Watchdog:
                 self._next = time.monotonic() + self.config.heartbeat
 
     def _check(self) -> None:
-        for seen in self._seen.values():
-            self._listen(seen)
-            if seen.question is None:
-                seen.question = seen.member.beside("pulse")
+        for state in self._states.values():
+            self._listen(state)
+            if state.question is None:
+                state.question = state.member.beside("pulse")
         now = time.monotonic()
-        silent = [s for s in self._seen.values() if now - s.answered > SILENT * self.config.heartbeat]
-        stuck = [s for s in self._seen.values() if now - s.moved > self.config.stall_timeout]
+        silent = [s for s in self._states.values() if now - s.answered > SILENT * self.config.heartbeat]
+        stuck = [s for s in self._states.values() if now - s.moved > self.config.stall_timeout]
         if silent or stuck:
             raise self._stalled(silent or sorted(stuck, key=lambda s: s.moved), bool(silent))
 
-    def _listen(self, seen: _Seen) -> None:
-        if seen.question is None or not self.calls.wait([seen.question], timeout=0.0)[0]:
+    def _listen(self, state: _State) -> None:
+        if state.question is None or not self.calls.wait([state.question], timeout=0.0)[0]:
             return
-        question, seen.question = seen.question, None
+        question, state.question = state.question, None
         try:
             progress = self.calls.get(question)
         except CallFailed:  # it is dead, which the pending answer will show too
             return
-        seen.answered = time.monotonic()
-        if progress != seen.progress:
-            seen.progress, seen.moved = progress, seen.answered
+        state.answered = time.monotonic()
+        if progress != state.progress:
+            state.progress, state.moved = progress, state.answered
 
-    def _stalled(self, stalled: Sequence[_Seen], silent: bool) -> WorkerError:
+    def _stalled(self, stalled: Sequence[_State], silent: bool) -> WorkerError:
         first = stalled[0]
         seconds = time.monotonic() - (first.answered if silent else first.moved)
-        waited_for = [s.member for s in self._seen.values()]
+        waited_for = [s.member for s in self._states.values()]
         stall = StallReport(self.calls, first.member, self.doing, seconds, silent, waited_for)
         page = stall.write(self.reports)
         self._on_stall([s.member for s in stalled], stall.headline)

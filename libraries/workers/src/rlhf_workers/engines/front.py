@@ -61,13 +61,13 @@ class EngineGroup(Generator):
         if self._single is not None:
             yield from self._generate_beside(requests, self._single)
             return
-        left = dict(enumerate(requests))
-        while left:
+        pending = dict(enumerate(requests))
+        while pending:
             self._replace_dead()
-            order = list(left)
-            shares = assign_requests([left[n] for n in order], len(self.pool.members))
-            for position, turn in self._draw([left[n] for n in order], shares):
-                del left[order[position]]
+            order = list(pending)
+            shares = assign_requests([pending[n] for n in order], len(self.pool.members))
+            for position, turn in self._draw([pending[n] for n in order], shares):
+                del pending[order[position]]
                 yield order[position], turn
 
     def _draw(self, requests: Sequence[GenerationRequest], shares: list[list[int]]) -> Iterator[tuple[int, Turn]]:
@@ -105,8 +105,8 @@ class EngineGroup(Generator):
         finished: queue.SimpleQueue[tuple[int, Turn | Exception]] = queue.SimpleQueue()
         names = [single.submit(r, lambda turn, n=n: finished.put((n, turn))) for n, r in enumerate(requests)]  # type: ignore[misc]
         try:
-            left = len(names)
-            while left:
+            count = len(names)
+            while count:
                 try:
                     position, turn = finished.get(timeout=_LOOK_SECONDS)
                 except queue.Empty:
@@ -114,7 +114,7 @@ class EngineGroup(Generator):
                     continue
                 if isinstance(turn, Exception):
                     raise turn
-                left -= 1
+                count -= 1
                 yield position, turn
         finally:
             for name in names:
@@ -134,11 +134,11 @@ class EngineGroup(Generator):
             else:
                 waiting.set_result(turn)
 
-        def done(turn: Turn | Exception) -> None:
+        def hand_over(turn: Turn | Exception) -> None:
             with suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(settle, turn)
 
-        name = self._single.submit(request, done)
+        name = self._single.submit(request, hand_over)
         try:
             return await waiting
         finally:
@@ -205,11 +205,11 @@ class EngineGroup(Generator):
             self._replace_dead()
             answers = self.pool.ask("logprobs", sequences, *([images] if images else []))
             if not self.pool.dead:
-                return [one for per_engine in answers.values() for one in per_engine]
+                return [answer for per_engine in answers.values() for answer in per_engine]
 
     def stale(self, bucket: Any) -> list[str]:
-        found = {} if self._cut_off else self.pool.ask("stale", bucket)
-        return list(dict.fromkeys(name for names in found.values() for name in names))
+        by_engine = {} if self._cut_off else self.pool.ask("stale", bucket)
+        return list(dict.fromkeys(name for names in by_engine.values() for name in names))
 
     # -------------------------------------------------------------------------------------- memory
 

@@ -32,7 +32,7 @@ def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list
     shares: list[list[int]] = [[] for _ in range(engines)]
     loads = [(0, engine) for engine in range(engines)]
     for weight, piece in sorted(pieces):
-        taken, engine = heapq.heappop(loads)
+        lightest, engine = heapq.heappop(loads)
         shares[engine] += piece
-        heapq.heappush(loads, (taken - weight, engine))
+        heapq.heappush(loads, (lightest - weight, engine))
     return [sorted(share) for share in shares]

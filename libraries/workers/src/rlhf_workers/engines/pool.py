@@ -87,11 +87,11 @@ class EnginePool:
                 self._on_failure()
                 raise SyncError(f"{late} did not answer {method}() within {timeout:g} s (sync.timeout)")
             for ref in ready:
-                number, asked = waiting.pop(ref)
+                number, called_method = waiting.pop(ref)
                 if ref in last:  # an engine answers its calls in order
                     watchdog.leave(self.members[number])
                 try:
-                    answer = self.answer(number, asked, ref)
+                    answer = self.answer(number, called_method, ref)
                 except SyncError as error:
                     failed.append(error)
                     self._on_failure()  # the cause may be the death of another engine
@@ -137,7 +137,7 @@ class EnginePool:
         can save a checkpoint, and nothing waits for the stalled ones again. A stall ends the run, so the stalled
         engines are not replaced."""
         for number, member in self.members.items():
-            if any(member is one for one in stalled):
+            if any(member is other for other in stalled):
                 self._stalled = self.dead[number] = headline
                 member.kill()
         self._on_failure()

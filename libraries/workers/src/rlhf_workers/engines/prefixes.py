@@ -50,13 +50,13 @@ class Prefixes:
         """
         fewest = min(loads.values())
         most = fewest + max(1, fewest // 4)
-        known = (self._engines[mark] for mark in reversed(marks) if mark in self._engines)
-        chosen = next((engine for engine in known if loads.get(engine, most + 1) <= most), None)
-        if chosen is None:
-            chosen = min(loads, key=lambda engine: loads[engine])
+        engines = (self._engines[mark] for mark in reversed(marks) if mark in self._engines)
+        choice = next((engine for engine in engines if loads.get(engine, most + 1) <= most), None)
+        if choice is None:
+            choice = min(loads, key=lambda engine: loads[engine])
         for mark in marks:
-            self._engines[mark] = chosen
+            self._engines[mark] = choice
             self._engines.move_to_end(mark)
         while len(self._engines) > LIMIT:
             self._engines.popitem(last=False)
-        return chosen
+        return choice

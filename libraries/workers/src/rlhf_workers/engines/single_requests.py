@@ -34,7 +34,7 @@ SLICE = 0.02
 _CALLS = 2
 """Calls that an engine has at a time."""
 
-Done = Callable[[Turn | Exception], None]
+Settle = Callable[[Turn | Exception], None]
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class _Open:
     """A request that is not answered."""
 
     request: GenerationRequest
-    done: Done
+    settle: Settle
     marks: list[Mark]
     engine: int | None = None
     """The engine that samples it; None: it waits for one."""
 
 
 class SingleRequests:
-    """``done`` of a request is called once, on the thread of this class, with the turn or with the error that ends the
-    run. It is not called for a request that was cancelled."""
+    """``settle`` of a request is called once, on the thread of this class, with the turn or with the error that ends
+    the run. It is not called for a request that was cancelled."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -82,14 +82,14 @@ class SingleRequests:
 
     # ----------------------------------------------------------------------------- from other threads
 
-    def submit(self, request: GenerationRequest, done: Done) -> int:
+    def submit(self, request: GenerationRequest, settle: Settle) -> int:
         """Returns a name for :meth:`cancel`."""
         marks = prefix_marks(request.ids)
         with self._changed:
             if self._failure is not None or self._closed:
                 raise self._failure or WorkerError("the engines were shut down")
             name = next(self._names)
-            self._open[name] = _Open(request, done, marks)
+            self._open[name] = _Open(request, settle, marks)
             self._waiting.append(name)
             self._changed.notify_all()
         return name
@@ -97,11 +97,11 @@ class SingleRequests:
     def cancel(self, name: int) -> None:
         """Drop a request. Nothing happens if it is answered already."""
         with self._changed:
-            asked = self._open.pop(name, None)
-            if asked is not None and asked.engine is not None:
-                self._shares[asked.engine].discard(name)
-                if self._new[asked.engine].pop(name, None) is None:
-                    self._dropped[asked.engine].append(name)
+            pending = self._open.pop(name, None)
+            if pending is not None and pending.engine is not None:
+                self._shares[pending.engine].discard(name)
+                if self._new[pending.engine].pop(name, None) is None:
+                    self._dropped[pending.engine].append(name)
 
     def hold(self, drain: bool) -> None:
         """Wait until no call is under way, and begin none until :meth:`release`. Calls may be nested.
@@ -126,9 +126,9 @@ class SingleRequests:
         """(engine seconds without a request, engine seconds) since the last call."""
         with self._changed:
             self._count_idle()
-            found = self._idle, self._total
+            seconds = self._idle, self._total
             self._idle = self._total = 0.0
-        return found
+        return seconds
 
     def unfinished_tokens(self) -> int:
         """Tokens so far of the requests that are not answered, as the engines' latest calls reported them."""
@@ -138,8 +138,8 @@ class SingleRequests:
     def restarted(self) -> dict[str, int]:
         """{why: tokens that were sampled and thrown away} since the last call."""
         with self._changed:
-            found, self._restarted = dict(self._restarted), Counter()
-        return found
+            tokens, self._restarted = dict(self._restarted), Counter()
+        return tokens
 
     def begin_again(self) -> None:
         """During a :meth:`hold`: the engines sample all their requests again from the first token."""
@@ -173,8 +173,8 @@ class SingleRequests:
                 self._failure = error
                 failed, self._open, self._calls = list(self._open.values()), {}, {}
                 self._changed.notify_all()
-            for asked in failed:
-                asked.done(error)
+            for pending in failed:
+                pending.settle(error)
 
     def _begin_calls(self) -> bool:
         """Wait until there is a call to wait for. Returns False after :meth:`close`."""
@@ -199,12 +199,14 @@ class SingleRequests:
         alive = self._alive()
         while self._waiting and alive:
             name = self._waiting.popleft()
-            asked = self._open.get(name)
-            if asked is None:  # cancelled
+            pending = self._open.get(name)
+            if pending is None:  # cancelled
                 continue
-            asked.engine = self._prefixes.choose(asked.marks, {engine: len(self._shares[engine]) for engine in alive})
-            self._shares[asked.engine].add(name)
-            self._new[asked.engine][name] = asked.request
+            pending.engine = self._prefixes.choose(
+                pending.marks, {engine: len(self._shares[engine]) for engine in alive}
+            )
+            self._shares[pending.engine].add(name)
+            self._new[pending.engine][name] = pending.request
 
     def _call(self) -> None:
         """Call the engines that have something to do."""
@@ -220,7 +222,7 @@ class SingleRequests:
         """Hand over the turns of a finished call."""
         engine = self._calls[ref]
         answer = self._pool.answer(engine, "advance", ref)
-        finished: list[tuple[Done, Turn]] = []
+        finished: list[tuple[Settle, Turn]] = []
         with self._changed:
             self._count_idle()
             del self._calls[ref]
@@ -230,12 +232,12 @@ class SingleRequests:
                 turns, self._tokens[engine] = unpack(answer)[0]
                 for name, turn in turns:
                     self._shares[engine].discard(name)
-                    if (asked := self._open.pop(name, None)) is not None:
-                        finished.append((asked.done, turn))
+                    if (pending := self._open.pop(name, None)) is not None:
+                        finished.append((pending.settle, turn))
             if engine not in self._calls.values():
                 self._watchdog.leave(self._pool.members[engine])
-        for done, turn in finished:
-            done(turn)
+        for settle, turn in finished:
+            settle(turn)
 
     def _give_back(self, engine: int) -> None:
         """The requests of an engine that died wait for another engine, before all others."""

@@ -59,8 +59,8 @@ class WeightLink:
         engines, each = pool.members, self._receivers
         self._coordination, address = serve(pool.calls.host, self.timeout)
         link = Link(self.kind, address, each * len(engines), self.policy.size, self.cuda, self.timeout)
-        told = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
-        failed = self._connect([*self.policy.members, *engines.values()], told, pool)
+        arguments = [*[(link,)] * self.policy.size, *[(link, each * n) for n in range(len(engines))]]
+        failed = self._connect([*self.policy.members, *engines.values()], arguments, pool)
         deaths = {n: e for n, t in failed.items() if isinstance(e := t.error("connect", SyncError), WorkerError)}
         for n in deaths:
             if n < self.policy.size:
@@ -72,10 +72,10 @@ class WeightLink:
         self.fit = not failed
 
     def _connect(
-        self, members: Sequence[WorkerHandle], told: Sequence[tuple[Any, ...]], pool: EnginePool
+        self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]], pool: EnginePool
     ) -> dict[int, FailedCall]:
         """{position in ``members``: its failure}, when all have answered."""
-        payload = pool.calls.send(pack(told))
+        payload = pool.calls.send(pack(arguments))
         methods = ["connect_trainer" if n < self.policy.size else "connect" for n in range(len(members))]
         waiting = {m.ask("call", methods[n], payload, n): n for n, m in enumerate(members)}
         watchdog = self._watch(members, "connect()", pool.kill_stalled)

@@ -34,19 +34,19 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        known = next(
+        kind = next(
             (c for c in type(error).__mro__ if issubclass(c, RlhfError) and c.__module__ == errors.__name__), None
         )
         trace = "".join(traceback.format_exception(error)).rstrip()
-        if known is None:
+        if kind is None:
             return cls("", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, trace)
-        return cls(known.__name__, str(error), trace)
+        return cls(kind.__name__, str(error), trace)
 
-    def error(self, who: str, method: str, otherwise: type[RlhfError]) -> RlhfError:
+    def error(self, label: str, method: str, otherwise: type[RlhfError]) -> RlhfError:
         """The exception to raise on the driver, with the worker's traceback as its cause."""
         if self.kind:
-            raised = getattr(errors, self.kind)(f"{who}: {self.message}")
+            raised = getattr(errors, self.kind)(f"{label}: {self.message}")
         else:
-            raised = otherwise(f"{who}: {method}() raised {self.message}")
+            raised = otherwise(f"{label}: {method}() raised {self.message}")
         raised.__cause__ = RemoteTraceback(self.trace)
         return raised

@@ -150,13 +150,13 @@ class Worker(ABC):
 
         with self._at_work("generate"):
             try:
-                finished, told = [], time.monotonic()
+                finished, last_yield = [], time.monotonic()
                 for sample in self.component.generate(*unpack(payload, rank)):
                     self._progress += 1
                     finished.append(sample)
-                    if time.monotonic() - told >= CHUNK_SECONDS:
+                    if time.monotonic() - last_yield >= CHUNK_SECONDS:
                         yield finished
-                        finished, told = [], time.monotonic()
+                        finished, last_yield = [], time.monotonic()
                 if finished:
                     yield finished
             except Exception as error:
@@ -170,8 +170,8 @@ class Worker(ABC):
             yield item
 
     def _method(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(self if name in OWN_METHODS else self.component, name)
-        return found
+        method: Callable[..., Any] = getattr(self if name in OWN_METHODS else self.component, name)
+        return method
 
     def connect_trainer(self, link: Link) -> None:
         """Connect this rank of a trainer to ``link``, in place of an earlier link."""
@@ -192,9 +192,9 @@ class Worker(ABC):
         return self.component.advance(*arguments), self.component.unfinished_tokens()
 
     @contextmanager
-    def _at_work(self, what: str) -> Iterator[None]:
+    def _at_work(self, method: str) -> Iterator[None]:
         self._progress += 1
-        self._doing, self._since, self._thread = what, time.time(), threading.get_ident()
+        self._doing, self._since, self._thread = method, time.time(), threading.get_ident()
         try:
             yield
         finally:
@@ -211,13 +211,13 @@ class Worker(ABC):
         """The stack of each Python thread but this one. ``work`` is the thread that serves calls. The key ``""`` has
         the call under way and the processor time that this process used so far."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        found = {}
+        stacks = {}
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
                 name = "work" if ident == self._thread else names.get(ident, f"thread {ident}")
-                found[name] = "".join(traceback.format_stack(frame)).rstrip()
+                stacks[name] = "".join(traceback.format_stack(frame)).rstrip()
         doing = f"in {self._doing}() for {time.time() - self._since:.0f} s" if self._doing else "between two calls"
-        return {"": f"{doing}; {time.process_time():.2f} s of processor time so far", **found}
+        return {"": f"{doing}; {time.process_time():.2f} s of processor time so far", **stacks}
 
 
 def installed_version(distribution: str) -> str:

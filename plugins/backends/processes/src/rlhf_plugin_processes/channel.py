@@ -88,10 +88,10 @@ class Channel:
         return Message(call, kind, SharedValue(sizes, content, descriptors))
 
     def _send_content(self, number: int) -> None:
-        size, sent = os.fstat(number).st_size, 0
+        size, position = os.fstat(number).st_size, 0
         self._end.sendall(_SIZE.pack(size))
-        while sent < size:
-            sent += os.sendfile(self._end.fileno(), number, sent, size - sent)
+        while position < size:
+            position += os.sendfile(self._end.fileno(), number, position, size - position)
 
     def _receive_content(self) -> Descriptor:
         [size] = _SIZE.unpack(self._exactly(_SIZE.size))
@@ -109,10 +109,10 @@ class Channel:
         filled = 0
         while filled < len(view):
             with view[filled:] as rest:
-                got = self._end.recv_into(rest)
-            if not got:
+                count = self._end.recv_into(rest)
+            if not count:
                 raise ConnectionError("the other process closed its end")
-            filled += got
+            filled += count
 
     def close(self) -> None:
         self._end.close()

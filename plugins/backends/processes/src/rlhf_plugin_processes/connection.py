@@ -43,11 +43,11 @@ class Connection:
     def items(self, method: str, arguments: tuple[Any, ...], ahead: int | None) -> Stream:
         number = next(self._numbers)
 
-        def taken() -> None:
+        def make_room() -> None:
             if ahead is not None:
                 self.tell(ROOM, number)
 
-        stream = Stream(self._calls, taken)
+        stream = Stream(self._calls, make_room)
         self._send(stream, ITEMS, (method, arguments, ahead), number)
         return stream
 

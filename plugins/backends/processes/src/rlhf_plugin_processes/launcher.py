@@ -70,11 +70,11 @@ class ProcessesLauncher(WorkerLauncher):
         self._check_environment()
         with self._or_nothing():
             self._machines = {machine.node.id: machine for machine in self._find_machines()}
-            found = [machine.node for machine in self._machines.values()]
-            check_fits(places, found, there=self.machines_are)
-            kind = device_kind(found)
+            available = [machine.node for machine in self._machines.values()]
+            check_fits(places, available, label=self.machines_are)
+            kind = device_kind(available)
             bundles = bundles_of(places, kind)
-            nodes = assign(bundles, found)
+            nodes = assign(bundles, available)
             self._bundles = [b.devices for b in bundles]
             self._logs = self._reports / LOGS if self.config.reports is not None or reports is not None else None
             self._placed = Placed(self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU")

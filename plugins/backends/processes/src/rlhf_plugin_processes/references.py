@@ -30,9 +30,9 @@ class Reference:
 class Stream:
     """An iterator over references to the items of one call. ``next`` waits for the item."""
 
-    def __init__(self, calls: ProcessCalls, taken: Callable[[], None]) -> None:
-        """``taken`` is called after each item that was read."""
-        self._calls, self._taken = calls, taken
+    def __init__(self, calls: ProcessCalls, on_read: Callable[[], None]) -> None:
+        """``on_read`` is called after each item that was read."""
+        self._calls, self._on_read = calls, on_read
         self.items: deque[Reference] = deque()
         self.ended = False
 
@@ -48,7 +48,7 @@ class Stream:
         if not self.items:
             raise StopIteration
         item = self.items.popleft()
-        self._taken()
+        self._on_read()
         return item
 
 
@@ -69,11 +69,11 @@ class ProcessCalls(Calls):
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
-                ready = [one for one in waitables if one.ready][:count]
-                left = None if end is None else end - time.monotonic()
-                if len(ready) >= count or (left is not None and left <= 0):
-                    return ready, [one for one in waitables if one not in ready]
-                self._changed.wait(left)
+                ready = [waitable for waitable in waitables if waitable.ready][:count]
+                seconds = None if end is None else end - time.monotonic()
+                if len(ready) >= count or (seconds is not None and seconds <= 0):
+                    return ready, [waitable for waitable in waitables if waitable not in ready]
+                self._changed.wait(seconds)
 
     def get(self, ref: Reference) -> Any:
         self.wait([ref])

@@ -15,10 +15,10 @@ def main(number: int) -> None:
     end = socket.socket(fileno=number)
     line = bytearray()
     while not line.endswith(b"\n"):
-        got = end.recv(1)  # not more, because the next messages begin after the line
-        if not got:  # the driver has ended
+        byte = end.recv(1)  # not more, because the next messages begin after the line
+        if not byte:  # the driver has ended
             return
-        line += got
+        line += byte
     start = json.loads(line)
     sys.path += [entry for entry in start["path"] if entry not in sys.path]
 

@@ -23,8 +23,8 @@ class RayWorker(Worker):
     """The actor class."""
 
     def address(self) -> str:
-        found: str = ray.util.get_node_ip_address()
-        return found
+        address: str = ray.util.get_node_ip_address()
+        return address
 
     def describe(self, plugins: bytes, manifest: Sequence[Mapping[str, str]]) -> dict[str, Any]:
         facts = super().describe(plugins, manifest)
@@ -101,10 +101,10 @@ class Actor(WorkerHandle):
         place = NodeAffinitySchedulingStrategy(self.facts["node"], soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
         try:
-            found: str = ray.get(task.remote(*arguments), timeout=_ASK_SECONDS)
+            answer: str = ray.get(task.remote(*arguments), timeout=_ASK_SECONDS)
         except (RayError, TimeoutError) as cause:
             return f"(node {self.facts['address']} gives no answer: {type(cause).__name__})"
-        return found
+        return answer
 
     def kill(self) -> None:
         if ray.is_initialized():

@@ -75,5 +75,5 @@ def store() -> Store:
     """The store of this start of torchrun, which all its processes reach. torchrun itself serves it."""
     from torch.distributed.rendezvous import rendezvous
 
-    found, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=60))))
-    return found
+    shared_store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=60))))
+    return shared_store

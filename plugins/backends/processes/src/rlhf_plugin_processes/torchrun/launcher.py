@@ -29,13 +29,13 @@ class TorchrunLauncher(ProcessesLauncher):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._this: Member | None = None
+        self._member: Member | None = None
         self._closing = ExitStack()
 
     @classmethod
     def join(cls, config: Any) -> None:
-        if (this := member(os.environ)).rank:
-            serve(this, config.cpus)
+        if (own := member(os.environ)).rank:
+            serve(own, config.cpus)
             raise SystemExit(0)
 
     @classmethod
@@ -47,27 +47,27 @@ class TorchrunLauncher(ProcessesLauncher):
         """A run can be checked, but not placed, without torchrun."""
 
     def _find_machines(self) -> list[Machine]:
-        self._this = this = member(os.environ)
+        self._member = own = member(os.environ)
         here = ThisMachine(self.config.cpus, without=VARIABLES)
-        here.node = replace(here.node, id=str(this.machine))
+        here.node = replace(here.node, id=str(own.machine))
         machines: list[Machine] = [here]
-        if this.size > 1:
-            machines += self._others(this, here)
+        if own.size > 1:
+            machines += self._others(own, here)
         return machines
 
-    def _others(self, this: Member, here: ThisMachine) -> list[Machine]:
+    def _others(self, own: Member, here: ThisMachine) -> list[Machine]:
         """One process of each other machine. All processes of torchrun must have connected."""
-        meeting = Meeting(this)
+        meeting = Meeting(own)
         self._closing.callback(meeting.close)
-        found: dict[int, Machine] = {}
-        for rank in range(1, this.size):
+        machines: dict[int, Machine] = {}
+        for rank in range(1, own.size):
             end, facts = meeting.take(member_name(rank), self.config.start_timeout)
             other = OtherMachine(end, facts, self._calls, meeting, self.config.start_timeout)
             self._closing.callback(other.close)
-            if facts["machine"] != this.machine:
-                found.setdefault(facts["machine"], other)
+            if facts["machine"] != own.machine:
+                machines.setdefault(facts["machine"], other)
                 here.address = self._calls.host = facts["driver"]
-        return [found[number] for number in sorted(found)]
+        return [machines[number] for number in sorted(machines)]
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:
@@ -76,7 +76,7 @@ class TorchrunLauncher(ProcessesLauncher):
 
     def _threads(self) -> str:
         # for several processes on a machine torchrun sets it to 1 by itself
-        return super()._threads() if self._this is not None and self._this.local_size == 1 else ""
+        return super()._threads() if self._member is not None and self._member.local_size == 1 else ""
 
     def _check_described(self, members: Sequence[WorkerHandle]) -> None:
         check_versions([m.facts for m in members])

@@ -49,8 +49,8 @@ class Meeting:
         self._changed = threading.Condition()
         self._server = socket.create_server(("127.0.0.1" if driver.one_machine else "", 0), backlog=128)
         threading.Thread(target=self._accept, name="connections of machines", daemon=True).start()
-        told = {"port": self._server.getsockname()[1], "token": self._token}
-        self._store.set(_KEY, json.dumps(told))
+        endpoint = {"port": self._server.getsockname()[1], "token": self._token}
+        self._store.set(_KEY, json.dumps(endpoint))
 
     def take(self, name: str, timeout: float) -> tuple[socket.socket, dict[str, Any]]:
         """The connection that says ``name``, and its facts. Raises WorkerError after ``timeout`` seconds."""
@@ -89,16 +89,16 @@ class Meeting:
     def _greet(self, end: socket.socket) -> None:
         try:
             end.settimeout(_HELLO_SECONDS)
-            said = json.loads(_line(end))
-            known = hmac.compare_digest(str(said["token"]).encode(), self._token.encode())
+            hello = json.loads(_line(end))
+            is_member = hmac.compare_digest(str(hello["token"]).encode(), self._token.encode())
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the other end may send anything
-            known = False
-        if not known:
+            is_member = False
+        if not is_member:
             end.close()
             return
         _prepare(end)
         with self._changed:
-            self._arrived[said["name"]] = end, said["facts"]
+            self._arrived[hello["name"]] = end, hello["facts"]
             self._changed.notify_all()
 
 
@@ -111,16 +111,16 @@ class DriverAddress:
         from torch.distributed import DistError
 
         try:
-            kept = store()
-            while not kept.check([_KEY]):
+            shared_store = store()
+            while not shared_store.check([_KEY]):
                 time.sleep(_LOOK_SECONDS)
-            found = json.loads(kept.get(_KEY))
+            endpoint = json.loads(shared_store.get(_KEY))
         except DistError as cause:
             raise WorkerError(
                 f"torchrun on the machine of the driver ({member.driver}) ended before the run started its workers. "
                 "The output of rank 0 says why."
             ) from cause
-        self._host, self._port, self._token = member.driver, found["port"], found["token"]
+        self._host, self._port, self._token = member.driver, endpoint["port"], endpoint["token"]
 
     def connect(self, name: str, facts: dict[str, Any]) -> socket.socket:
         """A connection. The addresses of both its ends are added to ``facts``."""
@@ -143,8 +143,8 @@ def _line(end: socket.socket) -> bytes:
     """One line, and nothing after it, because messages begin after the line."""
     line = bytearray()
     while not line.endswith(b"\n"):
-        got = end.recv(1)
-        if not got or len(line) > _HELLO_BYTES:
+        byte = end.recv(1)
+        if not byte or len(line) > _HELLO_BYTES:
             raise OSError("no line came")
-        line += got
+        line += byte
     return bytes(line)

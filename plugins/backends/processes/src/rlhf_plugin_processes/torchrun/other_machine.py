@@ -58,8 +58,8 @@ class OtherMachine(Machine):
         try:
             path: str = self.ask("start", number, name, dict(env), devices, folder, show)
         except CallFailed as cause:
-            what = str(cause) if cause.died else f"{self.name} cannot start it: {cause}"
-            raise WorkerError(f"{name} was not started: {what}") from None
+            reason = str(cause) if cause.died else f"{self.name} cannot start it: {cause}"
+            raise WorkerError(f"{name} was not started: {reason}") from None
         end, _ = self._meeting.take(worker_name(number), self._timeout)
         return OnOtherMachine(self, number), end, path
 
@@ -83,10 +83,10 @@ class OnOtherMachine(Started):
 
     def wait(self) -> str:
         try:
-            found: str = self._machine.ask("wait", self._number)
+            ending: str = self._machine.ask("wait", self._number)
         except CallFailed as lost:
             return str(lost)
-        return found
+        return ending
 
     def kill(self) -> None:
         try:
@@ -96,7 +96,7 @@ class OnOtherMachine(Started):
 
     def beside(self, function: Callable[..., str], *arguments: Any) -> str:
         try:
-            found: str = self._machine.ask("beside", pickle.dumps(function), arguments, timeout=_ASK_SECONDS)
+            answer: str = self._machine.ask("beside", pickle.dumps(function), arguments, timeout=_ASK_SECONDS)
         except (CallFailed, TimeoutError) as cause:
             return f"({cause})"
-        return found
+        return answer

@@ -93,8 +93,8 @@ class MachineServer:
         self._started[number].kill()
 
     def beside(self, function: bytes, arguments: tuple[Any, ...]) -> str:
-        found: str = pickle.loads(function)(*arguments)
-        return found
+        answer: str = pickle.loads(function)(*arguments)
+        return answer
 
 
 def worker_name(number: int) -> str:

