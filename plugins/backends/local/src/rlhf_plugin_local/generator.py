@@ -139,17 +139,17 @@ class TransformersGenerator(Generator):
 
     def _autocast(self, source: Any, module: nn.Module) -> torch.dtype | None:
         own = next(module.parameters()).dtype
-        wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.config.dtype)
-        if wanted is None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self.config.dtype)
+        if dtype is None:
             bf16 = getattr(getattr(source, "precision", None), "bf16", False)
-            wanted = torch.bfloat16 if bf16 else own
-        if wanted == torch.float32 and own != torch.float32:
+            dtype = torch.bfloat16 if bf16 else own
+        if dtype == torch.float32 and own != torch.float32:
             raise ConfigError(
                 f"generator.dtype is 'fp32' but the trainer's weights are {own}; allowed: 'auto' or 'bf16', or fp32 "
                 "weights."
             )
         plain = own == torch.float32 or isinstance(source, nn.Module)  # a trainer's bf16 weights need autocast
-        return None if wanted == own and plain else wanted
+        return None if dtype == own and plain else dtype
 
     def _check(self, i: int, request: GenerationRequest, decoder: Decoder) -> None:
         check_sampling(request.sampling)
@@ -158,13 +158,13 @@ class TransformersGenerator(Generator):
             decoder.require_images(i)
         need = len(request.ids) + request.sampling.max_new_tokens
         positions, field = decoder.positions
-        for limit, what, cure in (
+        for limit, subject, cure in (
             (self.config.max_cache_tokens, "generator.max_cache_tokens is", "Raise it, or lower"),
             (positions, f"the model has {field} =", "Lower"),
         ):
             if limit is not None and need > limit:
                 raise ConfigError(
                     f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
-                    f"{request.sampling.max_new_tokens}) but {what} {limit}. {cure} max_new_tokens or "
+                    f"{request.sampling.max_new_tokens}) but {subject} {limit}. {cure} max_new_tokens or "
                     "shorten the prompt."
                 )

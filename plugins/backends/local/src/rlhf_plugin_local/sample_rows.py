@@ -143,15 +143,15 @@ class Rows:
                 row = self.rows[slot]
                 if row is not None and row.scanner is not None and row.scanner.feed(token):
                     ended[slot] = "stop"
-        done = done_B.nonzero()[:, 0]
-        if broken_B[done].any():
-            index = next(self._at(names[i]).index for i in done.tolist() if broken_B[i])
+        ends = done_B.nonzero()[:, 0]
+        if broken_B[ends].any():
+            index = next(self._at(names[i]).index for i in ends.tolist() if broken_B[i])
             raise ModelError(
                 f"the model's logits are not finite (NaN or infinity) at step {self.clock} of sampling, first in "
                 f"request {index}. The weights are damaged or the arithmetic overflowed: look at the last "
                 "update's gradient norm, or sample in fp32."
             )
-        for i, stopped in zip(done.tolist(), stopped_B[done].tolist(), strict=True):
+        for i, stopped in zip(ends.tolist(), stopped_B[ends].tolist(), strict=True):
             ended.setdefault(names[i], "stop" if stopped else "length")
         return sorted(ended.items())
 

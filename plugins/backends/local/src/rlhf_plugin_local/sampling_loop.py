@@ -128,17 +128,17 @@ class SamplingLoop:
             return
         if len(self.rows.holes) > count:
             self._compact()
-        taken = [self.waiting.popleft() for _ in range(count)]
+        requests = [self.waiting.popleft() for _ in range(count)]
         used, holes = self.rows.used, self.rows.holes
         slots = [*holes[:count], *range(used, used + count - len(holes[:count]))]
-        self._prefill([self.keys[index] for index, _ in taken])
-        self.rows.admit(slots, taken, [self.prompts[self.keys[index]].delta for index, _ in taken])
+        self._prefill([self.keys[index] for index, _ in requests])
+        self.rows.admit(slots, requests, [self.prompts[self.keys[index]].delta for index, _ in requests])
         length = self.rows.length()
         if self.rows.used > self.cache.slots or length > self.cache.capacity:
             self._grow(length, used)
         by_prompt: dict[bytes, list[int]] = {}
         logits: list[Tensor] = []
-        for slot, (index, _) in zip(slots, taken, strict=True):
+        for slot, (index, _) in zip(slots, requests, strict=True):
             by_prompt.setdefault(self.keys[index], []).append(slot)
             logits_V = self.prompts[self.keys[index]].logits_V
             assert logits_V is not None
@@ -156,11 +156,11 @@ class SamplingLoop:
                 prompt.kv = prompt.logits_V = None
         self._take(self.rows.record(slots, logits_BV))
 
-    def _prefill(self, wanted: list[bytes]) -> None:
+    def _prefill(self, keys: list[bytes]) -> None:
         """Compute keys and values of new prompts, in packs of at most ``prefill_tokens``."""
         packs: list[list[_Prompt]] = []
         room = 0
-        for key in dict.fromkeys(wanted):
+        for key in dict.fromkeys(keys):
             prompt = self.prompts[key]
             if prompt.kv is None:
                 if len(prompt.ids) > room:

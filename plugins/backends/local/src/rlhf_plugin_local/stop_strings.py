@@ -16,7 +16,7 @@ class StopScanner:
     If a token ends in the middle of a multi-byte character, its text is searched when the character is complete.
     """
 
-    __slots__ = ("_context", "_decode", "_ids", "_keep", "_read", "_stops", "_tail")
+    __slots__ = ("_context", "_decode", "_end", "_ids", "_keep", "_stops", "_tail")
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self._stops = tuple(stops)
@@ -24,18 +24,18 @@ class StopScanner:
         self._keep = max(map(len, stops)) - 1
         self._ids: list[int] = []
         self._context = 0
-        """``ids[context:read]`` is decoded again with new tokens: a token's text can depend on the token before it."""
-        self._read = 0
+        """``ids[context:end]`` is decoded again with new tokens: a token's text can depend on the token before it."""
+        self._end = 0
         self._tail = ""
         """The last characters seen, one fewer than the longest stop string."""
 
     def feed(self, token: int) -> bool:
         self._ids.append(token)
-        old = self._decode(self._ids[self._context : self._read])
+        old = self._decode(self._ids[self._context : self._end])
         text = self._decode(self._ids[self._context :])
         new = text[len(old) :]
         window = self._tail + new.rstrip(REPLACEMENT)
         if new and not new.endswith(REPLACEMENT):
-            self._context, self._read = self._read, len(self._ids)
+            self._context, self._end = self._end, len(self._ids)
             self._tail = window[-self._keep :] if self._keep else ""
         return any(stop in window for stop in self._stops)

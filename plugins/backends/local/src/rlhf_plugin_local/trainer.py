@@ -187,21 +187,21 @@ class TorchTrainer(PackedTrainer):
 
     def offload(self) -> None:
         """Optimizer state and average move to host memory, from a GPU; between two steps there are no gradients."""
-        for held in self._aside():
-            to_host(held)
+        for tensors in self._aside():
+            to_host(tensors)
         if self.masters is not None:
             self.masters.offload()
         give_back(self.device)
 
     def reload(self) -> None:
-        for held in self._aside():
-            to_device(held, self.device)
+        for tensors in self._aside():
+            to_device(tensors, self.device)
         if self.masters is not None:
             self.masters.reload(self.device)
 
     def _aside(self) -> list[MutableMapping[str, Tensor]]:
-        held = [] if self.optimizer is None else list(self.optimizer.state.values())
-        return held + ([self.average.tensors] if self.average is not None else [])
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        return states + ([self.average.tensors] if self.average is not None else [])
 
     # --------------------------------------------------------------------------------------- state
 

@@ -43,9 +43,9 @@ class Engines:
         """(engine seconds without a request, engine seconds) since the last call."""
         with self._lock:
             self._count()
-            found = self._idle, self._all
+            seconds = self._idle, self._all
             self._idle = self._all = 0.0
-        return found
+        return seconds
 
     def _change(self, engine: int, by: int) -> None:
         before = self._requests[engine]

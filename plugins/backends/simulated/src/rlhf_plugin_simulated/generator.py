@@ -79,16 +79,16 @@ class SimulatedGenerator(Generator):
         self._restarted: Counter[str] = Counter()
         self._deaths = random.Random(spec.seed)
         self._samples = Samples(self.config.engines * self.config.slots)
-        """Of :meth:`advance`."""
+        """Tokens so far of the unfinished samples of :meth:`advance`."""
 
     # ------------------------------------------------------------------------------------- samples
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        left = len(requests)
+        count = len(requests)
         samples = self._new_samples(dict(enumerate(requests)))
-        while left:
+        while count:
             complete = samples.advance(SLICE, self._dies)
-            left -= len(complete)
+            count -= len(complete)
             yield from ((position, self._turn(s.request, tuple(s.versions))) for position, s in complete)
 
     def advance(
@@ -126,35 +126,35 @@ class SimulatedGenerator(Generator):
 
     async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...]:
         """Wait until the tokens are drawn. Returns which weights drew them."""
-        versions, start, known = [(0, self.version)], time.monotonic(), len(self._loads)
-        left, drawn = seconds, 0.0
-        while left > 0 or len(self._loads) > known:
-            await asyncio.sleep(left)
+        versions, start, load_count = [(0, self.version)], time.monotonic(), len(self._loads)
+        wait, draw_seconds = seconds, 0.0
+        while wait > 0 or len(self._loads) > load_count:
+            await asyncio.sleep(wait)
             if self.spec.in_flight != "drain":  # a drain waits for this sample
                 await self._open.wait()
-            loads = self._loads[known:]
-            known += len(loads)
+            loads = self._loads[load_count:]
+            load_count += len(loads)
             for load in loads:
-                drawn = min(seconds, drawn + max(0.0, load.begin - start))
+                draw_seconds = min(seconds, draw_seconds + max(0.0, load.begin - start))
                 start = load.end
-                if drawn == seconds:
+                if draw_seconds == seconds:
                     continue
-                whole = int(drawn * self.config.tokens_per_second * self.config.speed)
+                whole = int(draw_seconds * self.config.tokens_per_second * self.config.speed)
                 if self.spec.in_flight == "restart":
-                    versions, drawn = [(0, load.version)], 0.0
+                    versions, draw_seconds = [(0, load.version)], 0.0
                     self._restarted["weights"] += whole
                 else:
                     versions.append((whole, load.version))
-            left = seconds - drawn - (time.monotonic() - start)
+            wait = seconds - draw_seconds - (time.monotonic() - start)
         return tuple(versions)
 
     def unfinished_tokens(self) -> int:
         """Of :meth:`advance`."""
-        return self._samples.drawn(self._count)
+        return self._samples.tokens_drawn(self._count)
 
     def restarted(self) -> Mapping[str, int]:
-        found, self._restarted = dict(self._restarted), Counter()
-        return found
+        tokens, self._restarted = dict(self._restarted), Counter()
+        return tokens
 
     def idle(self) -> tuple[float, float]:
         return self._engines.idle()
@@ -172,8 +172,8 @@ class SimulatedGenerator(Generator):
 
     def _count(self, request: GenerationRequest) -> int:
         """Tokens of the answer."""
-        drawn = log_normal(random.Random(request.seed), self.config.tokens, self.config.tokens_sigma)
-        return max(1, min(round(drawn), request.sampling.max_new_tokens))
+        tokens = log_normal(random.Random(request.seed), self.config.tokens, self.config.tokens_sigma)
+        return max(1, min(round(tokens), request.sampling.max_new_tokens))
 
     def _seconds(self, request: GenerationRequest) -> float:
         return self._count(request) / self.config.tokens_per_second / self.config.speed

@@ -17,11 +17,11 @@ class Sample:
     """Of the whole answer."""
     versions: list[tuple[int, int]]
     """(first token, version of the weights that drew it and its successors)."""
-    left: float = field(init=False)
+    seconds_left: float = field(init=False)
     """Seconds until the answer is complete."""
 
     def __post_init__(self) -> None:
-        self.left = self.seconds
+        self.seconds_left = self.seconds
 
 
 class Samples:
@@ -42,21 +42,21 @@ class Samples:
         end, complete = time.monotonic() + seconds, list[tuple[int, Sample]]()
         while self.unfinished:
             running = dict(islice(self.unfinished.items(), self._places))
-            step = min(min(sample.left for sample in running.values()), end - time.monotonic())
+            step = min(min(sample.seconds_left for sample in running.values()), end - time.monotonic())
             time.sleep(max(0.0, step))
             for name, sample in running.items():
-                sample.left -= max(0.0, step)
-                if sample.left <= 0 and again():
-                    sample.left, sample.versions = sample.seconds, [(0, sample.versions[-1][1])]
-                elif sample.left <= 0:
+                sample.seconds_left -= max(0.0, step)
+                if sample.seconds_left <= 0 and again():
+                    sample.seconds_left, sample.versions = sample.seconds, [(0, sample.versions[-1][1])]
+                elif sample.seconds_left <= 0:
                     complete.append((name, self.unfinished.pop(name)))
             if time.monotonic() >= end:
                 break
         return complete
 
-    def drawn(self, count: Callable[[GenerationRequest], int]) -> int:
+    def tokens_drawn(self, count: Callable[[GenerationRequest], int]) -> int:
         """Tokens so far of the unfinished samples; ``count``: as for :meth:`change_version`."""
-        return sum(round(count(s.request) * (1 - s.left / s.seconds)) for s in self.unfinished.values())
+        return sum(round(count(s.request) * (1 - s.seconds_left / s.seconds)) for s in self.unfinished.values())
 
     def change_version(self, version: int, restart: bool, count: Callable[[GenerationRequest], int]) -> None:
         """New weights draw the tokens that are missing; with ``restart`` all tokens.
@@ -66,7 +66,7 @@ class Samples:
         """
         for sample in self.unfinished.values():
             if restart:
-                sample.left, sample.versions = sample.seconds, [(0, version)]
+                sample.seconds_left, sample.versions = sample.seconds, [(0, version)]
             elif sample.versions[-1][1] != version:
-                drawn = round(count(sample.request) * (1 - sample.left / sample.seconds))
-                sample.versions.append((drawn, version))
+                tokens = round(count(sample.request) * (1 - sample.seconds_left / sample.seconds))
+                sample.versions.append((tokens, version))

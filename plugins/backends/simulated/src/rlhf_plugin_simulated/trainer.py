@@ -28,7 +28,7 @@ class SimulatedTrainerConfig(ComponentConfig):
 
 
 class SimulatedTrainer(Trainer):
-    """Its weights are one number: the optimizer steps so far. Outputs are zero, and so are gradients' norms minus one:
+    """Its weights are one number: the optimizer steps so far. Outputs are zero and the norm of each gradient is one:
     every step counts as an update."""
 
     name = "simulated"
