@@ -61,7 +61,7 @@ def serving(
     def run() -> None:
         try:
             allowed, limit = access or Access("127.0.0.1", port, token), Limits(**(USUAL | limits))
-            serve(config, Plugins.discover(), allowed, limit, label, said=ready.set_result, stop=stop)
+            serve(config, Plugins.discover(), allowed, limit, label, announce=ready.set_result, stop=stop)
             ended.set_result(None)
         except BaseException as error:
             (ended if ready.done() else ready).set_exception(error)

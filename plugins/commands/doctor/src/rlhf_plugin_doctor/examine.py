@@ -53,7 +53,7 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
     """
     for name, step in _installation(request):
         announce(name)
-        yield from _done(name, step)
+        yield from _findings_of(name, step)
     config: RunFile | None = None
     if request.is_run:
         announce("run file")
@@ -65,13 +65,13 @@ def examine(request: Request, announce: Callable[[str], None] = lambda name: Non
         yield Finding("run file", "ok", f"{request.run_file or 'flags'} can be read")
     for name, step in _run(request, config) if config is not None else ():
         announce(name)
-        yield from _done(name, step)
+        yield from _findings_of(name, step)
     examination = _examination(request, config)
     plugins = Plugins.discover()
     for entry in plugins.list("check"):
         announce(entry.name)
-        step = partial(_asked, plugins, entry, examination)
-        yield from _done(entry.name, step, f"report this to the authors of {entry.owner}")
+        step = partial(_plugin_findings, plugins, entry, examination)
+        yield from _findings_of(entry.name, step, f"report this to the authors of {entry.owner}")
 
 
 def _installation(request: Request) -> list[Step]:
@@ -96,10 +96,10 @@ def _installation(request: Request) -> list[Step]:
 
 
 def _run(request: Request, config: RunFile) -> list[Step]:
-    found, sizes = needs.models(config)
+    findings, sizes = needs.models(config)
     return [
         ("run plugins", lambda: run_plugins(request)),
-        ("models", lambda: found),
+        ("models", lambda: findings),
         ("data", lambda: needs.data(config)),
         ("output", lambda: needs.output(config, sizes)),
     ]
@@ -115,17 +115,17 @@ def run_plugins(request: Request) -> Finding:
     return Finding("run plugins", "ok", ", ".join(names))
 
 
-def _asked(plugins: Plugins, entry: Entry, examination: Examination) -> Iterable[Finding]:
+def _plugin_findings(plugins: Plugins, entry: Entry, examination: Examination) -> Iterable[Finding]:
     """The findings of a plugin's check."""
     try:
         check = plugins.resolve("check", f"{entry.distribution}/{entry.name}").cls()
     except PluginError as error:
         fix = f"repair or uninstall {entry.distribution}; the other checks are not affected"
         return [Finding(entry.name, "fail", str(error), fix)]
-    found = list(check.look(examination))
-    if wrong := [finding for finding in found if not isinstance(finding, Finding)]:
+    findings = list(check.look(examination))
+    if wrong := [finding for finding in findings if not isinstance(finding, Finding)]:
         raise TypeError(f"look() of {entry} gives {wrong[0]!r}; expected rlhf.interfaces.Finding")
-    return found
+    return findings
 
 
 def _examination(request: Request, config: RunFile | None) -> Examination:
@@ -156,12 +156,12 @@ def _shared_paths(config: RunFile) -> list[str]:
     return [str(path) for path in (*paths, needs.existing(Path(config.run.output).expanduser()))]
 
 
-def _done(
+def _findings_of(
     name: str, step: Callable[[], Finding | Iterable[Finding]], remedy: str = "please report this"
 ) -> Iterator[Finding]:
     try:
-        found = step()
+        result = step()
     except Exception as error:  # the other checks continue: the user may need their results
-        found = Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", remedy)
-    for finding in [found] if isinstance(found, Finding) else found:
+        result = Finding(name, "fail", f"the check itself failed: {type(error).__name__}: {error}", remedy)
+    for finding in [result] if isinstance(result, Finding) else result:
         yield redacted(finding)

@@ -19,10 +19,10 @@ def redacted(finding: Finding, environment: Mapping[str, str] | None = None) -> 
     Args:
         environment: the variables; those of this process where None.
     """
-    found, remedy = finding.found, finding.remedy
+    text, remedy = finding.found, finding.remedy
     for name, value in _secrets(os.environ if environment is None else environment).items():
-        found, remedy = found.replace(value, f"${name}"), remedy.replace(value, f"${name}")
-    return replace(finding, found=found, remedy=remedy)
+        text, remedy = text.replace(value, f"${name}"), remedy.replace(value, f"${name}")
+    return replace(finding, found=text, remedy=remedy)
 
 
 def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
@@ -36,9 +36,9 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def counted(number: int, what: str) -> str:
+def counted(number: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def listed(items: list[str], most: int = 6) -> str:

@@ -29,18 +29,18 @@ def present(module: str) -> bool:
 
 def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
     """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
-    there = [m for m in modules if present(m)]
-    if not there:
+    packages = [m for m in modules if present(m)]
+    if not packages:
         return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
     broken = []
-    for name in there:
+    for name in packages:
         answer = ask(probes.module, name, timeout)
         if answer.error:
             broken.append(f"{name}: {answer.error}")
     if broken:
         advice = f"it does not fit this torch and breaks transformers and vLLM; text models do without: {_UNINSTALL}"
         return Finding("vision packages", "fail", listed(broken), advice)
-    return Finding("vision packages", "ok", f"{', '.join(there)} can be imported")
+    return Finding("vision packages", "ok", f"{', '.join(packages)} can be imported")
 
 
 def transformers(timeout: float) -> Finding:
@@ -54,40 +54,40 @@ def transformers(timeout: float) -> Finding:
 def torch_device(timeout: float, driver: Sequence[str] | None = None) -> list[Finding]:
     """torch, the device that it computes on, and NCCL. ``driver``: GPUs as the driver lists them."""
     answer = ask(probes.torch_device, None, timeout)
-    seen = driver_gpus() if driver is None else list(driver)
+    gpus = driver_gpus() if driver is None else list(driver)
     if answer.error:
         fix = "install torch again; with GPUs, the build for the CUDA version of the driver (nvidia-smi shows it)"
         return [Finding("torch", "fail", answer.error, fix), Finding("nccl", "skipped", "torch cannot be asked")]
-    found = answer.value
-    build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA"
-    text = f"{found['version']} ({build}), imported in {answer.seconds:.1f} s; "
-    if found["devices"]:
+    facts = answer.value
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
+    text = f"{facts['version']} ({build}), imported in {answer.seconds:.1f} s; "
+    if facts["devices"]:
         names = [
-            f"{d['name']} ({d['capability']}, {gib(d['free'])} of {gib(d['total'])} free)" for d in found["devices"]
+            f"{d['name']} ({d['capability']}, {gib(d['free'])} of {gib(d['total'])} free)" for d in facts["devices"]
         ]
-        checks = [Finding("torch", "ok", f"{text}{listed(names)}; driver: {listed(seen) or 'not asked'}")]
+        checks = [Finding("torch", "ok", f"{text}{listed(names)}; driver: {listed(gpus) or 'not asked'}")]
     else:
-        flags = ", ".join(found["bf16_flags"])
-        gain = f"bf16 ({flags}) measured {found['bf16_gain']:.1f} x as fast as fp32" if flags else "no bf16 arithmetic"
-        text += f"CPU {found['cpu']}: {gain}; {found['threads']} threads"
-        if seen:
-            fix = f"install a build of torch for CUDA; this one ({found['version']}) leaves the GPUs unused"
-            checks = [Finding("torch", "warn", f"{text}; the driver lists {listed(seen)}", fix)]
+        flags = ", ".join(facts["bf16_flags"])
+        gain = f"bf16 ({flags}) measured {facts['bf16_gain']:.1f} x as fast as fp32" if flags else "no bf16 arithmetic"
+        text += f"CPU {facts['cpu']}: {gain}; {facts['threads']} threads"
+        if gpus:
+            fix = f"install a build of torch for CUDA; this one ({facts['version']}) leaves the GPUs unused"
+            checks = [Finding("torch", "warn", f"{text}; the driver lists {listed(gpus)}", fix)]
         else:
             checks = [Finding("torch", "ok", text)]
-    return [*checks, _nccl(found)]
+    return [*checks, _nccl(facts)]
 
 
-def _nccl(found: dict[str, object]) -> Finding:
-    if not found["gloo"]:
+def _nccl(facts: dict[str, object]) -> Finding:
+    if not facts["gloo"]:
         fix = "install a build of torch with torch.distributed and gloo"
         return Finding("nccl", "fail", "this torch has no gloo, which processes use to communicate", fix)
-    if not found["cuda"]:
+    if not facts["cuda"]:
         return Finding("nccl", "skipped", "no CUDA in this torch: processes communicate over gloo")
-    if not found["nccl"]:
+    if not facts["nccl"]:
         fix = "install a build of torch with NCCL; without it several GPUs cannot work together"
         return Finding("nccl", "warn", "CUDA, but no NCCL in this torch", fix)
-    return Finding("nccl", "ok", f"{found['nccl']}")
+    return Finding("nccl", "ok", f"{facts['nccl']}")
 
 
 def driver_gpus() -> list[str]:
@@ -97,24 +97,24 @@ def driver_gpus() -> list[str]:
         return []
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in process.stdout.splitlines() if line.strip()] if process.returncode == 0 else []
 
 
 def plugins(timeout: float) -> Finding:
     """Imports every plugin, like ``rlhf plugins list --check``. If one crashes, the others are still checked."""
     entries = Plugins.discover().list()
-    left = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
+    pending = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
     status = {(e.kind, f"{e.distribution}/{e.name}"): e.status for e in entries}
-    while left:
-        answer = ask(probes.plugins, left, timeout)
-        for (kind, ref), value in zip(left, answer.values, strict=False):
+    while pending:
+        answer = ask(probes.plugins, pending, timeout)
+        for (kind, ref), value in zip(pending, answer.values, strict=False):
             status[kind, ref] = value
-        left = left[len(answer.values) :]
-        if left:
-            kind, ref = left.pop(0)
+        pending = pending[len(answer.values) :]
+        if pending:
+            kind, ref = pending.pop(0)
             status[kind, ref] = f"importing it ended the process: {answer.error}"
     broken = [f"{kind} {ref}: {text}" for (kind, ref), text in status.items() if text != "ok"]
     if broken:

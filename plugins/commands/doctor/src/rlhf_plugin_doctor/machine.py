@@ -40,11 +40,11 @@ def cores(
     limit = cpu_limit(cgroup, own)
     usable = available if limit is None else min(available, limit)
     text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
-    wanted = environment.get("OMP_NUM_THREADS", "")
-    if wanted and not wanted.isdigit():
+    setting = environment.get("OMP_NUM_THREADS", "")
+    if setting and not setting.isdigit():
         return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is not a number", "set OMP_NUM_THREADS to a number")
-    threads = int(wanted) if wanted else available
-    text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if wanted else 'not set'})"
+    threads = int(setting) if setting else available
+    text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if setting else 'not set'})"
     if threads > max(1, usable):
         advice = f"set OMP_NUM_THREADS={max(1, int(usable))} (less where several ranks share the machine)"
         return Finding("cores", "warn", text, f"more threads than cores make every step slower: {advice}")
@@ -86,32 +86,32 @@ def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> 
     """Size of the shared memory file system."""
     larger = "mount it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if not path.is_dir():
-        found = f"there is no {path}"
-        return Finding("shared memory", "warn", found, f"Ray then keeps objects on the disk, which is slow; {larger}")
+        text = f"there is no {path}"
+        return Finding("shared memory", "warn", text, f"Ray then keeps objects on the disk, which is slow; {larger}")
     stat = os.statvfs(path)
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
-    found = f"{path}: {gib(total)}, {gib(free)} free"
+    text = f"{path}: {gib(total)}, {gib(free)} free"
     if not os.access(path, os.W_OK):
-        return Finding("shared memory", "warn", f"{found}, not writable", f"chmod 1777 {path}")
+        return Finding("shared memory", "warn", f"{text}, not writable", f"chmod 1777 {path}")
     if total < minimum:
         need = f"Ray's object store and the weight sync need {gib(minimum)}"
-        return Finding("shared memory", "warn", found, f"{need}; {larger}")
+        return Finding("shared memory", "warn", text, f"{need}; {larger}")
     if free < minimum:
-        return Finding("shared memory", "warn", found, f"remove what others left in {path}; {gib(minimum)} are needed")
-    return Finding("shared memory", "ok", found)
+        return Finding("shared memory", "warn", text, f"remove what others left in {path}; {gib(minimum)} are needed")
+    return Finding("shared memory", "ok", text)
 
 
 def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
     """The limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shown = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
-    found = f"{shown[0]} open files (at most {shown[1]})"
+    limits = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
+    text = f"{limits[0]} open files (at most {limits[1]})"
     if soft != resource.RLIM_INFINITY and soft < minimum:
         enough = hard == resource.RLIM_INFINITY or hard >= minimum
-        how = f"ulimit -n {shown[1] if enough else minimum}"
+        how = f"ulimit -n {limits[1] if enough else minimum}"
         where = "" if enough else " as root, or raise it in /etc/security/limits.conf"
-        return Finding("open files", "warn", found, f"a cluster needs {minimum} and more: {how}{where}")
-    return Finding("open files", "ok", found)
+        return Finding("open files", "warn", text, f"a cluster needs {minimum} and more: {how}{where}")
+    return Finding("open files", "ok", text)
 
 
 def loopback(ports: int = PORTS) -> Finding:
@@ -131,17 +131,17 @@ def loopback(ports: int = PORTS) -> Finding:
     return Finding("loopback", "ok", f"127.0.0.1: {ports} free ports opened and reached")
 
 
-def disk(path: Path, name: str = "disk", need: int = 0, what: str = "") -> Finding:
-    """Free space for ``path``. ``need``: estimated bytes of ``what``."""
+def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Finding:
+    """Free space for ``path``. ``need``: estimated bytes of ``content``."""
     usage = shutil.disk_usage(path)
-    found = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
+    text = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
     if need:
-        found += f"; {what} take about {gib(need)}"
+        text += f"; {content} take about {gib(need)}"
     if usage.free < max(DISK_FAIL, need // 2):
-        return Finding(name, "fail", found, "free some space, choose another folder, or keep fewer checkpoints")
+        return Finding(name, "fail", text, "free some space, choose another folder, or keep fewer checkpoints")
     if usage.free < max(DISK_WARN, need):
-        return Finding(name, "warn", found, "free some space, choose another folder, or keep fewer checkpoints")
-    return Finding(name, "ok", found)
+        return Finding(name, "warn", text, "free some space, choose another folder, or keep fewer checkpoints")
+    return Finding(name, "ok", text)
 
 
 def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:

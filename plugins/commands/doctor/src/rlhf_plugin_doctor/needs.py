@@ -26,7 +26,7 @@ BYTES_PER_PARAMETER = 12
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Of a model's folder."""
+    """Parameters and bytes of the weights in a model's folder."""
 
     parameters: int
     bytes: int
@@ -37,8 +37,8 @@ def models(config: RunFile) -> tuple[list[Finding], dict[str, Weights]]:
     checks, sizes = [], {}
     for place, path in model_paths(config).items():
         if not is_local(path):
-            found = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
-            checks.append(Finding(place, "skipped", found))
+            text = f"{path} is not a folder here, so it is a hub name: loaded from the hub or its cache at the start"
+            checks.append(Finding(place, "skipped", text))
             continue
         if problem := other_format(path):
             checks.append(Finding(place, "fail", *problem))
@@ -58,11 +58,11 @@ def model_paths(config: RunFile) -> dict[str, str]:
     """{where it is written: path} of every model."""
     sections = {name: getattr(config, name) for name in ("policy", "critic", "reference")}
     sections |= {f"roles.{name}": section for name, section in config.roles.items()}
-    found = {f"{name}.model": section.model for name, section in sections.items() if section.model is not None}
+    paths = {f"{name}.model": section.model for name, section in sections.items() if section.model is not None}
     for number, reward in enumerate(config.reward):
         if reward.use.startswith("model:"):
-            found[f"reward.{number}"] = reward.use.removeprefix("model:")
-    return found
+            paths[f"reward.{number}"] = reward.use.removeprefix("model:")
+    return paths
 
 
 def is_local(path: str) -> bool:
@@ -137,8 +137,12 @@ def data(config: RunFile) -> Finding:
 
 def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     """Whether the run directory can be written, holds no other run, and has room for the checkpoints."""
-    named = "output" in config.run.model_fields_set
-    path = Path(config.run.output).expanduser() if named else default_folder(config.run.resume or config.run.overwrite)
+    has_output = "output" in config.run.model_fields_set
+    path = (
+        Path(config.run.output).expanduser()
+        if has_output
+        else default_folder(config.run.resume or config.run.overwrite)
+    )
     place = existing(path)
     if not place.is_dir():
         fix = "choose another folder with --output"
@@ -153,11 +157,11 @@ def output(config: RunFile, sizes: dict[str, Weights]) -> list[Finding]:
     copies = config.checkpoint.keep + 2  # the best one, and the one that is being written
     need = sum(trained) * BYTES_PER_PARAMETER * copies
     room = disk(place, "output disk", need, f"{copies} checkpoints (weights and Adam's moments in fp32)")
-    held = (path / "config.toml").exists()
-    if held and not (config.run.resume or config.run.overwrite or is_free(path)):
+    has_run = (path / "config.toml").exists()
+    if has_run and not (config.run.resume or config.run.overwrite or is_free(path)):
         fix = "continue it with --resume, delete it with --overwrite, or choose another folder with --output"
         return [Finding("output", "fail", f"{path} already holds a run", fix), room]
-    if config.run.resume and not held:
+    if config.run.resume and not has_run:
         return [Finding("output", "fail", f"there is no run to resume in {path}", "leave out --resume"), room]
     return [Finding("output", "ok", f"{path} can be written"), room]
 

@@ -54,19 +54,19 @@ def transformers(argument: Any, report: Report) -> None:
     """Import the classes that load models: transformers imports their dependencies only when they are accessed."""
     import transformers
 
-    found = [transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.PreTrainedModel]
+    classes = [transformers.AutoModelForCausalLM, transformers.AutoTokenizer, transformers.PreTrainedModel]
     importlib.import_module("transformers.models.qwen3.modeling_qwen3")
-    report({"version": transformers.__version__, "classes": len(found)})
+    report({"version": transformers.__version__, "classes": len(classes)})
 
 
 def plugins(argument: list[list[str]], report: Report) -> None:
     """Import plugins. ``argument``: (kind, reference) of each. Reports the problem of each plugin, or ``ok``."""
     from rlhf.plugins import Plugins
 
-    found = Plugins.discover()
+    registry = Plugins.discover()
     for kind, ref in argument:
         try:
-            found.resolve(kind, ref)
+            registry.resolve(kind, ref)
         except RlhfError as error:
             report(str(error))
         else:
@@ -84,15 +84,15 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     from rlhf_runtime.config.runfile import RunFile
 
     config = load(argument["path"], [(key, value) for key, value in argument["overrides"]])
-    found = Plugins.discover()
-    found.check_requirements(config.run.requires)
-    config = resolved_run(found, config)
-    algorithm, used = build_algorithm(found, config.algorithm, config.origins)
+    registry = Plugins.discover()
+    registry.check_requirements(config.run.requires)
+    config = resolved_run(registry, config)
+    algorithm, used = build_algorithm(registry, config.algorithm, config.origins)
     for kind in ("launcher", "trainer", "generator", "rollout", "env"):
         choice = getattr(config, kind)
         unused = kind in ("rollout", "generator") and algorithm.data != "prompts"
         if choice is not None and not (unused and choice.use == RunFile.model_fields[kind].default.use):
-            used.append(found.resolve(kind, choice.use))
+            used.append(registry.resolve(kind, choice.use))
     for kind in ("reward", "observer"):
-        used += [found.resolve(kind, choice.use) for choice in getattr(config, kind)]
+        used += [registry.resolve(kind, choice.use) for choice in getattr(config, kind)]
     report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})

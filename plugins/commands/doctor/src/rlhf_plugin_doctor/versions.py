@@ -26,26 +26,28 @@ class Installed:
 
     def __init__(self, path: Sequence[str] | None = None) -> None:
         self.path = path
-        self._found: dict[str, Any] = {}
-        for found in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
-            if name := found.metadata["Name"]:
-                self._found.setdefault(canonicalize_name(name), found)
+        self._distributions: dict[str, Any] = {}
+        for distribution in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
+            if name := distribution.metadata["Name"]:
+                self._distributions.setdefault(canonicalize_name(name), distribution)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._found
+        return name in self._distributions
 
     def version(self, name: str) -> str | None:
-        return self._found[name].version if name in self._found else None
+        return self._distributions[name].version if name in self._distributions else None
 
     def requirements(self, name: str) -> list[str]:
-        return list(self._found[name].requires or ())
+        return list(self._distributions[name].requires or ())
 
     def python(self, name: str) -> str:
-        return self._found[name].metadata.get("Requires-Python") or ""
+        return self._distributions[name].metadata.get("Requires-Python") or ""
 
     def plugins(self) -> list[str]:
         """All distributions that offer a plugin."""
-        return sorted(n for n, d in self._found.items() if any(p.group.startswith("rlhf.") for p in d.entry_points))
+        return sorted(
+            n for n, d in self._distributions.items() if any(p.group.startswith("rlhf.") for p in d.entry_points)
+        )
 
     def ours(self) -> list[str]:
         """``rlhf-kit`` with its requirements and extras; the core and the command line also without it."""
@@ -59,9 +61,9 @@ def python(installed: Installed, running: str = platform.python_version()) -> Fi
     """Whether every distribution of this project and every plugin allows the Python version."""
     refusing = []
     for name in dict.fromkeys([*installed.ours(), *installed.plugins()]):
-        wanted = installed.python(name)
-        if wanted and not SpecifierSet(wanted).contains(running, prereleases=True):
-            refusing.append(f"{name} needs {wanted}")
+        versions = installed.python(name)
+        if versions and not SpecifierSet(versions).contains(running, prereleases=True):
+            refusing.append(f"{name} needs {versions}")
     if refusing:
         return Finding("python", "fail", f"{running}: {listed(refusing)}", "use a Python that all of them allow")
     return Finding("python", "ok", f"{running} ({platform.python_implementation()}, {platform.machine()})")
@@ -91,31 +93,33 @@ def requirements(installed: Installed) -> Finding:
     """
     direct = {*installed.ours(), *installed.plugins()}
     problems: dict[str, list[str]] = {"fail": [], "warn": []}
-    wanted: list[str] = []
+    packages: list[str] = []
     absent: set[str] = set()
-    seen = set()
+    reported = set()
     start = [*sorted(direct), *(n for n in FRAMEWORKS if n in installed)]
     for owner, requirement in unmet(installed, start):
         if isinstance(requirement, str):
             problems["fail" if owner in direct else "warn"].append(f"{owner}: {requirement}")
             continue
         name = canonicalize_name(requirement.name)
-        found = installed.version(name)
-        if name in VISION and found is None and owner not in direct:
+        version = installed.version(name)
+        if name in VISION and version is None and owner not in direct:
             absent.add(f"{name} ({owner})")
             continue
         text = f"{requirement.name}{_extras(requirement)}{requirement.specifier}"
-        line = f"{owner} needs {text}, " + ("which is not installed" if found is None else f"found {found}")
-        if line not in seen:
-            seen.add(line)
+        line = f"{owner} needs {text}, " + ("which is not installed" if version is None else f"found {version}")
+        if line not in reported:
+            reported.add(line)
             problems["fail" if owner in direct else "warn"].append(line)
-            wanted.append(f"'{text}'")
+            packages.append(f"'{text}'")
     count = f"of {len(direct)} distributions and of all they require"
     note = f"; left out, as text models do without: {', '.join(sorted(absent))}" if absent else ""
     for status in ("fail", "warn"):
         if problems[status]:
             lines = listed(problems["fail"] + problems["warn"], 8) + note
-            remedy = f"pip install {' '.join(dict.fromkeys(wanted))}" if wanted else "reinstall the distributions named"
+            remedy = (
+                f"pip install {' '.join(dict.fromkeys(packages))}" if packages else "reinstall the distributions named"
+            )
             return Finding("requirements", "fail" if status == "fail" else "warn", lines, remedy)
     return Finding("requirements", "ok", f"all met, {count}{note}")
 
@@ -123,7 +127,7 @@ def requirements(installed: Installed) -> Finding:
 def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Requirement | str]]:
     """(distribution, its unmet requirement) over all requirements of ``start``; a text if it is unreadable."""
     queue = [(name, "") for name in dict.fromkeys(start)]
-    done = set(queue)
+    visited = set(queue)
     while queue:
         owner, extra = queue.pop(0)
         for text in installed.requirements(owner):
@@ -141,8 +145,8 @@ def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Req
             if version is None:
                 continue
             for step in [(name, ""), *((name, e) for e in sorted(requirement.extras))]:
-                if step not in done:
-                    done.add(step)
+                if step not in visited:
+                    visited.add(step)
                     queue.append(step)
 
 

@@ -30,15 +30,15 @@ def print_comparison(
         metrics: metrics to show; if empty, those that a run shows in its progress.
     """
     names = [str(record.path) for record in records]
-    shown = table("", *names)
+    grid = table("", *names)
     for label, of in (("algorithm", "algorithm"), ("model", "model")):
-        shown.add_row(label, *(str(getattr(record, of)) for record in records))
-    shown.add_row("state", *(record.state[0] for record in records))
-    shown.add_row("steps", *(f"{record.done} of {record.total_steps or '?'}" for record in records))
+        grid.add_row(label, *(str(getattr(record, of)) for record in records))
+    grid.add_row("state", *(record.state[0] for record in records))
+    grid.add_row("steps", *(f"{record.steps_done} of {record.total_steps or '?'}" for record in records))
     bests = [record.best for record in records]
     if any(bests):
-        shown.add_row("best", *(f"{b.metric} {number(b.value)} (step {b.step})" if b else "" for b in bests))
-    console.print(shown)
+        grid.add_row("best", *(f"{b.metric} {number(b.value)} (step {b.step})" if b else "" for b in bests))
+    console.print(grid)
     _print_differences(console, "Options that differ", names, _differences(*(options(r.config) for r in records)))
     _print_differences(console, "Plugins that differ", names, _differences(*(_plugins(record) for record in records)))
     _print_metrics(console, names, histories, metrics)
@@ -49,7 +49,7 @@ def print_comparison(
 
 def options(config: Mapping[str, Any]) -> dict[str, str]:
     """{dotted path: value as text} of every option that is compared. A list of plain values is one value."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
@@ -58,10 +58,10 @@ def options(config: Mapping[str, Any]) -> dict[str, str]:
             for name, item in value.items():
                 walk(item, f"{path}.{name}" if path else str(name))
         elif path not in NOT_COMPARED:
-            found[path] = value_text(value)
+            values[path] = value_text(value)
 
     walk(config, "")
-    return found
+    return values
 
 
 def _plugins(record: RunRecord) -> dict[str, str]:
@@ -72,9 +72,9 @@ def _plugins(record: RunRecord) -> dict[str, str]:
     }
 
 
-def _differences(one: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    keys = [*one, *(key for key in other if key not in one)]
-    return [(key, one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if one.get(key) != other.get(key)]
+def _differences(first: Mapping[str, str], other: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    keys = [*first, *(key for key in other if key not in first)]
+    return [(key, first.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if first.get(key) != other.get(key)]
 
 
 def _print_differences(console: Console, title: str, names: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
@@ -82,26 +82,26 @@ def _print_differences(console: Console, title: str, names: Sequence[str], rows:
     if not rows:
         console.print(f"{title}: none", style="bold")
         return
-    shown = table("", *names, title=title)
+    grid = table("", *names, title=title)
     for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
+        grid.add_row(*row)
+    console.print(grid)
 
 
 def _print_metrics(
-    console: Console, names: Sequence[str], histories: tuple[History, History], asked: Sequence[str]
+    console: Console, names: Sequence[str], histories: tuple[History, History], metrics: Sequence[str]
 ) -> None:
-    wanted = list(asked) or list(dict.fromkeys(name for history in histories for name in history.headline()))
-    if not wanted:
+    rows = list(metrics) or list(dict.fromkeys(name for history in histories for name in history.headline()))
+    if not rows:
         return
     console.print()
-    shown = table("", *(f">{name}" for name in names), title="Metrics, first -> last")
-    for name in wanted:
-        found = [history.extremes(name) for history in histories]
-        shown.add_row(name, *(f"{number(f.first)} -> {number(f.last)}" if f else "" for f in found))
-    console.print(shown)
+    grid = table("", *(f">{name}" for name in names), title="Metrics, first -> last")
+    for name in rows:
+        extremes = [history.extremes(name) for history in histories]
+        grid.add_row(name, *(f"{number(f.first)} -> {number(f.last)}" if f else "" for f in extremes))
+    console.print(grid)
     colour = has_colour(console)
-    for name in asked or dict.fromkeys(name for history in histories for name in history.headline(DRAWN)):
+    for name in metrics or dict.fromkeys(name for history in histories for name in history.headline(DRAWN)):
         curves = [history.curve(name, run) for history, run in zip(histories, names, strict=True)]
         if not any(curve.varies for curve in curves):
             continue

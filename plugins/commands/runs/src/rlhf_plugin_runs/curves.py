@@ -83,8 +83,10 @@ def _cells(points: Sequence[tuple[int, float]], axes: Axes, width: int, height: 
         columns[round((step - first) / (last - first or 1) * (2 * width - 1))].append(value)
     cells = [[0] * width for _ in range(height)]
     rows = {
-        column: (high - math.fsum(found) / len(found)) / (high - low) * (4 * height - 1) if high > low else 2 * height
-        for column, found in sorted(columns.items())
+        column: (high - math.fsum(column_values) / len(column_values)) / (high - low) * (4 * height - 1)
+        if high > low
+        else 2 * height
+        for column, column_values in sorted(columns.items())
     }
     ends = list(rows.items())
     for (left, start), (right, end) in pairwise([*ends[:1], *ends]):
@@ -107,10 +109,10 @@ def _picture(cells: Sequence[list[list[int]]], axes: Axes, width: int, height: i
         picture.append(f"{labels[row].rjust(margin)} \N{BOX DRAWINGS LIGHT VERTICAL}", "dim" if colour else "")
         for column in range(width):
             bits = [curve[row][column] for curve in cells]
-            drawn = [n for n, bit in enumerate(bits) if bit]
-            style = "" if not colour or not drawn else STYLES[drawn[0]] if len(drawn) == 1 else "bold white"
+            curves = [n for n, bit in enumerate(bits) if bit]
+            style = "" if not colour or not curves else STYLES[curves[0]] if len(curves) == 1 else "bold white"
             character = chr(_EMPTY | bits[0] | (bits[1] if len(bits) > 1 else 0))
-            picture.append(character if drawn else " ", style)
+            picture.append(character if curves else " ", style)
         picture.append("\n")
     steps = f"step {first}".ljust(width - len(str(last))) + str(last) if last > first else f"step {first}"
     return picture.append(" " * (margin + 2) + steps, "dim" if colour else "")

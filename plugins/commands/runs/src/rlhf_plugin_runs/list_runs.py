@@ -58,9 +58,9 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
     state, why = record.state
     last = None
     for label in ("reward", "loss"):
-        found = next((value for n in HEADLINE[label] if (value := as_number(record.last.get(n))) is not None), None)
-        if found is not None:
-            last = {"name": label, "value": found}
+        number = next((value for n in HEADLINE[label] if (value := as_number(record.last.get(n))) is not None), None)
+        if number is not None:
+            last = {"name": label, "value": number}
             break
     best = record.best
     inside = record.path.relative_to(folder)
@@ -69,7 +69,7 @@ def summary(record: Any, folder: Path) -> dict[str, Any]:
         "path": str(record.path),
         "algorithm": record.algorithm,
         "model": record.model,
-        "step": record.done,
+        "step": record.steps_done,
         "steps": record.total_steps,
         "state": state,
         "why": why,
@@ -86,10 +86,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
     from rlhf_plugin_runs.curves import number
     from rlhf_plugin_runs.output import STATE_STYLES, table, terminal
 
-    shown = table("run", "algorithm", "model", ">step", "state", "last", "best", "when")
+    grid = table("run", "algorithm", "model", ">step", "state", "last", "best", "when")
     for row in rows:
         last, best = row["last"], row["best"]
-        shown.add_row(
+        grid.add_row(
             row["run"],
             row["algorithm"] or "?",
             Path(row["model"]).name or "?",
@@ -100,7 +100,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
             row["time"][:16].replace("T", " "),
         )
     console = terminal()
-    console.print(shown)
+    console.print(grid)
     for row in rows:
         for problem in row["problems"]:
             console.print(f"note: {row['run']}: {problem}", style="yellow", soft_wrap=True)

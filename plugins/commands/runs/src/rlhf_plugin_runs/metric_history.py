@@ -53,21 +53,19 @@ class History:
         Args:
             labels: labels of the metrics in the progress.
         """
-        found = (next((name for name in HEADLINE[label] if name in self.names), None) for label in labels)
-        return [name for name in found if name is not None]
+        metrics = (next((name for name in HEADLINE[label] if name in self.names), None) for label in labels)
+        return [name for name in metrics if name is not None]
 
     def check(self, names: Sequence[str], run: Path) -> None:
         """Raises ConfigError for a metric that the run does not have."""
         for name in names:
             if name not in self.names:
-                there = f"it has {', '.join(sorted(self.names))}" if self.names else "it has recorded no step yet"
-                raise ConfigError(
-                    f"--metric {name}: {run} has no such metric; {there}.{did_you_mean(name, self.names)}"
-                )
+                hint = f"it has {', '.join(sorted(self.names))}" if self.names else "it has recorded no step yet"
+                raise ConfigError(f"--metric {name}: {run} has no such metric; {hint}.{did_you_mean(name, self.names)}")
 
     def curve(self, name: str, label: str = "") -> Curve:
-        found = ((line["step"], as_number(line.get(name))) for line in self.lines)
-        return Curve(label or name, [(step, value) for step, value in found if value is not None])
+        points = ((line["step"], as_number(line.get(name))) for line in self.lines)
+        return Curve(label or name, [(step, value) for step, value in points if value is not None])
 
     def extremes(self, name: str) -> Extremes | None:
         """None if no step has the metric."""

@@ -70,55 +70,59 @@ def _print_options(console: Console, record: RunRecord) -> None:
             soft_wrap=True,
         )
         return
-    found = {path: record.option(path, NOTHING) for path in paths}
+    values = {path: record.option(path, NOTHING) for path in paths}
     _print_heading(console, "Options that were set")
-    shown = {path: value_text(value) for path, value in found.items() if value is not NOTHING and path not in OF_A_CALL}
-    _print_pairs(console, shown)
+    texts = {
+        path: value_text(value) for path, value in values.items() if value is not NOTHING and path not in OF_A_CALL
+    }
+    _print_pairs(console, texts)
 
 
 def _print_plugins(console: Console, record: RunRecord) -> None:
     if record.plugins:
         _print_heading(console, "Plugins")
-        shown = table("", "", "")
+        grid = table("", "", "")
         for plugin in record.plugins:
             where = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version', '')}".strip()
-            shown.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(where))
-        shown.show_header = False
-        console.print(shown)
+            grid.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(where))
+        grid.show_header = False
+        console.print(grid)
 
 
 def _print_progress(console: Console, record: RunRecord, history: History) -> None:
     _print_heading(console, "Progress")
     total, seconds = record.total_steps, history.seconds_a_step()
-    text = f"  {record.done} of {total or 'an unknown number of'} steps"
+    text = f"  {record.steps_done} of {total or 'an unknown number of'} steps"
     if total:
-        text += f" ({100 * record.done / total:.0f} %)"
+        text += f" ({100 * record.steps_done / total:.0f} %)"
     if seconds is not None:
         text += f", {seconds:.3g} s a step"
         if total and record.state[0] == "running":
-            text += f", about {duration(seconds * (total - record.done))} left"
+            text += f", about {duration(seconds * (total - record.steps_done))} left"
     if isinstance(epoch := record.last.get("epoch"), int | float):
         text += f", {epoch:.3g} passes over the data"
     console.print(text)
 
 
-def _print_metrics(console: Console, history: History, asked: Sequence[str]) -> None:
-    names = list(asked) or history.headline()
+def _print_metrics(console: Console, history: History, metrics: Sequence[str]) -> None:
+    names = list(metrics) or history.headline()
     if history.problem:
         _print_heading(console, "Metrics")
         console.print(f"  none can be shown: {history.problem}", style="yellow", soft_wrap=True)
     if not names:
         return
     _print_heading(console, "Metrics")
-    shown = table("  metric", ">first", ">last", ">lowest", "at step", ">highest", "at step")
+    grid = table("  metric", ">first", ">last", ">lowest", "at step", ">highest", "at step")
     for name in names:
-        found = history.extremes(name)
-        if found is None:
+        extremes = history.extremes(name)
+        if extremes is None:
             continue
-        ends = [("", "") if end is None else (number(end[0]), str(end[1])) for end in (found.lowest, found.highest)]
-        shown.add_row(f"  {name}", number(found.first), number(found.last), *ends[0], *ends[1])
-    console.print(shown)
-    for curve in (history.curve(name) for name in asked or history.headline(DRAWN)):
+        ends = [
+            ("", "") if end is None else (number(end[0]), str(end[1])) for end in (extremes.lowest, extremes.highest)
+        ]
+        grid.add_row(f"  {name}", number(extremes.first), number(extremes.last), *ends[0], *ends[1])
+    console.print(grid)
+    for curve in (history.curve(name) for name in metrics or history.headline(DRAWN)):
         if not curve.varies:
             continue
         console.print()
@@ -153,8 +157,8 @@ def _print_files(console: Console, record: RunRecord) -> None:
 def _print_end(console: Console, record: RunRecord) -> None:
     state, why = record.state
     _print_heading(console, "How it goes" if state == "running" else "How it ended")
-    told = f": {printable(why)}" if why else ""
-    console.print(_indented(Text.assemble((state, STATE_STYLES[state]), told)), soft_wrap=True)
+    reason = f": {printable(why)}" if why else ""
+    console.print(_indented(Text.assemble((state, STATE_STYLES[state]), reason)), soft_wrap=True)
     if (advice := next_step(record)) is not None:
         console.print(f"  {advice[0]}:")
         console.print(f"    {advice[1]}", soft_wrap=True)

@@ -28,10 +28,10 @@ def has_colour(console: Console) -> bool:
 
 def table(*columns: str, title: str | None = None) -> Table:
     """A table without a frame; columns whose name begins with ``>`` are aligned to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        made.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
-    return made
+        grid.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return grid
 
 
 def when(time: datetime.datetime) -> str:

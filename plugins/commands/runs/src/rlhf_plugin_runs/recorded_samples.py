@@ -76,7 +76,7 @@ def recorded_steps(run: Path) -> list[int]:
     """The steps of which the run holds samples."""
     folder = run / "rollouts"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := _FILE.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
 
 
 def read_samples(path: Path, step: int | None) -> list[Sample]:
@@ -97,12 +97,12 @@ def read_samples(path: Path, step: int | None) -> list[Sample]:
 
 def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:
     """The samples of one data source and one group. Raises ConfigError if there are none."""
-    for name, asked in (("source", source), ("group", group)):
-        if asked is not None:
-            there = sorted({getattr(sample, name) for sample in samples})
-            samples = [sample for sample in samples if getattr(sample, name) == asked]
+    for name, choice in (("source", source), ("group", group)):
+        if choice is not None:
+            choices = sorted({getattr(sample, name) for sample in samples})
+            samples = [sample for sample in samples if getattr(sample, name) == choice]
             if not samples:
-                raise ConfigError(f"--{name} {asked}: no sample of it is there; the {name}s are {_listed(there)}.")
+                raise ConfigError(f"--{name} {choice}: no sample of it is there; the {name}s are {_listed(choices)}.")
     return list(samples)
 
 
@@ -119,10 +119,10 @@ def extreme(samples: Sequence[Sample], count: int, by: str | None, best: bool) -
     return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
 
 
-def drawn(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
+def draw_samples(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
     """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
-    chosen = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
-    return [samples[number] for number in sorted(chosen)]
+    numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
+    return [samples[number] for number in sorted(numbers)]
 
 
 def _sample(line: Mapping[str, Any], step: int | None) -> Sample:

@@ -62,8 +62,8 @@ class RunRecord:
     @property
     def ended(self) -> Mapping[str, str]:
         """How the last start ended: ``time``, ``status``, ``why``; empty if that is not recorded."""
-        found = self.start.get("ended", {})
-        return found if isinstance(found, dict) else {}
+        end = self.start.get("ended", {})
+        return end if isinstance(end, dict) else {}
 
     def option(self, path: str, default: Any = None) -> Any:
         """The value of an option by its dotted path, e.g. ``reward.0.weight``."""
@@ -85,8 +85,8 @@ class RunRecord:
     @property
     def plugins(self) -> list[Mapping[str, Any]]:
         """The plugins of the last start: ``kind``, ``name``, ``distribution``, ``version``, of files ``ref``."""
-        found = self.start.get("plugins", [])
-        return [plugin for plugin in found if isinstance(plugin, dict)] if isinstance(found, list) else []
+        plugins = self.start.get("plugins", [])
+        return [plugin for plugin in plugins if isinstance(plugin, dict)] if isinstance(plugins, list) else []
 
     @property
     def algorithm(self) -> str:
@@ -99,8 +99,8 @@ class RunRecord:
     @property
     def total_steps(self) -> int | None:
         """None if the run had a number of epochs, and comes from a release that did not record its steps."""
-        found = self.start.get("total_steps") or self.option("run.steps")
-        return found if isinstance(found, int) else None
+        steps = self.start.get("total_steps") or self.option("run.steps")
+        return steps if isinstance(steps, int) else None
 
     @cached_property
     def lines(self) -> list[bytes]:
@@ -116,7 +116,7 @@ class RunRecord:
         return self._line(len(self.lines) - 1) if self.lines else {}
 
     @property
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Finished steps."""
         step = self.last.get("step", 0)
         return step if isinstance(step, int) else 0
@@ -145,7 +145,7 @@ class RunRecord:
         if status in STATES:
             return status, str(self.ended.get("why", ""))
         if "total_steps" not in self.start and (self.path / "model").is_dir():  # an earlier release
-            finished = self.total_steps in (None, self.done)
+            finished = self.total_steps in (None, self.steps_done)
             return "finished" if finished else "stopped", "" if finished else "it wrote its model before its last step"
         return "failed", "it did not record its end: it was killed, or the machine went down"
 
@@ -180,7 +180,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """The runs in ``folder``: it itself, or those up to :data:`DEPTH` folders below it. Links are not followed."""
+    """``folder`` alone if it is a run, else the runs at most :data:`DEPTH` folders below it. Links are not followed."""
     if is_run(folder):
         yield folder
         return
@@ -197,24 +197,24 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 def _no_run(path: Path) -> str:
     if not path.exists():
-        known = sorted(str(p) for p in find_runs(path.parent)) if path.parent.is_dir() else []
-        known += [str(p) for p in find_runs(Path("runs"))] if Path("runs").is_dir() else []
-        near = did_you_mean(str(path), known) or did_you_mean(f"runs/{path}", known)
-        return f"there is no folder {path}.{near} `rlhf runs FOLDER` lists the runs below a folder."
+        runs = sorted(str(p) for p in find_runs(path.parent)) if path.parent.is_dir() else []
+        runs += [str(p) for p in find_runs(Path("runs"))] if Path("runs").is_dir() else []
+        hint = did_you_mean(str(path), runs) or did_you_mean(f"runs/{path}", runs)
+        return f"there is no folder {path}.{hint} `rlhf runs FOLDER` lists the runs below a folder."
     if not path.is_dir():
         return f"{path} is a file. Name the folder of a run: the one that holds its metrics.jsonl."
     below = [str(p) for p in find_runs(path)]
-    found = f" Runs below it: {', '.join(below[:5])}{', ...' if len(below) > 5 else ''}." if below else ""
-    return f"{path} holds no run: it has no metrics.jsonl, and no config.toml with a manifest.json.{found}"
+    hint = f" Runs below it: {', '.join(below[:5])}{', ...' if len(below) > 5 else ''}." if below else ""
+    return f"{path} holds no run: it has no metrics.jsonl, and no config.toml with a manifest.json.{hint}"
 
 
-def _tolerant(read: Callable[[Path], Any], path: Path, absent: Any, problems: list[str]) -> Any:
-    """The result of ``read``; after an error ``absent``, with a sentence in ``problems``."""
+def _tolerant(reader: Callable[[Path], Any], path: Path, absent: Any, problems: list[str]) -> Any:
+    """The result of ``reader``; after an error ``absent``, with a sentence in ``problems``."""
     if not path.exists():
         problems.append(f"{path.name} is missing: it is written when the models are loaded.")
         return absent
     try:
-        return read(path)
+        return reader(path)
     except RlhfError as error:
         problems.append(str(error))
         return absent

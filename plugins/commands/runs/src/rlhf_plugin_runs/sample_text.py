@@ -61,8 +61,8 @@ def _facts(sample: Sample) -> str:
 
 def _numbers(sample: Sample, full: bool) -> str:
     """``env/right 1, rollout/sequences 2``."""
-    shown = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
-    return ", ".join(f"{printable(name)} {number(value)}" for name, value in shown.items())
+    numbers = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
+    return ", ".join(f"{printable(name)} {number(value)}" for name, value in numbers.items())
 
 
 def _finding(value: Any) -> str:

@@ -45,15 +45,15 @@ class Samples(Command):
         from rlhf_plugin_runs.recorded_samples import check_sort, read_samples, select
 
         path, step = _file(args.run_folder, args.step)
-        found = select(read_samples(path, step), args.source, args.group)
-        check_sort(found, args.sort_by)
+        samples = select(read_samples(path, step), args.source, args.group)
+        check_sort(samples, args.sort_by)
         if args.sort_by is not None and args.worst is None and args.best is None:
             raise ConfigError("--sort-by says what --worst or --best compare. Set one of them.")
-        chosen = _chosen(found, args)
+        selections = _selections(samples, args)
         if args.json:
-            _print_json(chosen)
+            _print_json(selections)
         else:
-            _print(found, chosen, path, args)
+            _print(samples, selections, path, args)
         return 0
 
 
@@ -72,9 +72,9 @@ def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
         raise ConfigError(f"{run} holds no samples. {_why_no_samples(record)}")
     if step is not None and step not in steps:
         whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
-        there = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+        listing = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
         word = "step" if len(steps) == 1 else "steps"
-        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {there}.")
+        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
     step = steps[-1] if step is None else step
     return run / "rollouts" / f"step-{step:06d}.arrow", step
 
@@ -89,45 +89,50 @@ def _why_no_samples(record: Any) -> str:
     return "They were deleted: the run sampled, and its folder rollouts/ has no files."
 
 
-def _chosen(samples: Sequence[Sample], args: argparse.Namespace) -> list[tuple[str, Sequence[Sample]]]:
+def _selections(samples: Sequence[Sample], args: argparse.Namespace) -> list[tuple[str, Sequence[Sample]]]:
     """[(what they are, samples)]."""
-    from rlhf_plugin_runs.recorded_samples import drawn, extreme
+    from rlhf_plugin_runs.recorded_samples import draw_samples, extreme
 
     by = f" by {args.sort_by}" if args.sort_by else ""
-    chosen: list[tuple[str, Sequence[Sample]]] = []
+    selections: list[tuple[str, Sequence[Sample]]] = []
     if args.worst is not None:
-        chosen.append((f"worst{by}", extreme(samples, args.worst, args.sort_by, best=False)))
+        selections.append((f"worst{by}", extreme(samples, args.worst, args.sort_by, best=False)))
     if args.best is not None:
-        chosen.append((f"best{by}", extreme(samples, args.best, args.sort_by, best=True)))
+        selections.append((f"best{by}", extreme(samples, args.best, args.sort_by, best=True)))
     if args.random is not None:
-        chosen.append(("random", drawn(samples, args.random, seed=0)))
-    if not chosen:
-        chosen.append(("", samples if args.group is not None else samples[:FIRST]))
-    return chosen
+        selections.append(("random", draw_samples(samples, args.random, seed=0)))
+    if not selections:
+        selections.append(("", samples if args.group is not None else samples[:FIRST]))
+    return selections
 
 
-def _print_json(chosen: Sequence[tuple[str, Sequence[Sample]]]) -> None:
+def _print_json(selections: Sequence[tuple[str, Sequence[Sample]]]) -> None:
     from dataclasses import asdict
 
     from rlhf_runtime.checkpoint.json_values import dumps
 
-    for title, samples in chosen:
+    for title, samples in selections:
         for sample in samples:
             sys.stdout.write(dumps({"chosen": title, **asdict(sample)}, "sample", nonfinite="mark") + "\n")
 
 
 def _print(
-    found: Sequence[Sample], chosen: Sequence[tuple[str, Sequence[Sample]]], path: Path, args: argparse.Namespace
+    all_samples: Sequence[Sample],
+    selections: Sequence[tuple[str, Sequence[Sample]]],
+    path: Path,
+    args: argparse.Namespace,
 ) -> None:
     from rlhf_plugin_runs.output import terminal
     from rlhf_plugin_runs.sample_text import sample_text
 
     console = terminal()
-    console.print(f"{path}: {len(found)} samples of {len({sample.group for sample in found})} prompts", style="bold")
-    unscored = sum(sample.value(args.sort_by) is None for sample in found)
+    console.print(
+        f"{path}: {len(all_samples)} samples of {len({sample.group for sample in all_samples})} prompts", style="bold"
+    )
+    unscored = sum(sample.value(args.sort_by) is None for sample in all_samples)
     if unscored and (args.worst is not None or args.best is not None):
         console.print(f"{unscored} of them have no {args.sort_by or 'reward'}, and are not compared.", style="yellow")
-    for title, samples in chosen:
+    for title, samples in selections:
         for number, sample in enumerate(samples, 1):
             heading = f"{title} {number} of {len(samples)}: " if title else ""
             console.print()

@@ -46,8 +46,8 @@ class Access:
         """Whether the header ``Authorization`` of a request shows the token."""
         if self.token is None:
             return True
-        shown = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes
-        return hmac.compare_digest(shown, f"Bearer {self.token}".encode(errors="surrogateescape"))
+        header = (authorization or "").encode(errors="surrogateescape")  # a header may hold any bytes
+        return hmac.compare_digest(header, f"Bearer {self.token}".encode(errors="surrogateescape"))
 
     def hide(self) -> None:
         """Take the token out of the environment, so that worker processes of rewards do not inherit it."""

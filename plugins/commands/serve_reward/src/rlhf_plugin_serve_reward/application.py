@@ -71,11 +71,11 @@ class Application:
             async with asyncio.timeout(self._limits.seconds):
                 question = Question.read(await request.read())
                 with self._counted(len(question)):
-                    found = await self.answer(question)
+                    answer = await self.answer(question)
         except TimeoutError:
             raise _Refused(503, f"no result in {self._limits.seconds:g} s", **{"Retry-After": RETRY_AFTER}) from None
         self._metrics.samples.inc(len(question))
-        return web.Response(body=json.dumps(found, allow_nan=False).encode(), content_type="application/json")
+        return web.Response(body=json.dumps(answer, allow_nan=False).encode(), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.stopping:

@@ -73,7 +73,7 @@ class ServeReward(Command):
             raise ConfigError("no reward is named: there is nothing to serve. Set --reward plugin:NAME.")
         look_for_models(config)
         limits = Limits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
-        serve(config, Plugins.discover(), access, limits, args.label, said=_say)
+        serve(config, Plugins.discover(), access, limits, args.label, announce=_say)
         return 0
 
 

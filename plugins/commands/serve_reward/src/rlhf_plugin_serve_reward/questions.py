@@ -31,17 +31,17 @@ class Question:
         Raises BadQuestion for anything else.
         """
         try:
-            asked = json.loads(body, parse_constant=_refuse, object_pairs_hook=_object)
+            body_json = json.loads(body, parse_constant=_refuse, object_pairs_hook=_object)
         except (ValueError, RecursionError) as error:
             raise BadQuestion(f"the body is not JSON: {error}") from None
-        if not isinstance(asked, dict):
-            raise BadQuestion(f"the body is {shown(asked)}; expected an object with the keys {', '.join(KEYS)}")
-        for key in asked:
+        if not isinstance(body_json, dict):
+            raise BadQuestion(f"the body is {shown(body_json)}; expected an object with the keys {', '.join(KEYS)}")
+        for key in body_json:
             if key not in KEYS:
                 raise BadQuestion(f"unknown key {key!r}; allowed: {', '.join(KEYS)}.{did_you_mean(key, KEYS)}")
-        queries, prompts = (_texts(asked, key) for key in ("query", "prompts"))
-        labels = asked.get("labels")
-        if "labels" in asked and not isinstance(labels, list):
+        queries, prompts = (_texts(body_json, key) for key in ("query", "prompts"))
+        labels = body_json.get("labels")
+        if "labels" in body_json and not isinstance(labels, list):
             raise BadQuestion(f"labels is {shown(labels)}; expected a list with one label per query, or no such key")
         for key, values in (("prompts", prompts), ("labels", labels)):
             if values is not None and len(values) != len(queries):
@@ -58,14 +58,14 @@ class Question:
         return len(self.prompts)
 
 
-def _texts(asked: dict[str, Any], key: str) -> list[str]:
-    if key not in asked:
+def _texts(body_json: dict[str, Any], key: str) -> list[str]:
+    if key not in body_json:
         raise BadQuestion(
             f"the key {key!r} is missing."
             + (' Rewards read the answer alone. To have all of a query taken as the answer, send "" as its prompt.'
                if key == "prompts" else "")
         )  # fmt: skip
-    values = asked[key]
+    values = body_json[key]
     if not isinstance(values, list) or not values:
         raise BadQuestion(f"{key} is {shown(values)}; expected a list of at least one text")
     for n, value in enumerate(values):

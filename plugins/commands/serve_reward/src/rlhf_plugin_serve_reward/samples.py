@@ -75,17 +75,17 @@ class Samples:
     def _turns(self, prompt: str, completion: str) -> list[Turn]:
         if self._tokens is None:
             return _prompt_and_answer(([], prompt), ([], completion))
-        asked, answer = self._tokens.ids(prompt), self._tokens.ids_after(prompt, completion)
-        asked = [*self._tokens.begin(asked or answer), *asked]
+        prompt_ids, answer = self._tokens.ids(prompt), self._tokens.ids_after(prompt, completion)
+        prompt_ids = [*self._tokens.begin(prompt_ids or answer), *prompt_ids]
         end = self._tokenizer.eos_token_id
         if self._add_eos and answer[-1:] != [end]:
             answer = [*answer, end]
-        if len(asked) + len(answer) > self._longest:
+        if len(prompt_ids) + len(answer) > self._longest:
             raise DataError(
-                f"{len(asked) + len(answer)} tokens are more than data.max_tokens = {self._longest}. The server can "
-                "be started with a larger --data.max_tokens, if the model allows it."
+                f"{len(prompt_ids) + len(answer)} tokens are more than data.max_tokens = {self._longest}. The server "
+                "can be started with a larger --data.max_tokens, if the model allows it."
             )
-        return _prompt_and_answer((asked, self._decode(asked)), (answer, self._decode(answer)))
+        return _prompt_and_answer((prompt_ids, self._decode(prompt_ids)), (answer, self._decode(answer)))
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -116,20 +116,20 @@ def answer_of(samples: Sequence[Trajectory], sources: Sequence[str]) -> dict[str
     if causes:
         raise Unscored(causes)
     logs = [_logs(sample, len(sources) > 1) for sample in samples]
-    common = [name for name in logs[0] if all(name in one for one in logs)]
+    common = [name for name in logs[0] if all(name in log for log in logs)]
     return {
         "rewards": [sample.reward for sample in samples],
         "scores": [sample.score for sample in samples],
-        "extra_logs": {name: [one[name] for one in logs] for name in common},
+        "extra_logs": {name: [log[name] for log in logs] for name in common},
     }
 
 
 def _logs(sample: Trajectory, several: bool) -> dict[str, float]:
-    found: dict[str, float] = {}
+    log: dict[str, float] = {}
     for source, result in sample.rewards.items():
         if several and result.value is not None:
-            found[source] = result.value
+            log[source] = result.value
         for key, value in result.info.items():
             if type(value) in (int, float) and math.isfinite(value):
-                found[f"{source}/{key}" if several else key] = value
-    return found
+                log[f"{source}/{key}" if several else key] = value
+    return log

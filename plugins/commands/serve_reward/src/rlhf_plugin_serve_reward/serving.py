@@ -36,14 +36,14 @@ def serve(
     limits: Limits,
     label: str | None,
     *,
-    said: Callable[[str], None],
+    announce: Callable[[str], None],
     stop: StopRequest | None = None,
 ) -> None:
     """Serve the rewards of ``config``. Returns after a stop was asked for and the requests under way are answered.
 
     Args:
         label: column of the row that gets a sample's label.
-        said: told where the server listens, when it is ready.
+        announce: told where the server listens, when it is ready.
         stop: None: signals ask for a stop.
 
     Raises ConfigError, PluginError, ModelError or RewardError saying what to change.
@@ -75,7 +75,7 @@ def serve(
         samples = Samples(tokenizer, label, config.data.add_eos, config.data.max_tokens)
         stop.then = lambda: main.from_main(server.stop.set)
         application.answer = _answer(scorer, samples)
-        said(f"serving {', '.join(reward.name for reward in rewards)} at {url}")
+        announce(f"serving {', '.join(reward.name for reward in rewards)} at {url}")
         main.run(server.until_stopped())
 
 
@@ -141,8 +141,8 @@ class _Server:
         except OSError as error:
             await self._runner.cleanup()
             raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{self._listening.sockets[0].getsockname()[1]}{PATH}"
+        name = f"[{host}]" if ":" in host else host
+        return f"http://{name}:{self._listening.sockets[0].getsockname()[1]}{PATH}"
 
     async def until_stopped(self) -> None:
         """Serve until :attr:`stop` is set. Then take no more requests, and answer those under way."""
