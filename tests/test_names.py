@@ -18,22 +18,12 @@ NAMES = {
 """Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
 
 NOT_YET = (
-    "cli",
     "libraries/modeling",
-    "libraries/workers",
     "plugins/backends/deepspeed",
     "plugins/backends/fsdp",
-    "plugins/backends/local",
-    "plugins/backends/processes",
-    "plugins/backends/ray",
-    "plugins/backends/simulated",
     "plugins/backends/vllm",
-    "plugins/commands/doctor",
     "plugins/commands/jobs",
-    "plugins/commands/options",
     "plugins/commands/plan",
-    "plugins/commands/runs",
-    "plugins/commands/serve_reward",
     "runtime",
 )
 """Distributions that still have such names."""
