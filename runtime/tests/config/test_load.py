@@ -233,13 +233,12 @@ def test_backend_triple(write):
     run = load(None, [("algorithm", "x"), ("backend", "local")])
     assert (run.launcher.use, run.trainer.use, run.generator.use) == ("local", "torch", "transformers")
     path = write("algorithm = 'x'\n[trainer]\nuse = 'torch'\nlr = 1e-5\n[critic.trainer]\nlr = 2e-5\n")
-    run = load(path, [("backend", "ray"), ("trainer.stage", "3")])
-    assert (run.trainer.use, run.trainer.options) == ("deepspeed", {"lr": 1e-5, "stage": "3"})
+    run = load(path, [("backend", "fsdp"), ("trainer.shard", "true")])
+    assert (run.trainer.use, run.trainer.options) == ("fsdp", {"lr": 1e-5, "shard": "true"})
     assert run.critic.trainer == {"lr": 2e-5}, "the run file's options are those of the run, wherever it runs"
-    assert (
-        "--backend loca: no such backend; there are fsdp, local, processes, ray, simulated. Did you mean 'local'?"
-        in refused(None, [("backend", "loca")])
-    )
+    message = refused(None, [("backend", "loca")])
+    assert "--backend loca: no such backend; there are fsdp, local, processes, " in message
+    assert "Did you mean 'local'?" in message
 
 
 def test_short_flags_lead_to_places_that_exist():
