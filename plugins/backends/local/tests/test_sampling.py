@@ -7,7 +7,7 @@ import torch
 from rlhf.errors import ConfigError
 from rlhf.requests import check_sampling
 from rlhf.types import Sampling
-from rlhf_plugin_local.token_sampling import BLOCK, Draw, Uniforms, draw
+from rlhf_plugin_local.token_sampling import BLOCK, CACHED, Draw, Uniforms, draw
 
 
 def rows(n, V, seed=0, scale=2.0):
@@ -43,6 +43,17 @@ def test_a_draw_is_the_inverse_of_the_cumulated_distribution(V):
     assert (lower < u + 1e-6).all()
     exact = torch.searchsorted(cdf, u[:, None], right=True)[:, 0]
     assert (tokens == exact).float().mean() > 0.99  # the rest are draws within rounding of an edge
+
+
+def test_rows_that_do_not_fit_into_the_cache_together_are_drawn_as_one_by_one():
+    """With a vocabulary of which the cache holds two rows: five rows, of which some are truncated or greedy."""
+    V = CACHED // 2
+    logits, u = rows(5, V), uniforms(5)
+    kinds = [Sampling(), Sampling(top_k=9), Sampling(temperature=0.0), Sampling(temperature=0.5), Sampling(min_p=0.1)]
+    tokens, logprobs = draw(logits, Draw.of(kinds, V), u)
+    each = [draw(logits[i : i + 1], Draw.of(kinds[i : i + 1], V), u[i : i + 1]) for i in range(5)]
+    assert tokens.tolist() == [int(token) for token, _ in each]
+    assert logprobs.tolist() == [float(logprob) for _, logprob in each]
 
 
 @pytest.mark.parametrize("V", [6, 1300])

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from torch import Tensor
 
 BLOCK = 512
 """Vocabularies up to this size take the CDF in one level; it is also the block length of the two-level CDF."""
+CACHED = 1 << 19
+"""Logits that a CPU computes at once, in whole rows: what fits into the cache of a core. Larger temporaries are mapped
+anew, page by page, in every step."""
 
 
 class Uniforms:
@@ -78,6 +81,13 @@ class Draw:
             column(min_p, torch.float32) if max(min_p) > -math.inf else None,
         )
 
+    def split(self, rows: int) -> list[Draw]:
+        """The parameters of every ``rows`` rows."""
+        count = -(-len(self.temperature_B) // rows)
+        columns = (getattr(self, field.name) for field in fields(self))
+        parts = [[None] * count if column is None else column.split(rows) for column in columns]
+        return [Draw(*values) for values in zip(*parts, strict=True)]
+
 
 def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """One token per row and its log-prob (int64 [B], fp32 [B]); the definition is at the top of this module.
@@ -88,6 +98,15 @@ def draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]
 
     A row whose logits hold NaN, +inf or nothing but -inf gets a log-prob that is not finite.
     """
+    rows = max(1, CACHED // logits_BV.shape[1])
+    if logits_BV.device.type != "cpu" or len(logits_BV) <= rows:
+        return _draw(logits_BV, p, uniform_B)
+    parts = zip(logits_BV.split(rows), p.split(rows), uniform_B.split(rows), strict=True)
+    tokens, logprobs = zip(*(_draw(*part) for part in parts), strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(logits_BV: Tensor, p: Draw, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     z_BV = logits_BV.float() / p.temperature_B[:, None]
     top_B1 = z_BV.amax(-1, keepdim=True)
     weight_BV = (z_BV - top_B1).exp_()
