@@ -121,6 +121,8 @@ class Phases:
         self.now: dict[str, float] = defaultdict(float)
         self.tokens, self.trained, self.computed = 0, 0, 0
         self.steps: list[dict[str, float]] = []
+        self.first: dict[str, float] = {}
+        """Loss and gradient norm of the first step."""
 
     def watch(self, owner: Any, method: str, phase: str) -> None:
         original = getattr(owner, method)
@@ -184,6 +186,7 @@ class Phases:
         self.watch(trainer, "forward", "log-probs")
 
     def cut(self, metrics: Any) -> None:
+        self.first = self.first or {name: metrics[f"policy/{name}"] for name in ("loss", "grad_norm")}
         tokens = {"trained_tokens": self.trained, "computed_tokens": self.computed}
         self.steps.append({**self.now, **tokens, "step": metrics["time/step"]})
         self.now.clear()
@@ -218,7 +221,7 @@ def main() -> None:
     if not isinstance(run, OnlineRun):
         result["tokens"] = [step["trained_tokens"] for step in timed]
     result["parameters"] = sum(p.numel() for p in trainer.module.parameters())
-    result["phases"] = timed
+    result["phases"], result["first"] = timed, phases.first
     write(arguments.result, result)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from settings import median
@@ -25,10 +26,12 @@ def throughput(runs: Runs) -> float:
     return median([t / s for run in runs for t, s in zip(run["tokens"], run["seconds"], strict=True)])
 
 
-def comparison(arms: dict[str, Runs]) -> list[dict[str, Any]]:
+def comparison(
+    arms: dict[str, Runs], targets: Mapping[tuple[str, str], float | None] = TARGETS
+) -> list[dict[str, Any]]:
     """One row per workload and precision; `arms` are named `<workload>/<precision>/<who>`."""
     rows = []
-    for (workload, precision), target in TARGETS.items():
+    for (workload, precision), target in targets.items():
         ours, trl = (arms.get(f"{workload}/{precision}/{who}", []) for who in ("ours", "trl"))
         if not ours or not trl:
             continue

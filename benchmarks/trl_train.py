@@ -29,7 +29,7 @@ from settings import (
     WEIGHT_DECAY,
     Clock,
     arm_arguments,
-    digits,
+    reward,
     write,
 )
 
@@ -70,8 +70,8 @@ def grpo_trainer(model: Any, tokenizer: Any, prompts: list[str], options: dict[s
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [digits(c) for c in completions]
+    def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [reward(p, c) for p, c in zip(prompts, completions, strict=True)]
 
     config = GRPOConfig(
         **options,
@@ -85,7 +85,7 @@ def grpo_trainer(model: Any, tokenizer: Any, prompts: list[str], options: dict[s
         temperature=1.0,
     )
     dataset = Dataset.from_list([{"prompt": p} for p in prompts])
-    return GRPOTrainer(model, reward, args=config, train_dataset=dataset, processing_class=tokenizer)
+    return GRPOTrainer(model, score, args=config, train_dataset=dataset, processing_class=tokenizer)
 
 
 def sft_trainer(model: Any, tokenizer: Any, rows: list[dict[str, str]], options: dict[str, Any]) -> Any:
@@ -157,7 +157,8 @@ def main() -> None:
 
         trainer.add_callback(Tick())
         trainer.train()
-        result = clock.result()
+        first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        result = clock.result() | {"first": {name: first[name] for name in ("loss", "grad_norm")}}
     write(arguments.result, result)
 
 

@@ -3,7 +3,10 @@ import it."""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 MAX_TOKENS = 400
@@ -233,3 +236,6 @@ CASES: tuple[RowCase, ...] = (
             [{"chosen": "\n\nHuman: a\n\nAssistant: the ant", "rejected": "\n\nHuman: a\n\nAssistant: the end"}],
             differs=7),
 )  # fmt: skip
+
+if _MORE := os.environ.get("PARITY_ROWS"):  # a file with the fields of further cases
+    CASES += tuple(RowCase(**case) for case in json.loads(Path(_MORE).read_text()))
