@@ -15,8 +15,8 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -108,17 +108,18 @@ class Maker:
 
     def _pairs(self) -> Iterator[dict[str, str]]:
         """Dialogues of one question."""
-        sys.path.insert(0, str(ROOT))
-        from examples.preferences import dialogues
+        from rlhf.errors import DataError
+        from rlhf_runtime.data.conversions import dialogues
 
-        pairs = dialogues.pairs(opened(self.data / "hh_harmless_pairs.jsonl.gz"), Counter())
-        short = (p for p in pairs if p["prompt"].count(dialogues.HUMAN) == 1)
-        named = (
-            {"prompt": self._prompt(dialogues.opening(p["prompt"]))}
-            | {name: p[name].strip() for name in ("chosen", "rejected")}
-            for p in short
-        )
-        return islice(filter(self._fits, named), ROWS)
+        def short() -> Iterator[dict[str, str]]:
+            for row in opened(self.data / "hh_harmless_pairs.jsonl.gz"):
+                with suppress(DataError):  # the two dialogues have no common prompt
+                    pair = dialogues(row, True)
+                    if len(pair["prompt"]) == 1 and pair["chosen"] and pair["rejected"]:
+                        answers = {name: pair[name] for name in ("chosen", "rejected")}
+                        yield {"prompt": self._prompt(pair["prompt"][0]["content"]), **answers}
+
+        return islice(filter(self._fits, short()), ROWS)
 
     def _gate(self, tables: dict[str, list[dict[str, str]]]) -> None:
         """The batches whose gradients are compared, and the cases of rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -35,7 +36,10 @@ def _folder(name: str) -> _Folder:
         facts = os.stat(name or ".")
     except OSError:
         return name, ()
-    return name, (facts.st_dev, facts.st_ino, facts.st_mtime_ns)
+    now = time.time_ns()
+    # The times of files move in ticks of milliseconds: what is installed right after a read may not change them.
+    recent = (now,) if now - facts.st_mtime_ns < 10**9 else ()
+    return name, (facts.st_dev, facts.st_ino, facts.st_mtime_ns, *recent)
 
 
 @lru_cache(maxsize=4)

@@ -48,7 +48,7 @@ class Decoder:
         self._configs = list({id(m.config): m.config for m in models}.values())
         self._images: ImageInputs | None = None
         self._head = models[0].get_output_embeddings()
-        self._turned: list[tuple[nn.Linear, nn.Parameter, nn.Parameter]] = []
+        self._turned: list[tuple[nn.Linear, Tensor, nn.Parameter]] = []
         """Layer, its weight, and the copy that it computes with inside :meth:`borrowed`."""
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
