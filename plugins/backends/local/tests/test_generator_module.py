@@ -58,27 +58,6 @@ def test_a_consumer_may_train_between_samples(build, mixed):
     assert found == {n: turn.ids for n, turn in enumerate(undisturbed)}, "gradients change no weight"
 
 
-@pytest.mark.parametrize(
-    ("options", "trained", "turned"),
-    [({}, True, True), ({}, False, False), ({"max_new_tokens": 8}, True, False), ({"samples": 2}, True, False)],
-    ids=["trained", "frozen", "few tokens", "few samples"],
-)
-def test_a_long_generation_computes_with_turned_copies_of_trained_weights(build, mixed, options, trained, turned):
-    layer, layouts = mixed.model.layers[0].mlp.up_proj, set()
-    before, weight, generator = state(mixed), layer.weight, build()
-    hook = layer.register_forward_hook(lambda *_: layouts.add(layer.weight.stride()))
-    try:
-        weight.requires_grad = trained
-        sample(generator, requests(**{"prompts": 1, **options}))
-    finally:
-        hook.remove()
-        weight.requires_grad = True
-    outputs, inputs = weight.shape
-    assert layouts == {(1, outputs) if turned else (inputs, 1)}
-    assert layer.weight is weight
-    assert state(mixed) == before
-
-
 @pytest.mark.parametrize("after", [1, 6])
 def test_the_module_is_restored_after_an_error(build, mixed, after):
     before, calls, generator = state(mixed), [], build()

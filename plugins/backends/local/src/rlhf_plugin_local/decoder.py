@@ -47,9 +47,6 @@ class Decoder:
             models = [models[0], *(m for m in models[0].get_decoder().modules() if isinstance(m, PreTrainedModel))]
         self._configs = list({id(m.config): m.config for m in models}.values())
         self._images: ImageInputs | None = None
-        self._head = models[0].get_output_embeddings()
-        self._turned: list[tuple[nn.Linear, Tensor, nn.Parameter]] = []
-        """Layer, its weight, and the copy that it computes with inside :meth:`borrowed`."""
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
@@ -69,24 +66,6 @@ class Decoder:
                 "model, through a trainer with the capability 'images'."
             )
 
-    def turn_weights(self) -> None:
-        """Until :meth:`give_back_weights`, compute with copies of the trained weights that are stored column by column,
-        on a CPU in fp32. Products of few rows then take about three quarters of the time, because a matrix product need
-        not turn the weights itself in every step. The sums are the same; below 16 rows in another order.
-
-        The copies take the place that the gradients have while the model learns. The head, whose copy would not gain
-        more than it costs in a short generation, is left out.
-        """
-        self.give_back_weights()
-        if self.device.type == "cpu" and self.dtype is None:
-            for layer in self.module.modules():
-                if type(layer) is nn.Linear and layer is not self._head and layer.weight.requires_grad:
-                    turned = layer.weight.detach().t().contiguous().t()
-                    self._turned.append((layer, layer.weight, nn.Parameter(turned, requires_grad=False)))
-
-    def give_back_weights(self) -> None:
-        self._turned = []
-
     @contextmanager
     def borrowed(self) -> Iterator[None]:
         """A context with evaluation mode, this generator's attention and no gradient. The module is restored
@@ -99,15 +78,11 @@ class Decoder:
         try:
             for c in self._configs:
                 c._attn_implementation_internal = NAME
-            for layer, _, turned in self._turned:
-                layer.weight = turned
             with _evaluating(self.module), autocast:
                 yield
         finally:
             for c, name in zip(self._configs, attention, strict=True):
                 c._attn_implementation_internal = name
-            for layer, weight, _ in self._turned:
-                layer.weight = weight
 
     def prefill(
         self, prompts: Sequence[IntArray], images: Sequence[tuple[Image, ...]] = ()

@@ -23,15 +23,12 @@ from rlhf_plugin_local.decoder import Decoder, check_model, require_agreement
 from rlhf_plugin_local.memory import engine_memory
 from rlhf_plugin_local.sampling_loop import SamplingLoop
 
-TURNED_STEPS, TURNED_ROWS = 16, 4
-"""Least decoding steps and rows for which copies of the weights gain more than they cost (about eight steps' gain)."""
 YIELD_STEPS = 16
 """Finished samples are yielded at least once in this many steps. The module is restored for each yield."""
 
 
 class TransformersGenerator(Generator):
-    """Continuous sampling without a sync. Copies of weights exist during a generation at most
-    (:meth:`~rlhf_plugin_local.decoder.Decoder.turn_weights`).
+    """Continuous sampling without a copy of the weights and without a sync.
 
     Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
     its samples; finished rows leave the batch; further requests are admitted in index order as slots
@@ -130,20 +127,15 @@ class TransformersGenerator(Generator):
 
     def _run(self, requests: list[GenerationRequest], decoder: Decoder, version: int) -> Iterator[tuple[int, Turn]]:
         loop = SamplingLoop(requests, decoder, self.config, self._eos, self._decode, version, self.work)
-        if loop.size >= TURNED_ROWS and max(r.sampling.max_new_tokens for r in requests) >= TURNED_STEPS:
-            decoder.turn_weights()
-        try:
-            while not loop.done:
-                if self.version != version or self._decoder is not decoder:
-                    raise ModelError(
-                        f"weights changed from version {version} to {self.version} while samples were being drawn; "
-                        "exhaust or close generate() before load()."
-                    )
-                with decoder.borrowed():
-                    finished = loop.advance(YIELD_STEPS)
-                yield from finished
-        finally:
-            decoder.give_back_weights()
+        while not loop.done:
+            if self.version != version or self._decoder is not decoder:
+                raise ModelError(
+                    f"weights changed from version {version} to {self.version} while samples were being drawn; "
+                    "exhaust or close generate() before load()."
+                )
+            with decoder.borrowed():
+                finished = loop.advance(YIELD_STEPS)
+            yield from finished
 
     def _autocast(self, source: Any, module: nn.Module) -> torch.dtype | None:
         own = next(module.parameters()).dtype
