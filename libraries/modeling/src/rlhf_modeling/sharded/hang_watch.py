@@ -66,9 +66,9 @@ def _watch(end: threading.Event, thread: int, what: str, seconds: float) -> None
 
 def _place(frame: FrameType | None) -> tuple[Any, ...]:
     """Where a thread is, and how many exchanges the ranks have begun."""
-    found: list[Any] = []
+    frames: list[Any] = []
     while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
+        frames.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     world: Any = dist.group.WORLD
-    return (0 if world is None else world._get_sequence_number_for_group(), *found)
+    return (0 if world is None else world._get_sequence_number_for_group(), *frames)
