@@ -103,10 +103,11 @@ def test_a_value_of_none_and_a_column_of_some_rows_are_accepted(shop: Workshop) 
     assert trained(shop, "--dry-run", train=str(shop.rows("some.jsonl", rows))).code == 0
 
 
-def test_held_out_rows_beyond_the_limit_are_not_scored(shop: Workshop, no_models) -> None:
+def test_held_out_rows_of_every_source_are_scored_whatever_the_limit(shop: Workshop, no_models) -> None:
     held_out = sources(shop, sums=[{"prompt": "1+1=", "answer": "2"}] * 4, chat=BARE)
-    refused(trained(shop, "--dry-run", train=str(shop.data), held_out=held_out), "(1 problem)", "data.eval 'chat' (")
-    assert trained(shop, "--dry-run", "--eval.max_rows", "4", train=str(shop.data), held_out=held_out).code == 0
+    for limit in ((), ("--eval.max_rows", "4")):
+        run = trained(shop, "--dry-run", *limit, train=str(shop.data), held_out=held_out)
+        refused(run, "(1 problem)", "data.eval 'chat' (")
 
 
 def test_an_offline_run_needs_the_column_in_held_out_rows_only(shop: Workshop) -> None:
@@ -125,12 +126,12 @@ def test_eval_and_score_are_refused_before_models_are_loaded(shop: Workshop, no_
     refused(shop.command("score", *words, "-o", out), "data.eval 'bare' (", "--reward.math.column")
 
 
-def test_score_checks_the_sources_that_it_reaches(shop: Workshop) -> None:
+def test_score_checks_every_source(shop: Workshop) -> None:
     (first, second) = sources(shop, sums=[{"prompt": "1+1=", "answer": "2", "response": "2"}], chat=BARE)
     words = ["score", "--model", str(shop.model), "--data", first["path"], "--data", second["path"], "--reward", "math"]
     words += ["-o", str(shop.folder / "scored.jsonl")]
-    refused(shop.command(*words), "data.eval 'chat' (", "--reward.math.sources")
-    assert shop.command(*words, "--eval.max_rows", "1").code == 0
+    for limit in ((), ("--eval.max_rows", "1")):
+        refused(shop.command(*words, *limit), "data.eval 'chat' (", "--reward.math.sources")
 
 
 def test_functions_and_classes_of_python_are_checked(shop: Workshop, no_models) -> None:

@@ -45,6 +45,7 @@ for begin in ("", "```"):
 """
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_is_searched_in_linear_time() -> None:
     """A million characters take a moment; in quadratic time they would take an hour."""
     subprocess.run([sys.executable, "-c", REPEATED], check=True, timeout=60)
