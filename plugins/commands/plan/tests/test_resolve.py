@@ -169,6 +169,10 @@ def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
     assert made.lengths == found
     assert made.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
     assert made.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
+    of_two = {f"data.eval.{n}.path": str(tmp_path / f"{name}.jsonl") for n, name in enumerate(("train", "held_out"))}
+    del online["data.eval"]
+    found, _ = measured(tmp_path, plugins, "grpo", *rows, **online, **of_two, **{"eval.max_rows": "1"})
+    assert (found.held_out, found.held_out_prompt) == (2, 4), "the first row of each source"
 
 
 def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins):

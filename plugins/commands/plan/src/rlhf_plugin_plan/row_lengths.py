@@ -128,7 +128,11 @@ def _measured(made: RunPlugins) -> Lengths:
     total = data.rows_per_epoch
     taken = _rows_of_steps(made)
     train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)), taken)
-    held_out = sizes(CHECKED, (source[i] for source in data.sources["eval"] for i in range(len(source))))
+    held_out = [
+        size
+        for source in data.sources["eval"]
+        for size in sizes(CHECKED, (source[i] for i in range(len(source))), config.eval.max_rows)
+    ]
     if not train:
         return limits(made, "no row is usable")
     most, new = config.data.max_tokens, config.sampling.max_new_tokens
@@ -151,7 +155,6 @@ def _measured(made: RunPlugins) -> Lengths:
     what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
     if tools:
         what += f" with {tools} of tools"
-    evaluated = min(len(held_out), config.eval.max_rows or len(held_out))
     return Lengths(
         prompt,
         longest,
@@ -160,7 +163,7 @@ def _measured(made: RunPlugins) -> Lengths:
         measured=True,
         step=step,
         sampled=made.online,
-        held_out=evaluated,
+        held_out=len(held_out),
         held_out_prompt=held_out_prompt,
         held_out_longest=held_out_longest,
     )
