@@ -83,9 +83,9 @@ def free_and_total(devices: int) -> tuple[int, int]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_MEASURE_SECONDS, check=True)
     except (subprocess.SubprocessError, OSError) as error:
-        told = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise ModelError(
-            f"the free memory of {devices} GPUs could not be measured: {told[-1] if told else error}"
+            f"the free memory of {devices} GPUs could not be measured: {lines[-1] if lines else error}"
         ) from error
     free, total = min(json.loads(done.stdout.splitlines()[-1]))
     return free, total
