@@ -81,14 +81,17 @@ class Maker:
 
     def _scores(self) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         torch.manual_seed(0)
         auto = AutoModelForSequenceClassification
         model = auto.from_pretrained(str(self.model), num_labels=1, dtype=torch.float32)
-        model.config.pad_token_id = self.tokenizer.pad_token_id
+        tokenizer = AutoTokenizer.from_pretrained(str(self.model))
+        # transformers scores the last token that is no padding: with the end token as padding, the one before the end.
+        tokenizer.pad_token = tokenizer.unk_token
+        model.config.pad_token_id = tokenizer.pad_token_id
         model.save_pretrained(str(self.work / "scalar"))
-        self.tokenizer.save_pretrained(str(self.work / "scalar"))
+        tokenizer.save_pretrained(str(self.work / "scalar"))
 
     def _prompt(self, question: str) -> str:
         messages = [{"role": "user", "content": question}]
