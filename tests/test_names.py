@@ -22,8 +22,6 @@ NOT_YET = (
     "plugins/backends/deepspeed",
     "plugins/backends/fsdp",
     "plugins/backends/vllm",
-    "plugins/commands/jobs",
-    "plugins/commands/plan",
     "runtime",
 )
 """Distributions that still have such names."""

@@ -83,14 +83,14 @@ def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None
             kind = type(module)
             del module  # one model at a time is in memory
             facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
-            written = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
-            difference = float((outputs(written, place) - expected).abs().max())
+            copy = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
+            difference = float((outputs(copy, place) - expected).abs().max())
             if not difference <= TOLERANCE:
                 raise ModelError(
                     f"the written model gives other outputs than {source}: they differ by up to {difference:g}. "
                     "transformers does not write this architecture as it reads it; take the publisher's safetensors."
                 )
-            facts["generates"] = written.can_generate()
+            facts["generates"] = copy.can_generate()
 
         publish_folder(folder, write)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -154,7 +154,7 @@ def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedMo
             )
 
 
-def outputs(module: PreTrainedModel, who: Path) -> torch.Tensor:
+def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
     """Log-probs over the vocabulary (of a classifier, its outputs) for a few tokens. Raises ModelError where they are
     not finite."""
     import torch
@@ -166,10 +166,10 @@ def outputs(module: PreTrainedModel, who: Path) -> torch.Tensor:
         with torch.no_grad():
             logits = module(input_ids=ids)[0].float()
     except Exception as cause:  # of many kinds: a model that needs more than text
-        raise ModelError(f"the model of {who} cannot compute: {type(cause).__name__}: {cause}") from cause
+        raise ModelError(f"the model of {path} cannot compute: {type(cause).__name__}: {cause}") from cause
     values = logits.log_softmax(-1) if module.can_generate() else logits
     if not bool(values.isfinite().all()):
-        raise ModelError(f"the model of {who} gives outputs that are no finite numbers; it cannot be used.")
+        raise ModelError(f"the model of {path} gives outputs that are no finite numbers; it cannot be used.")
     return values
 
 
@@ -180,7 +180,7 @@ def compare_tokenizers(
     if own is None:
         note(f"{source} has no tokenizer, which runs need: copy one into the new folder.")
         return "without a tokenizer"
-    written = load_tokenizer(str(folder))
-    if written(TEXT)["input_ids"] != own(TEXT)["input_ids"] or written.chat_template != own.chat_template:
+    copy = load_tokenizer(str(folder))
+    if copy(TEXT)["input_ids"] != own(TEXT)["input_ids"] or copy.chat_template != own.chat_template:
         raise ModelError(f"the written tokenizer encodes otherwise than that of {source}: it cannot be used.")
-    return f"tokenizer of {len(written):,} tokens {'with a' if written.chat_template else 'without'} chat template"
+    return f"tokenizer of {len(copy):,} tokens {'with a' if copy.chat_template else 'without'} chat template"

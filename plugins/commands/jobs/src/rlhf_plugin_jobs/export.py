@@ -24,10 +24,10 @@ class Export(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of the run")
-        which = parser.add_mutually_exclusive_group(required=True)
-        which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
-        which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
-        which.add_argument("--average", action="store_true", help="the mean of the weights of all kept checkpoints")
+        choice = parser.add_mutually_exclusive_group(required=True)
+        choice.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+        choice.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
+        choice.add_argument("--average", action="store_true", help="the mean of the weights of all kept checkpoints")
         parser.add_argument(
             "-o", "--output", type=path_argument, required=True, metavar="FOLDER", help="new folder for the model"
         )
@@ -42,8 +42,8 @@ class Export(Command):
         if not (folder / "config.toml").is_file():
             raise ConfigError(f"{folder} is not the folder of a run: it has no config.toml.")
         config = load(str(folder / "config.toml"), dotted(args.overrides))
-        which: Which = "best" if args.best else "average" if args.average else args.step
-        steps = export(config, Plugins.discover(), folder, which, args.output, _note)
+        choice: Which = "best" if args.best else "average" if args.average else args.step
+        steps = export(config, Plugins.discover(), folder, choice, args.output, _note)
         several = f"the mean of steps {', '.join(map(str, steps))}"
         sys.stdout.write(f"{args.output}: {f'step {steps[0]}' if len(steps) == 1 else several}\n")
         return 0

@@ -40,8 +40,8 @@ class GgufModel(SourceModel):
         self.architecture = str(self._metadata.get("general.architecture"))
         kind = self._metadata.get("general.type", "model")
         if self.architecture == "clip" or kind != "model":
-            what = "the vision part of a model (mmproj)" if kind in ("model", "mmproj") else f"of the type {kind!r}"
-            raise ModelError(f"{path} is {what}, not a language model. Name the GGUF file of the language model.")
+            part = "the vision part of a model (mmproj)" if kind in ("model", "mmproj") else f"of the type {kind!r}"
+            raise ModelError(f"{path} is {part}, not a language model. Name the GGUF file of the language model.")
         if int(self._metadata.get("split.count", 1)) > 1:
             self._refuse_part()
         # The file alone, under a name that transformers knows: files beside it, such as a tokenizer_config.json, would

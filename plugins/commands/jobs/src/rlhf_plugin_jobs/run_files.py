@@ -27,8 +27,8 @@ INSTEAD = {
 def check_folder(save: Path | None) -> None:
     """Raises ConfigError if the file of answers cannot be created. Called before anything is sampled."""
     if save is not None and (not save.parent.is_dir() or save.is_dir()):
-        what = "is a folder" if save.is_dir() else f"cannot be made: there is no folder {save.parent}"
-        raise ConfigError(f"--save {save} {what}. Name a file in a folder that exists.")
+        problem = "is a folder" if save.is_dir() else f"cannot be made: there is no folder {save.parent}"
+        raise ConfigError(f"--save {save} {problem}. Name a file in a folder that exists.")
 
 
 def load_for_answers(

@@ -31,9 +31,9 @@ class Score(Command):
         parser.add_argument("--model", metavar="MODEL", help=model)
         answers = "column with an answer or a list of them; may be given several times"
         parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
-        written = "written as JSON lines"
+        text = "written as JSON lines"
         parser.add_argument(
-            "-o", "--output", dest="file", type=path_argument, required=True, metavar="FILE.jsonl", help=written
+            "-o", "--output", dest="file", type=path_argument, required=True, metavar="FILE.jsonl", help=text
         )
         parser.add_argument("--force", action="store_true", help="replace an existing output, and start again")
         parser.add_argument("--json", action="store_true", help="print counts and means as one JSON object")
@@ -59,20 +59,20 @@ class Score(Command):
         look_for_models(config)
         from rlhf_plugin_jobs.score_answers import score_answers
 
-        found = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=_note)
+        scores = score_answers(config, Plugins.discover(), args.answers, args.file, force=args.force, note=_note)
         names = [*(r.label for r in config.reward), "reward"]
-        means = {name: found.mean(name) for name in names}
-        left_out = {why: n for why, n in found.left_out.items() if n}
+        means = {name: scores.mean(name) for name in names}
+        left_out = {reason: n for reason, n in scores.left_out.items() if n}
         if args.json:
-            counts = {"rows": found.rows, "answers": found.answers}
+            counts = {"rows": scores.rows, "answers": scores.answers}
             sys.stdout.write(json.dumps({**counts, "means": means, "left_out": left_out}) + "\n")
             return 0
-        sys.stdout.write(f"{args.file}: {found.answers} answers of {found.rows} rows\n")
+        sys.stdout.write(f"{args.file}: {scores.answers} answers of {scores.rows} rows\n")
         width = max(map(len, names))
         for name, mean in means.items():
-            what = "of no answer" if mean is None else f"mean {mean:.4g} of {found.sums[name][1]:g} answers"
-            sys.stdout.write(f"  {name.ljust(width)}  {what}\n")
-        sys.stdout.write("".join(f"  left out: {n} {why}\n" for why, n in left_out.items()))
+            text = "of no answer" if mean is None else f"mean {mean:.4g} of {scores.sums[name][1]:g} answers"
+            sys.stdout.write(f"  {name.ljust(width)}  {text}\n")
+        sys.stdout.write("".join(f"  left out: {n} {reason}\n" for reason, n in left_out.items()))
         return 0
 
 

@@ -53,13 +53,13 @@ class Scores:
         self.rows += len(groups)
         for trajectory in (t for group in groups for t in group.trajectories):
             self.answers += 1
-            given = {n: (r.value or 0.0) + sum(v for _, _, v in r.steps) for n, r in trajectory.rewards.items()
+            values = {n: (r.value or 0.0) + sum(v for _, _, v in r.steps) for n, r in trajectory.rewards.items()
                      if r.value is not None or r.steps}  # fmt: skip
             if trajectory.reward is not None:
-                given["reward"] = trajectory.reward
-            for name, value in given.items():
-                held = self.sums.setdefault(name, [0.0, 0])
-                self.sums[name] = [held[0] + value, held[1] + 1]
+                values["reward"] = trajectory.reward
+            for name, value in values.items():
+                total, count = self.sums.setdefault(name, [0.0, 0])
+                self.sums[name] = [total + value, count + 1]
 
 
 def score_answers(
@@ -107,10 +107,10 @@ def score_answers(
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
-            scored = iter(range(scores.rows + 1, total))  # the last row counts when it is written
+            places = iter(range(scores.rows + 1, total))  # the last row counts when it is written
 
-            def advance(scored: Iterator[int] = scored) -> None:
-                count(next(scored, total - 1), total)
+            def advance(places: Iterator[int] = places) -> None:
+                count(next(places, total - 1), total)
 
             main.run(_score(scorer, groups, advance))
             _check(groups, file)
@@ -153,7 +153,7 @@ def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {
         "data": data | {"fingerprints": [s.fingerprint for s in prepared.data.sources["eval"]]},
-        "answers": {name: list(found) for name, found in columns.items()},
+        "answers": {name: list(entries) for name, entries in columns.items()},
         "rewards": [{k: v for k, v in r.items() if k not in ("deadline", "retries")} for r in config["reward"]],
         "models": {name: [spec.path, spec.dtype] for name, spec in prepared.specs.items()},
         "tokenizer": config["policy"]["model"],

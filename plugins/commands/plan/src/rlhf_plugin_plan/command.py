@@ -61,25 +61,25 @@ class PlanCommand(Command):
         from rlhf_plugin_plan.report import as_json, assumptions, summary
         from rlhf_plugin_plan.shortages import make_plan
 
-        given, plugins = overrides(args), Plugins.discover()
+        flags, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
-        config = load(args.run_file, given)
+        config = load(args.run_file, flags)
         plan = make_plan(resolve(config, plugins, machine))
-        counted = list(assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths))))
+        notes = list(assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths))))
         if args.summary:
-            sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *counted]))
+            sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *notes]))
             return 1 if plan.fits is False else 0
-        found = None
+        change = None
         if plan.fits is False:
-            found = nearest(plan, plugins, lambda flags: load(args.run_file, given + list(flags.items())))
+            change = nearest(plan, plugins, lambda more: load(args.run_file, [*flags, *more.items()]))
         if args.json:
-            sys.stdout.write(json.dumps(as_json(plan, found, counted), indent=2) + "\n")
+            sys.stdout.write(json.dumps(as_json(plan, change, notes), indent=2) + "\n")
         else:
-            _show(plan, found, counted)
+            _show(plan, change, notes)
         return 1 if plan.fits is False else 0
 
 
-def _show(plan: Plan, found: Nearest | None, counted: Iterable[str]) -> None:
+def _show(plan: Plan, change: Nearest | None, notes: Iterable[str]) -> None:
     from rich.console import Console
 
     from rlhf_plugin_plan.report import verdict
@@ -92,7 +92,7 @@ def _show(plan: Plan, found: Nearest | None, counted: Iterable[str]) -> None:
         console.print(_memory(plan, group))
     style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
     console.print(verdict(plan), style=style)
-    for line in [*counted, *_reasons(plan, found)]:
+    for line in [*notes, *_reasons(plan, change)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -160,19 +160,19 @@ def _memory(plan: Plan, group: GroupPlan) -> Table:
     return table
 
 
-def _reasons(plan: Plan, found: Nearest | None) -> Iterable[str]:
+def _reasons(plan: Plan, change: Nearest | None) -> Iterable[str]:
     for shortage in plan.shortages:
         yield f"  {shortage.message}"
     if plan.shortages:
         worst = max(plan.shortages, key=lambda s: s.missing)
         yield f"The arithmetic of {worst.where}, phase {worst.phase!r}:"
         yield from (f"  {line}" for line in worst.arithmetic)
-    if found is not None and found.plan.fits:
-        yield f"The nearest change that fits: {found.command}"
-    elif found is not None:
-        tried = f" with {found.command}" if found.flags else ""
-        left = max(found.plan.shortages, key=lambda s: s.missing).message if found.plan.shortages else ""
-        yield f"Nothing known to the plugins makes it fit. The best found{tried}: {left}."
+    if change is not None and change.plan.fits:
+        yield f"The nearest change that fits: {change.command}"
+    elif change is not None:
+        flags = f" with {change.command}" if change.flags else ""
+        left = max(change.plan.shortages, key=lambda s: s.missing).message if change.plan.shortages else ""
+        yield f"Nothing known to the plugins makes it fit. The best found{flags}: {left}."
 
 
 @hookimpl

@@ -27,20 +27,20 @@ def layer_size(layer: Any, config: Any) -> LayerSize:
     feed = sum(p.numel() for n, p in matrices.items() if "attn" not in n and "attention" not in n)
     experts = first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     ffn = first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
-    chosen = 0
+    active = 0
     if experts and any("expert" in n for n in matrices):
-        chosen = first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 1
-        one = first(config, "moe_intermediate_size") or ffn
+        active = first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 1
+        width = first(config, "moe_intermediate_size") or ffn
         shared = sum(p.shape[-1] for n, p in matrices.items() if "shared" in n and "down_proj" in n)
-        gated = feed > 2.5 * experts * hidden * one
-        ffn = chosen * one + int(shared)
+        gated = feed > 2.5 * experts * hidden * width
+        ffn = active * width + int(shared)
     else:
         gated = feed > 2.5 * hidden * ffn
     normed = any("q_norm" in n for n, _ in layer.named_parameters())
     norms = sum("norm" in n and n.endswith("weight") and p.numel() == hidden for n, p in layer.named_parameters())
     total = sum(p.numel() for p in layer.parameters())
     largest = max(p.numel() for p in layer.parameters())
-    return LayerSize(total, query, key, value, heads, ffn, gated, chosen, normed, max(1, norms), largest)
+    return LayerSize(total, query, key, value, heads, ffn, gated, active, normed, max(1, norms), largest)
 
 
 def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:

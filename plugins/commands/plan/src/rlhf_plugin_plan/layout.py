@@ -96,9 +96,9 @@ class Layout:
 
     @property
     def places(self) -> dict[str, Place]:
-        found = {role.name: role.place for role in self.roles}
-        found |= {name: view.place for name, view in self.views.items()}
-        return found if self.engines is None else {**found, GENERATOR: self.engines.place}
+        places = {role.name: role.place for role in self.roles}
+        places |= {name: view.place for name, view in self.views.items()}
+        return places if self.engines is None else {**places, GENERATOR: self.engines.place}
 
     def role(self, name: str) -> RoleLayout:
         return next(r for r in self.roles if r.name == name)
@@ -167,18 +167,18 @@ def device_groups(places: Mapping[str, Place], machine: Machine, views: Collecti
         for name, place in mine.items():
             each = devices_each(places, name)
             for rank in range(place.ranks):
-                held = range(rank * each, rank * each + (each if name == GENERATOR else 1))
-                for number in held:
+                numbers = range(rank * each, rank * each + (each if name == GENERATOR else 1))
+                for number in numbers:
                     slots[number][name] = slots[number].get(name, 0) + 1
         groups += _alike(home, slots)
     return groups
 
 
 def _alike(home: str, slots: Sequence[Mapping[str, int]]) -> list[DeviceGroup]:
-    found: list[DeviceGroup] = []
+    groups: list[DeviceGroup] = []
     for number, holds in enumerate(slots):
-        if found and found[-1].holds == holds:
-            found[-1] = DeviceGroup(home, found[-1].first, number, holds)
+        if groups and groups[-1].holds == holds:
+            groups[-1] = DeviceGroup(home, groups[-1].first, number, holds)
         else:
-            found.append(DeviceGroup(home, number, number, dict(holds)))
-    return found
+            groups.append(DeviceGroup(home, number, number, dict(holds)))
+    return groups

@@ -27,15 +27,15 @@ def target(
     """
     if devices_per_node < 1:
         raise ConfigError(f"--devices-per-node {devices_per_node}: at least 1")
-    here = gpu_memory()
+    gpu = gpu_memory()
     if device is None:
-        device = "cuda" if memory is not None or here is not None else "cpu"
+        device = "cuda" if memory is not None or gpu is not None else "cpu"
     if device == "cpu" and host_memory is not None:
         raise ConfigError("--host-memory applies to nodes with GPUs; on a CPU --device-memory is the host's")
-    given = None if memory is None else parse(memory, "--device-memory")
-    found = here if device == "cuda" else cpu_memory()
+    own = gpu if device == "cuda" else cpu_memory()
+    size = own if memory is None else parse(memory, "--device-memory")
     host = None if host_memory is None else parse(host_memory, "--host-memory")
-    return Machine(device, given if given is not None else found, host, devices_per_node)
+    return Machine(device, size, host, devices_per_node)
 
 
 def gpu_memory() -> int | None:

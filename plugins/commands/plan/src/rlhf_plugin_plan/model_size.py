@@ -111,18 +111,18 @@ def _decoder_layers(module: Any, count: int, path: str) -> list[Any]:
     """The layers of the text decoder: the largest list of ``count`` modules."""
     from torch import nn
 
-    found = [m for _, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not found:
+    lists = [m for _, m in module.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
         raise ModelError(f"cannot plan with {type(module).__name__} ({path!r}): it has no list of {count} layers")
-    return list(max(found, key=_numel))
+    return list(max(lists, key=_numel))
 
 
 def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int, int], ...]:
     from rlhf_modeling.adapters import adaptable
 
-    found: dict[str, tuple[int, int, int]] = {}
+    shapes: dict[str, tuple[int, int, int]] = {}
     for name, layer in adaptable(module, head):
         last = name.rpartition(".")[2]
-        inputs, outputs, count = found.get(last, (0, 0, 0))
-        found[last] = inputs + layer.in_features, outputs + layer.out_features, count + 1
-    return tuple((name, *found[name]) for name in sorted(found))
+        inputs, outputs, count = shapes.get(last, (0, 0, 0))
+        shapes[last] = inputs + layer.in_features, outputs + layer.out_features, count + 1
+    return tuple((name, *shapes[name]) for name in sorted(shapes))

@@ -53,21 +53,21 @@ def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) ->
     best = Nearest({}, plan)
     for flags in levers(plan, plugins, reload({})):
         more = {**best.flags, **flags}
-        tried = attempt(more)
-        if tried is not None and tried.missing < best.plan.missing:
-            best = Nearest(more, tried)
+        candidate = attempt(more)
+        if candidate is not None and candidate.missing < best.plan.missing:
+            best = Nearest(more, candidate)
         if best.plan.fits:
             return _pruned(best, attempt)
     return best
 
 
-def _pruned(found: Nearest, attempt: Callable[[Flags], Plan | None]) -> Nearest:
-    for key in list(found.flags):
-        fewer = {k: v for k, v in found.flags.items() if k != key}
-        tried = attempt(fewer)
-        if tried is not None and tried.fits:
-            found = Nearest(fewer, tried)
-    return found
+def _pruned(best: Nearest, attempt: Callable[[Flags], Plan | None]) -> Nearest:
+    for key in list(best.flags):
+        fewer = {k: v for k, v in best.flags.items() if k != key}
+        candidate = attempt(fewer)
+        if candidate is not None and candidate.fits:
+            best = Nearest(fewer, candidate)
+    return best
 
 
 def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
@@ -75,8 +75,8 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     layout = plan.layout
     short = {s.where for s in plan.shortages}
     homes = {g.group.home for g in plan.groups if g.group.title in short}
-    held = {name for g in plan.groups if g.group.title in short for name in g.group.holds}
-    roles = [r for r in layout.roles if r.name in held]
+    names = {name for g in plan.groups if g.group.title in short for name in g.group.holds}
+    roles = [r for r in layout.roles if r.name in names]
     ladders = [list(_smaller(role)) for role in roles]
     for ladder in ladders:
         yield from ladder
@@ -86,7 +86,7 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
     for role in roles:
         if role.trained and not role.gradient_checkpointing:
             yield {f"{_path(role.name)}.gradient_checkpointing": "true"}
-    if layout.engines is not None and (GENERATOR in held or GENERATOR in short):
+    if layout.engines is not None and (GENERATOR in names or GENERATOR in short):
         for options in plugins.resolve("generator", config.generator.use).cls.lighter:
             yield {f"generator.{key}": _text(value) for key, value in options.items()}
     trainer = plugins.resolve("trainer", config.trainer.use).cls
@@ -94,8 +94,8 @@ def levers(plan: Plan, plugins: Plugins, config: RunFile) -> Iterable[Flags]:
         yield {f"trainer.{key}": _text(value) for key, value in options.items()}
         for role in roles:
             if section_of(config, role.name).trainer:  # its own options override them
-                read = [key for key in options if role.trained or key not in trainer.learning]
-                yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in read}
+                keys = [key for key in options if role.trained or key not in trainer.learning]
+                yield {f"{_path(role.name)}.trainer.{key}": _text(options[key]) for key in keys}
     if layout.machine.device == "cuda" and layout.machine.processes and "ranks:many" in trainer.capabilities:
         for factor in MORE_RANKS:
             yield {

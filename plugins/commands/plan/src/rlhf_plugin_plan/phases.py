@@ -95,12 +95,12 @@ def starts_beside_roles(layout: Layout) -> bool:
 def occupied(layout: Layout) -> int:
     """Bytes that roles and processes hold when engines start, on the fullest of the engines' devices."""
     groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
-    held = 0
+    most = 0
     for group in groups:
         moment = _at(layout, group, "start", ())
         engine = moment.rows[GENERATOR]
-        held = max(held, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
-    return held
+        most = max(most, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
+    return most
 
 
 def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
@@ -137,14 +137,14 @@ def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -
         early = name != GENERATOR and layout.role(name).precomputed
         if early != (phase == "precompute"):
             continue
-        held = _engine(layout, phase, name in busy) if name == GENERATOR else _role(layout, name, phase, name in busy)
+        memory = _engine(layout, phase, name in busy) if name == GENERATOR else _role(layout, name, phase, name in busy)
         if name == GENERATOR and machine.device == "cpu" and layout.engines is not None:
             ranks *= layout.engines.devices  # all workers of an engine are on the host
-        parts = dict(held.device)
+        parts = dict(memory.device)
         if machine.processes:
             parts[PROCESS] = _process(layout, name)
         rows[name] = {part: size * ranks for part, size in parts.items() if size}
-        host += held.host * ranks
+        host += memory.host * ranks
     if not machine.processes:
         _reuse_freed(rows, busy)
         rows[PROCESS] = {PROCESS: max(_process(layout, name) for name in group.holds)}
@@ -161,18 +161,19 @@ def _process(layout: Layout, name: str) -> int:
 def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
     """In one process the gradients that a role freed become those of the role that trains next."""
     idle = sorted((n for n, parts in rows.items() if n not in busy), key=lambda n: rows[n].get("allocator", 0))
-    taken = sum(rows[name].get("gradients", 0) + rows[name].get("activations", 0) for name in busy)
+    need = sum(rows[name].get("gradients", 0) + rows[name].get("activations", 0) for name in busy)
     for name in idle:
         freed = rows[name].pop("allocator", 0)
-        if name == idle[-1] and freed > taken:
-            rows[name]["allocator"] = freed - taken
+        if name == idle[-1] and freed > need:
+            rows[name]["allocator"] = freed - need
 
 
 def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
     role = layout.role(name)
-    held = _held(layout, role, phase, busy)
+    memory = _held(layout, role, phase, busy)
     more = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
-    return Held({p: held.device.get(p, 0) + more.get(p, 0) for p in dict.fromkeys([*held.device, *more])}, held.host)
+    parts = dict.fromkeys([*memory.device, *more])
+    return Held({part: memory.device.get(part, 0) + more.get(part, 0) for part in parts}, memory.host)
 
 
 def _sending(layout: Layout, role: RoleLayout) -> int:
@@ -186,29 +187,29 @@ def _sending(layout: Layout, role: RoleLayout) -> int:
 
 
 def _held(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
-    known = role.memory.phases
+    phases = role.memory.phases
     if phase in ("load", "start"):
-        resting = {part: size for part, size in known["rest"].device.items() if part in ("weights", "working")}
-        return Held(known["load"].device if busy else resting, known["rest"].host)
+        resting = {part: size for part, size in phases["rest"].device.items() if part in ("weights", "working")}
+        return Held(phases["load"].device if busy else resting, phases["rest"].host)
     if busy and phase == "train":
-        return known["train"]
+        return phases["train"]
     if busy and phase in ("precompute", "forward", "generate"):
-        return known["forward"]
+        return phases["forward"]
     offloaded = phase in ("generate", "sync") and _shares_with_engines(layout, role.name)
-    return known["offloaded" if offloaded else "rest"]
+    return phases["offloaded" if offloaded else "rest"]
 
 
 def _engine(layout: Layout, phase: str, busy: bool) -> Held:
     engines = layout.engines
     assert engines is not None
-    known, turns = engines.memory.phases, engines.memory.sleeps and _shares_with_engines(layout, GENERATOR)
+    phases, turns = engines.memory.phases, engines.memory.sleeps and _shares_with_engines(layout, GENERATOR)
     if phase == "load":  # engines start after the models are loaded
         return Held({})
     if busy:
-        return known["generate"]
+        return phases["generate"]
     if phase == "sync":
-        return _syncing(engines, known["rest"], cache=engines.canaries or not turns)
-    return known["asleep" if turns and phase in ("forward", "train") else "rest"]
+        return _syncing(engines, phases["rest"], cache=engines.canaries or not turns)
+    return phases["asleep" if turns and phase in ("forward", "train") else "rest"]
 
 
 def _syncing(engines: EngineLayout, rest: Held, *, cache: bool) -> Held:

@@ -15,7 +15,7 @@ from rlhf_plugin_plan.shortages import Plan
 from rlhf_plugin_plan.units import text
 
 
-def as_json(plan: Plan, found: Nearest | None, counted: Sequence[str] = ()) -> dict[str, Any]:
+def as_json(plan: Plan, change: Nearest | None, notes: Sequence[str] = ()) -> dict[str, Any]:
     """The plan as JSON values; sizes are in bytes."""
     machine = plan.layout.machine
     return {
@@ -36,8 +36,8 @@ def as_json(plan: Plan, found: Nearest | None, counted: Sequence[str] = ()) -> d
             }
             for s in plan.shortages
         ],
-        "assumptions": list(counted),
-        "nearest": None if found is None else {"flags": dict(found.flags), "fits": found.plan.fits},
+        "assumptions": list(notes),
+        "nearest": None if change is None else {"flags": dict(change.flags), "fits": change.plan.fits},
     }
 
 
@@ -119,8 +119,8 @@ def describe(layout: Layout, place: Place, name: str) -> str:
         of, devices = layout.views[name].of, place.ranks * place.devices
         idle = "" if place.share else f"; {devices} device{'s' * (devices > 1)} of its own idle: share those of {of}"
         return f"{of}'s model without adapters{idle}"
-    what = "engine" if name == GENERATOR else "rank"
-    count = f"{place.ranks} {what}{'s' if place.ranks > 1 else ''}"
+    noun = "engine" if name == GENERATOR else "rank"
+    count = f"{place.ranks} {noun}{'s' if place.ranks > 1 else ''}"
     if place.share is not None:
         own = f" of {place.devices} devices" if name == GENERATOR and place.devices > 1 else ""
         return f"{count}{own} on the devices of {place.share}"
@@ -129,9 +129,9 @@ def describe(layout: Layout, place: Place, name: str) -> str:
 
 def verdict(plan: Plan) -> str:
     machine = plan.layout.machine
-    what = "the host" if machine.device == "cpu" else "a device"
+    holder = "the host" if machine.device == "cpu" else "a device"
     if machine.memory is None:
-        return f"whether it fits is not known: give {what}'s memory, e.g. --device-memory 80GiB"
+        return f"whether it fits is not known: give {holder}'s memory, e.g. --device-memory 80GiB"
     if plan.fits:
-        return f"fits: {what} has {text(machine.memory)}"
-    return f"does not fit: {what} has {text(machine.memory)}"
+        return f"fits: {holder} has {text(machine.memory)}"
+    return f"does not fit: {holder} has {text(machine.memory)}"

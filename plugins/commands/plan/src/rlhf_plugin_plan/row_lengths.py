@@ -60,54 +60,54 @@ class Lengths:
         return replace(self, prompt=self.prompt // 2, longest=self.longest // 2, unit=self.unit // 2, step=None)
 
 
-def limits(made: RunPlugins, why: str) -> Lengths:
+def limits(run: RunPlugins, why: str) -> Lengths:
     """The run file's own limits. A prompt that is not limited takes what ``max_new_tokens`` leaves, or half for pairs
     and for several turns.
 
     Args:
         why: the rows are not read.
     """
-    config, pairs = made.config, made.algorithm.data == "pairs"
+    config, pairs = run.config, run.algorithm.data == "pairs"
     data = config.data
     longest = data.max_tokens
-    if _one_turn(made) and data.max_prompt_tokens is not None:
+    if _one_turn(run) and data.max_prompt_tokens is not None:
         longest = min(longest, data.max_prompt_tokens + config.sampling.max_new_tokens)
     several = pairs or config.env is not None
     prompt = longest // 2 if several else max(0, longest - config.sampling.max_new_tokens)
-    prompt = min(data.max_prompt_tokens or prompt, longest - 1) if made.online or pairs else 0
+    prompt = min(data.max_prompt_tokens or prompt, longest - 1) if run.online or pairs else 0
     option = f"data.max_tokens = {data.max_tokens}"
     if data.max_prompt_tokens is not None:
         option += f", data.max_prompt_tokens = {data.max_prompt_tokens}"
     source = f"rows as long as {option} allows, because {why}"
-    return Lengths(prompt, longest, longest * (2 if pairs else 1), source, sampled=made.online)
+    return Lengths(prompt, longest, longest * (2 if pairs else 1), source, sampled=run.online)
 
 
-def read_lengths(made: RunPlugins) -> Lengths:
+def read_lengths(run: RunPlugins) -> Lengths:
     """The lengths of the rows that the run takes first, and of the held-out rows. Where they cannot be read:
     :func:`limits`."""
-    config = made.config
+    config = run.config
     sources = [*config.data.train, *config.data.eval]
     if not config.data.train:
-        return limits(made, "there are none")
+        return limits(run, "there are none")
     if absent := [source.path for source in sources if not Path(source.path).exists()]:
-        return limits(made, f"{absent[0]} is not a file of this machine")
+        return limits(run, f"{absent[0]} is not a file of this machine")
     if config.data.images is not None or config.data.max_images:
-        return limits(made, "the run has images")
+        return limits(run, "the run has images")
     try:
-        return _measured(made)
+        return _measured(run)
     except RlhfError as error:  # the run itself reports it better
-        return limits(made, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
+        return limits(run, f"they cannot be read ({' '.join(str(error).split()).rstrip('.')})")
 
 
-def _measured(made: RunPlugins) -> Lengths:
+def _measured(run: RunPlugins) -> Lengths:
     from rlhf_runtime.data.dataset import TrainData
     from rlhf_runtime.data.order import RowOrder
     from rlhf_runtime.data.tokenizer import load_tokenizer
 
-    config, form = made.config, made.algorithm.data
-    tokenizer = load_tokenizer(made.model("policy"), made.section("policy").trust_remote_code)
-    data = TrainData(config.data, tokenizer, form, config.run.seed, made.algorithm.needs().given > 0, made.commits)
-    tools = _tokens_of_tools(data, made.rollout) if made.online and made.rollout is not None else 0
+    config, form = run.config, run.algorithm.data
+    tokenizer = load_tokenizer(run.model("policy"), run.section("policy").trust_remote_code)
+    data = TrainData(config.data, tokenizer, form, config.run.seed, run.algorithm.needs().given > 0, run.commits)
+    tools = _tokens_of_tools(data, run.rollout) if run.online and run.rollout is not None else 0
 
     def sizes(count: int, order: Iterator[object], most: int | None = None) -> list[tuple[int, int, int]]:
         """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``most`` usable rows."""
@@ -126,43 +126,43 @@ def _measured(made: RunPlugins) -> Lengths:
 
     rows = RowOrder(data.sources["train"], config.run.seed, config.data.shuffle)
     total = data.rows_per_epoch
-    taken = _rows_of_steps(made)
-    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)), taken)
+    limit = _rows_of_steps(run)
+    train = sizes(min(total, CHECKED), (rows.take(1)[0] for _ in range(total)), limit)
     held_out = [
         size
         for source in data.sources["eval"]
         for size in sizes(CHECKED, (source[i] for i in range(len(source))), config.eval.max_rows)
     ]
     if not train:
-        return limits(made, "no row is usable")
+        return limits(run, "no row is usable")
     most, new = config.data.max_tokens, config.sampling.max_new_tokens
-    counted = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
-    if len(train) == taken:
-        counted = f"the {taken} rows of the run's steps"
+    scope = f"{len(train)} rows" if total <= CHECKED else f"the first {CHECKED} of {total} rows"
+    if len(train) == limit:
+        scope = f"the {limit} rows of the run's steps"
     held_out_prompt = max((p for _, p, _ in held_out), default=0)
     held_out_longest = min(most, held_out_prompt + (config.eval.max_new_tokens or new)) if held_out else 0
     unit, prompt, _ = max(train)
     longest = max(tokens for _, _, tokens in train)
-    if made.online:
+    if run.online:
         prompt = longest
-        longest = unit = min(most, prompt + new) if _one_turn(made) else most
+        longest = unit = min(most, prompt + new) if _one_turn(run) else most
     elif form == "labels":  # an algorithm may put a prompt before the answer of another row
         longest = unit = min(most, max(p for _, p, _ in train) + max(tokens - p for _, p, tokens in train))
     step = None
     if form not in ("prompts", "labels"):
         computed, size = [unit - prompt * (form == "pairs") for unit, prompt, _ in train], config.data.batch_size
         step = max(sum(computed[i : i + size]) for i in range(0, len(computed), size))
-    what = f"prompts of {prompt} tokens" if made.online else f"rows of {longest} tokens"
+    text = f"prompts of {prompt} tokens" if run.online else f"rows of {longest} tokens"
     if tools:
-        what += f" with {tools} of tools"
+        text += f" with {tools} of tools"
     return Lengths(
         prompt,
         longest,
         unit,
-        f"{what}, the longest of {counted}",
+        f"{text}, the longest of {scope}",
         measured=True,
         step=step,
-        sampled=made.online,
+        sampled=run.online,
         held_out=len(held_out),
         held_out_prompt=held_out_prompt,
         held_out_longest=held_out_longest,
@@ -178,14 +178,15 @@ def _tokens_of_tools(data: TrainData, rollout: Rollout) -> int:
     if not tools or not len(source):
         return 0
     messages = data.template.prompt_messages(source[0])
-    bare, shown = data.template.encode_messages(messages), data.template.encode_messages(messages, tools)
-    return len(shown.ids) - len(bare.ids)
+    prompt = data.template.encode_messages(messages)
+    extended = data.template.encode_messages(messages, tools)
+    return len(extended.ids) - len(prompt.ids)
 
 
-def _rows_of_steps(made: RunPlugins) -> int | None:
+def _rows_of_steps(run: RunPlugins) -> int | None:
     """The number of rows that the steps of the run take; None: ``run.steps`` is not set, or other rows than the first
     may be taken."""
-    config = made.config
+    config = run.config
     stream = config.stream
     replaced = stream.filter is not None or stream.on_failed_sample == "drop_group" or stream.mode == "continuous"
     if config.run.steps is None or config.curriculum is not None or replaced:
@@ -193,7 +194,7 @@ def _rows_of_steps(made: RunPlugins) -> int | None:
     return config.run.steps * config.data.batch_size
 
 
-def _one_turn(made: RunPlugins) -> bool:
+def _one_turn(run: RunPlugins) -> bool:
     """Whether a sample is a prompt and one answer."""
-    rollout = made.rollout
-    return made.online and made.config.env is None and (rollout is None or not rollout.needs_messages)
+    rollout = run.rollout
+    return run.online and run.config.env is None and (rollout is None or not rollout.needs_messages)

@@ -88,7 +88,7 @@ def _cache(layout: Layout) -> Shortage | None:
     engines = layout.engines
     if engines is None or layout.machine.memory is None or engines.memory.cache is None:
         return None
-    space, token, how = engines.memory.cache, engines.memory.cache_token, engines.memory.arithmetic
+    space, token, formulas = engines.memory.cache, engines.memory.cache_token, engines.memory.arithmetic
     need = int(token * engines.longest)
     if space >= need:
         return None
@@ -96,7 +96,7 @@ def _cache(layout: Layout) -> Shortage | None:
         f"{GENERATOR}: its cache has room for {int(space / token) if token else 0} tokens ({text(space)} a device), "
         f"the longest sequence has {engines.longest} ({text(need)})"
     )
-    return Shortage(GENERATOR, "generate", need - space, message, tuple(how.values()))
+    return Shortage(GENERATOR, "generate", need - space, message, tuple(formulas.values()))
 
 
 def _device(layout: Layout) -> str:
@@ -110,8 +110,8 @@ def arithmetic(layout: Layout, moment: Moment) -> list[str]:
         for part, size in sorted(parts.items(), key=lambda p: -p[1]):
             if size < 2**20:
                 continue
-            how = _how(layout, name, part)
-            lines.append(f"{name} {part} {text(size)}" + (f" = {how}" if how else ""))
+            formula = _how(layout, name, part)
+            lines.append(f"{name} {part} {text(size)}" + (f" = {formula}" if formula else ""))
     return lines
 
 

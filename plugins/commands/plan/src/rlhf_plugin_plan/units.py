@@ -13,7 +13,7 @@ UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
 GIB = 2**30
 
 
-def parse(text: str, what: str) -> int:
+def parse(text: str, option: str) -> int:
     """``80GiB``, ``1.5 TB``, ``24000000000`` -> bytes.
 
     Raises ConfigError if ``text`` is no number with one of :data:`UNITS`, or less than 1 MiB: ``80`` lacks its unit.
@@ -22,7 +22,7 @@ def parse(text: str, what: str) -> int:
     factor = {name.lower(): value for name, value in UNITS.items()}.get(match.group(2).lower()) if match else None
     size = 0 if match is None or factor is None else int(float(match.group(1)) * factor)
     if size < 2**20:
-        raise ConfigError(f"{what} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB, at least 1MiB")
+        raise ConfigError(f"{option} is {text!r}; give a number and a unit, e.g. 80GiB, 80GB or 512MiB, at least 1MiB")
     return size
 
 

@@ -33,7 +33,7 @@ def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) ->
     reads = [m for _, m in parts if isinstance(m, nn.Conv2d | nn.Conv3d) and m.out_channels == width]
     if width is None or not lists or not reads:
         return None
-    name, layers = max(lists, key=lambda found: len(found[1]))
+    name, layers = max(lists, key=lambda entry: len(entry[1]))
     feed = [m for at, m in layers[0].named_modules() if isinstance(m, nn.Linear) and "att" not in at]
     behind = [m for at, m in parts if isinstance(m, nn.Linear) and not at.startswith(f"{name}.")]
     pixels = reads[0].weight[0].numel()
@@ -58,8 +58,8 @@ def _of_a_large_image(path: str, trust_remote_code: bool, pixels: int) -> tuple[
     processor = load_processor(path, trust_remote_code)
     try:
         blank = Image.new("RGB", (LARGE, LARGE))
-        made = processor(images=[blank], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
-        return made["pixel_values"].numel() // pixels, made["input_ids"].numel()
+        inputs = processor(images=[blank], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
+        return inputs["pixel_values"].numel() // pixels, inputs["input_ids"].numel()
     except Exception as error:  # of many kinds: the processor may be anybody's
         raise ModelError(
             f"cannot plan with images for {path!r}: its processor fails with an image of {LARGE}x{LARGE} pixels "
