@@ -22,7 +22,7 @@ NOISE = re.compile(r" already satisfied|^ *(Created|Stored|Preparing|Checking|Ge
 
 
 def places(small: bool) -> list[str]:
-    """Folders with extras, such as ``./cli[completion]``, of ``editable.txt``."""
+    """Folders with extras, such as ``./cli[completion,gguf]``, of ``editable.txt``."""
     lines = Path("editable.txt").read_text(encoding="utf-8").splitlines()
     folders = [line.removeprefix("-e ") for line in lines if line.startswith("-e ")]
     return [place.replace("[dev]", "[test]") for place in folders if not HEAVY.search(place)] if small else folders

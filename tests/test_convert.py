@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_cli.jobs.gguf_model import GgufModel
 from rlhf_cli.main import main
-from rlhf_plugin_jobs.gguf_model import GgufModel
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

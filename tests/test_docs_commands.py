@@ -86,7 +86,7 @@ def test_scripts_that_pages_call_exist_and_have_the_flags():
 
 
 def test_every_check_of_the_doctor_is_on_its_page():
-    folders = [ROOT / "plugins/commands/doctor/src", *(ROOT / "plugins").glob("*/*/src")]
+    folders = [ROOT / "cli/src/rlhf_cli/doctor", *(ROOT / "plugins").glob("*/*/src")]
     files = list(folders[0].rglob("*.py"))
     files += [
         path for folder in folders[1:] for path in folder.rglob("*.py") if "checks" in str(path.relative_to(ROOT))

@@ -15,7 +15,7 @@ import rlhf
 from rich.console import Console
 from rlhf.errors import RlhfError
 from rlhf_cli.main import main
-from rlhf_plugin_runs import output
+from rlhf_cli.runs import output
 from rlhf_runtime.observe import RunDirectory
 
 from tests.runs import REWARD, Finished, Workshop, change_rows

@@ -15,7 +15,7 @@ STARTS = (r'importorskip\("(ray|vllm|deepspeed)"\)', r"\btwo_cpus\b", r"\bimport
 """Words in the sources of tests that start it."""
 FILES = sorted(
     p
-    for folder in ("core", "libraries", "runtime", "testing", "cli", "plugins/commands", "tests")
+    for folder in ("core", "libraries", "runtime", "testing", "cli", "tests")
     for p in (ROOT / folder).rglob("test_*.py")
 )
 

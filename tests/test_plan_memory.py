@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_plugin_plan.from_run_file import resolve
-from rlhf_plugin_plan.layout import Machine
-from rlhf_plugin_plan.phases import sum_of
+from rlhf_cli.plan.from_run_file import resolve
+from rlhf_cli.plan.layout import Machine
+from rlhf_cli.plan.phases import sum_of
 from rlhf_runtime.config.load import load
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.tiny import tiny_model

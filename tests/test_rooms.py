@@ -18,7 +18,6 @@ from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, Member, name_of
 CORE = BY_NAME["rlhf-core"].source
 HEAVY = {"torch", "transformers", "datasets", "numpy", "pandas", "peft", "sympy"}
 LIBRARIES = {m.package for m in MEMBERS if m.folder.parent.name == "libraries"}
-COMMANDS = {m.package for m in MEMBERS if m.folder.parent.name == "commands"}
 ARROWS: Mapping[str, Collection[str]] = {
     "rlhf": (),
     "rlhf_hub": ["rlhf"],
@@ -29,10 +28,9 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_endpoint": ["rlhf"],
     "rlhf_runtime": ["rlhf", "rlhf_hub"],
     "rlhf_testing": ["rlhf", *LIBRARIES, "rlhf_runtime"],
-    "rlhf_cli": ["rlhf", "rlhf_runtime", "rlhf_testing"],
-    **{command: ["rlhf", *LIBRARIES, "rlhf_runtime"] for command in COMMANDS},
+    "rlhf_cli": ["rlhf", "rlhf_hub", "rlhf_modeling", "rlhf_runtime", "rlhf_testing"],
 }
-"""Allowed imports of each distribution that is not a plugin, and of commands. Other plugins: the core and libraries."""
+"""Allowed imports of each distribution that is not a plugin. Plugins: the core and libraries."""
 LIGHT_THIRD_PARTIES = {"pydantic", "pydantic_core", "pluggy", "packaging"}
 TENSOR_ROOMS = {"ops", "weights"}
 """Folders of the core that import torch."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf_cli.jobs import score_answers as score
 from rlhf_cli.main import main
-from rlhf_plugin_jobs import score_answers as score
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop

@@ -224,7 +224,7 @@ def test_the_check_of_the_docstring_is_asked(tmp_path):
     done = rlhf(site, "plugins", "check", "mylibrary", "--kind", "check", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (site / "mylibrary.py").write_text("__version__ = '1.0'\n")
-    code = "from rlhf_plugin_doctor.child import ask; from my_package.checks import version; print(ask(version).value)"
+    code = "from rlhf_cli.doctor.child import ask; from my_package.checks import version; print(ask(version).value)"
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -313,6 +313,15 @@ def test_two_commands_of_one_name_are_told_apart(site, capsys):
     assert main(["other-hello/hello"]) == 3
 
 
+def test_a_command_of_another_distribution_may_stand_in_for_one_of_this(site, capsys):
+    site("plan", HELLO.replace('name = "hello"', 'name = "plan"'), "other-plan")
+    assert main(["plan"]) == 2
+    assert "is provided by other-plan and rlhf-cli" in capsys.readouterr().err
+    assert main(["other-plan/plan"]) == 3
+    assert main(["rlhf-cli/plan", "--device-memory", "lots"]) == 2
+    assert "--device-memory" in capsys.readouterr().err
+
+
 @pytest.fixture
 def command(monkeypatch):
     """command(run, **attributes): ``rlhf probe`` calls ``run(args)``."""

@@ -20,12 +20,14 @@ on the command line, and `rlhf plugins list` shows what is installed.
 
 
 def page() -> str:
-    """Markdown: a table for each folder of ``plugins/``."""
+    """Markdown: a table for each folder of ``plugins/``, and one for the commands of ``cli/``."""
     parts = [HEAD.rstrip()]
-    for folder in sorted(path for path in (ROOT / "plugins").iterdir() if path.is_dir()):
-        rows = [row(metadata) for metadata in sorted(folder.glob("*/pyproject.toml"))]
+    tables = {folder.name: folder.glob("*/pyproject.toml") for folder in (ROOT / "plugins").iterdir()}
+    tables["commands"] = (ROOT / "cli").glob("pyproject.toml")
+    for name, files in sorted(tables.items()):
+        rows = [row(metadata) for metadata in sorted(files)]
         if rows:
-            head = [f"## {folder.name.capitalize()}", "", "| distribution | what | offers |", "|---|---|---|"]
+            head = [f"## {name.capitalize()}", "", "| distribution | what | offers |", "|---|---|---|"]
             parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts) + "\n"
 

@@ -77,7 +77,7 @@ def call(name: str, words: Sequence[str]) -> int:
     """Run the command ``name`` with these words; returns its exit code.
 
     Args:
-        name: ``plan``, or ``rlhf-plugin-plan/plan`` if several distributions offer the name.
+        name: ``plan``, or ``rlhf-cli/plan`` if several distributions offer the name.
 
     Raises ConfigError if no command has the name, PluginError if it cannot be imported.
     """

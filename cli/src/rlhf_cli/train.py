@@ -11,7 +11,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.main import call, command_names
+from rlhf_cli.main import run_command
 
 if TYPE_CHECKING:
     from rlhf.plugins import Plugins
@@ -44,7 +44,7 @@ class Train(Command):
         plugins = Plugins.discover()
         if args.dry_run:
             _show_run(config, plugins)
-            _show_plan(args.run_file, flags, plugins)
+            _show_plan(args.run_file, flags)
             return 0
         from rlhf_runtime.setup.build import train
 
@@ -79,16 +79,14 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
         sys.stdout.write(f"# plugin {plugin}\n")
 
 
-def _show_plan(run_file: str | None, pairs: list[tuple[str, str | None]], plugins: Plugins) -> None:
-    """Placement and memory in a few comments, from the command `plan` if it is installed. A run may train a model whose
-    memory cannot be estimated."""
-    if "plan" not in command_names(plugins):
-        install = plugins.how_to_install("rlhf-plugin-plan")
-        sys.stdout.write(f"# placement and memory: not shown, as the command `plan` is not installed.{install}\n")
-        return
+def _show_plan(run_file: str | None, pairs: list[tuple[str, str | None]]) -> None:
+    """Placement and memory in a few comments, as `rlhf plan` shows them. A run may train a model whose memory cannot be
+    estimated."""
+    from rlhf_cli.plan.command import PlanCommand
+
     flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in pairs]
     try:
-        call("plan", [*([run_file] if run_file else []), *flags, "--summary"])
+        run_command("rlhf plan", PlanCommand(), [*([run_file] if run_file else []), *flags, "--summary"])
     except ModelError as error:
         sys.stdout.write(f"# placement and memory: not estimated: {' '.join(str(error).split())}\n")
 

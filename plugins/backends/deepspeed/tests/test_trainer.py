@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from rlhf.errors import CapabilityError, CheckpointError, ConfigError, ModelError, TrainingError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
+from rlhf_cli.plan.model_size import read_size
 from rlhf_modeling.sharded.process_group import _store
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.memory import storage
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file

@@ -13,11 +13,11 @@ from rlhf.errors import CapabilityError, CheckpointError, ConfigError, PluginVer
 from rlhf.interfaces.memory import TrainerWork
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
+from rlhf_cli.plan.model_size import read_size
 from rlhf_plugin_fsdp.layers import decoder_layers
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_plugin_plan.model_size import read_size
 from rlhf_testing.image_batches import image_batch
 from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.rank_batches import apart, batch, spec

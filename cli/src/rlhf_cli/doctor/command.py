@@ -1,0 +1,97 @@
+"""Check this installation, this machine, and what a run needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command, Finding
+from rlhf.interfaces.check import STATUSES
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_cli.doctor.examine import Request
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+
+
+class Doctor(Command):
+    """Check this installation and this machine. With a run file or flags, also check what that run needs.
+
+    Each check is shown when it ends: its name, the result (ok, warn, fail, skipped), what was found and what to do. The
+    exit code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names
+    are shown.
+    """
+
+    name = "doctor"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser)
+        parser.add_argument("--json", action="store_true", help="one JSON object: status and checks")
+        parser.add_argument("--start", action="store_true", help="also start and stop services, such as a Ray")
+        parser.add_argument(
+            "--timeout", type=float, default=120.0, metavar="SECONDS", help="for importing one package (default: 120)"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf_cli.doctor.examine import Request, examine
+
+        if not args.timeout > 0:
+            raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
+        request = Request(args.run_file, overrides(args), args.start, args.timeout)
+        checks = list(examine(request)) if args.json else _printed(request)
+        failed = any(check.status == "fail" for check in checks)
+        if args.json:
+            summary = {"status": "fail" if failed else "ok", "checks": [asdict(check) for check in checks]}
+            sys.stdout.write(json.dumps(summary, indent=2) + "\n")
+        return 1 if failed else 0
+
+
+def _printed(request: Request) -> list[Finding]:
+    """The findings. Each is printed as soon as it is made, into a pipe too. A terminal also shows the name of the
+    current check, because some take seconds."""
+    from rich.console import Console
+
+    from rlhf_cli.doctor.examine import examine
+
+    console, errors = Console(), Console(stderr=True)
+    watched = next((c for c in (console, errors) if c.is_terminal), None)
+    status = watched.status("looking") if watched else None
+    checks = []
+    console.print(_row("check", "status", "found, and what to do", "bold"))
+    with status or nullcontext():
+        for check in examine(request, lambda name: status.update(f"looking at {name}") if status else None):
+            todo = f"\nTo do: {check.remedy}" if check.remedy else ""
+            console.print(_row(check.name, check.status, check.found + todo, STYLES[check.status]))
+            checks.append(check)
+    counts = Counter(check.status for check in checks)
+    console.print(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))
+    return checks
+
+
+def _row(name: str, status: str, text: str, style: str) -> Table:
+    """A line of a table, with the same columns in each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.add_column(width=15, overflow="fold")
+    row.add_column(width=7)
+    row.add_column(ratio=1)
+    row.add_row(Text(name), Text(status, style), Text(text))
+    return row
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Doctor]

@@ -1,0 +1,134 @@
+"""Checks that import packages: in child processes, each with a deadline."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from rlhf.interfaces import Finding, ProbeAnswer
+from rlhf.plugins import Plugins
+
+from rlhf_cli.doctor import probes
+from rlhf_cli.doctor.child import ask
+from rlhf_cli.doctor.findings import counted, gib, listed
+from rlhf_cli.doctor.versions import VISION
+
+_TRAP = "torchvision::nms"
+_UNINSTALL = f"pip uninstall -y {' '.join(VISION)}"
+
+
+def present(module: str) -> bool:
+    """Whether a top-level module could be imported; it is not."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def vision(timeout: float, modules: Sequence[str] = VISION) -> Finding:
+    """torchvision, torchaudio and torchcodec must fit this torch, or be absent."""
+    packages = [m for m in modules if present(m)]
+    if not packages:
+        return Finding("vision packages", "ok", f"no {', '.join(modules)}: text models need none of them")
+    broken = []
+    for name in packages:
+        answer = ask(probes.module, name, timeout)
+        if answer.error:
+            broken.append(f"{name}: {answer.error}")
+    if broken:
+        advice = f"it does not fit this torch and breaks transformers and vLLM; text models do without: {_UNINSTALL}"
+        return Finding("vision packages", "fail", listed(broken), advice)
+    return Finding("vision packages", "ok", f"{', '.join(packages)} can be imported")
+
+
+def transformers(timeout: float) -> Finding:
+    """The classes that models are loaded with."""
+    answer = ask(probes.transformers, None, timeout)
+    if answer.error:
+        return Finding("transformers", "fail", answer.error, _reinstall(answer, "transformers"))
+    return Finding("transformers", "ok", f"{answer.value['version']}, imported in {answer.seconds:.1f} s")
+
+
+def torch_device(timeout: float, driver: Sequence[str] | None = None) -> list[Finding]:
+    """torch, the device that it computes on, and NCCL. ``driver``: GPUs as the driver lists them."""
+    answer = ask(probes.torch_device, None, timeout)
+    gpus = driver_gpus() if driver is None else list(driver)
+    if answer.error:
+        fix = "install torch again; with GPUs, the build for the CUDA version of the driver (nvidia-smi shows it)"
+        return [Finding("torch", "fail", answer.error, fix), Finding("nccl", "skipped", "torch cannot be asked")]
+    facts = answer.value
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else "no CUDA"
+    text = f"{facts['version']} ({build}), imported in {answer.seconds:.1f} s; "
+    if facts["devices"]:
+        names = [
+            f"{d['name']} ({d['capability']}, {gib(d['free'])} of {gib(d['total'])} free)" for d in facts["devices"]
+        ]
+        checks = [Finding("torch", "ok", f"{text}{listed(names)}; driver: {listed(gpus) or 'not asked'}")]
+    else:
+        flags = ", ".join(facts["bf16_flags"])
+        gain = f"bf16 ({flags}) measured {facts['bf16_gain']:.1f} x as fast as fp32" if flags else "no bf16 arithmetic"
+        text += f"CPU {facts['cpu']}: {gain}; {facts['threads']} threads"
+        if gpus:
+            fix = f"install a build of torch for CUDA; this one ({facts['version']}) leaves the GPUs unused"
+            checks = [Finding("torch", "warn", f"{text}; the driver lists {listed(gpus)}", fix)]
+        else:
+            checks = [Finding("torch", "ok", text)]
+    return [*checks, _nccl(facts)]
+
+
+def _nccl(facts: dict[str, object]) -> Finding:
+    if not facts["gloo"]:
+        fix = "install a build of torch with torch.distributed and gloo"
+        return Finding("nccl", "fail", "this torch has no gloo, which processes use to communicate", fix)
+    if not facts["cuda"]:
+        return Finding("nccl", "skipped", "no CUDA in this torch: processes communicate over gloo")
+    if not facts["nccl"]:
+        fix = "install a build of torch with NCCL; without it several GPUs cannot work together"
+        return Finding("nccl", "warn", "CUDA, but no NCCL in this torch", fix)
+    return Finding("nccl", "ok", f"{facts['nccl']}")
+
+
+def driver_gpus() -> list[str]:
+    """``name, memory, driver version`` of each GPU that ``nvidia-smi`` lists; empty if there is no such program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in process.stdout.splitlines() if line.strip()] if process.returncode == 0 else []
+
+
+def plugins(timeout: float) -> Finding:
+    """Imports every plugin, like ``rlhf plugins list --check``. If one crashes, the others are still checked."""
+    entries = Plugins.discover().list()
+    pending = [[e.kind, f"{e.distribution}/{e.name}"] for e in entries if e.status == "ok"]
+    status = {(e.kind, f"{e.distribution}/{e.name}"): e.status for e in entries}
+    while pending:
+        answer = ask(probes.plugins, pending, timeout)
+        for (kind, ref), value in zip(pending, answer.values, strict=False):
+            status[kind, ref] = value
+        pending = pending[len(answer.values) :]
+        if pending:
+            kind, ref = pending.pop(0)
+            status[kind, ref] = f"importing it ended the process: {answer.error}"
+    broken = [f"{kind} {ref}: {text}" for (kind, ref), text in status.items() if text != "ok"]
+    if broken:
+        fix = "uninstall or repair the distribution; a run that does not select it is not affected"
+        return Finding("plugins", "fail", "\n".join(broken), fix)
+    owners = {e.distribution for e in entries}
+    return Finding(
+        "plugins",
+        "ok",
+        f"{counted(len(status), 'plugin')} of {counted(len(owners), 'distribution')}, all can be imported",
+    )
+
+
+def _reinstall(answer: ProbeAnswer, distribution: str) -> str:
+    if _TRAP in answer.log or _TRAP in answer.error:
+        return f"a torchvision that does not fit this torch; text models do without: {_UNINSTALL}"
+    return f"python -c 'import {distribution.removesuffix('-cpu')}' shows all of it; pip install {distribution} again"

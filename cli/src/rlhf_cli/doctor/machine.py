@@ -1,0 +1,168 @@
+"""Checks of the machine: cores, memory, shared memory, file descriptors, ports, disk, environment variables.
+
+The paths that a function reads are arguments, so that tests can give other paths.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlhf.interfaces import Finding
+
+from rlhf_cli.doctor.findings import GIB, gib, listed
+
+SHM_MINIMUM = 2 * GIB
+"""Bytes. Ray keeps its objects there, among them the weights on their way to the engines."""
+FILES_MINIMUM = 8192
+"""Number of open files. A Ray node with a few dozen workers needs this many for sockets, shards and pipes."""
+DISK_WARN, DISK_FAIL = 10 * GIB, 1 * GIB
+PORTS = 32
+
+LIBRARIES = ("CUDA_", "DS_", "GLOO_", "HF_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_", "RAY_", "TORCH_")
+FRAMEWORKS = ("TRANSFORMERS_", "VLLM_", "WANDB_", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+SYSTEM = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "LD_PRELOAD")
+ENVIRONMENT = (*LIBRARIES, *FRAMEWORKS, *SYSTEM)
+"""Variables (or their prefixes) that change what torch, Ray, vLLM and DeepSpeed do."""
+
+
+def cores(
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+    environment: Mapping[str, str] = os.environ,
+) -> Finding:
+    """Cores that this process may use, and whether torch would start more threads."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cpu_limit(cgroup, own)
+    usable = available if limit is None else min(available, limit)
+    text = f"{available} cores" + ("" if limit is None else f", limited to the time of {limit:g} by the cgroup")
+    setting = environment.get("OMP_NUM_THREADS", "")
+    if setting and not setting.isdigit():
+        return Finding("cores", "warn", f"{text}; OMP_NUM_THREADS is not a number", "set OMP_NUM_THREADS to a number")
+    threads = int(setting) if setting else available
+    text += f"; torch uses {threads} threads a process (OMP_NUM_THREADS {'set' if setting else 'not set'})"
+    if threads > max(1, usable):
+        advice = f"set OMP_NUM_THREADS={max(1, int(usable))} (less where several ranks share the machine)"
+        return Finding("cores", "warn", text, f"more threads than cores make every step slower: {advice}")
+    return Finding("cores", "ok", text)
+
+
+def cpu_limit(cgroup: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Limit of processor time, in cores, by the control group (version 2, or 1) and its parents; None: no limit."""
+    limits = []
+    for folder in _folders(cgroup, own):
+        words = _words(folder / "cpu.max")
+        if len(words) == 2 and words[0] != "max":
+            limits.append(int(words[0]) / int(words[1]))
+    for folder in (cgroup / "cpu", cgroup / "cpu,cpuacct"):
+        quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
+        if quota and period and int(quota[0]) > 0:
+            limits.append(int(quota[0]) / int(period[0]))
+    return min(limits, default=None)
+
+
+def memory(
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+    meminfo: Path = Path("/proc/meminfo"),
+) -> Finding:
+    """Memory of the machine and of the control group."""
+    lines = dict(line.split(":", 1) for line in _text(meminfo).splitlines() if ":" in line)
+    if "MemTotal" not in lines:
+        return Finding("memory", "skipped", f"this system has no {meminfo}")
+    total, free = (int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    words = [_words(folder / "memory.max") for folder in _folders(cgroup, own)]
+    words.append(_words(cgroup / "memory" / "memory.limit_in_bytes"))
+    limits = [int(w[0]) for w in words if w and w[0] != "max" and int(w[0]) < total]
+    limit = f", limited to {gib(min(limits))} by the cgroup" if limits else ""
+    return Finding("memory", "ok", f"{gib(total)}, {gib(free)} available{limit}")
+
+
+def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> Finding:
+    """Size of the shared memory file system."""
+    larger = "mount it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+    if not path.is_dir():
+        text = f"there is no {path}"
+        return Finding("shared memory", "warn", text, f"Ray then keeps objects on the disk, which is slow; {larger}")
+    stat = os.statvfs(path)
+    total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
+    text = f"{path}: {gib(total)}, {gib(free)} free"
+    if not os.access(path, os.W_OK):
+        return Finding("shared memory", "warn", f"{text}, not writable", f"chmod 1777 {path}")
+    if total < minimum:
+        need = f"Ray's object store and the weight sync need {gib(minimum)}"
+        return Finding("shared memory", "warn", text, f"{need}; {larger}")
+    if free < minimum:
+        return Finding("shared memory", "warn", text, f"remove what others left in {path}; {gib(minimum)} are needed")
+    return Finding("shared memory", "ok", text)
+
+
+def file_descriptors(minimum: int = FILES_MINIMUM) -> Finding:
+    """The limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = ["unlimited" if n == resource.RLIM_INFINITY else str(n) for n in (soft, hard)]
+    text = f"{limits[0]} open files (at most {limits[1]})"
+    if soft != resource.RLIM_INFINITY and soft < minimum:
+        enough = hard == resource.RLIM_INFINITY or hard >= minimum
+        how = f"ulimit -n {limits[1] if enough else minimum}"
+        where = "" if enough else " as root, or raise it in /etc/security/limits.conf"
+        return Finding("open files", "warn", text, f"a cluster needs {minimum} and more: {how}{where}")
+    return Finding("open files", "ok", text)
+
+
+def loopback(ports: int = PORTS) -> Finding:
+    """Whether several servers at once can listen on the loopback interface and be reached."""
+    opened: list[socket.socket] = []
+    remedy = "roles use local ports: bring the interface up (ip link set lo up), or end what holds the ports"
+    try:
+        for _ in range(ports):
+            opened.append(socket.create_server(("127.0.0.1", 0)))
+        for server in opened:
+            socket.create_connection(server.getsockname(), timeout=2).close()
+    except OSError as error:
+        return Finding("loopback", "fail", f"127.0.0.1: {error.strerror or error}, after {len(opened)} ports", remedy)
+    finally:
+        for server in opened:
+            server.close()
+    return Finding("loopback", "ok", f"127.0.0.1: {ports} free ports opened and reached")
+
+
+def disk(path: Path, name: str = "disk", need: int = 0, content: str = "") -> Finding:
+    """Free space for ``path``. ``need``: estimated bytes of ``content``."""
+    usage = shutil.disk_usage(path)
+    text = f"{path}: {gib(usage.free)} of {gib(usage.total)} free"
+    if need:
+        text += f"; {content} take about {gib(need)}"
+    if usage.free < max(DISK_FAIL, need // 2):
+        return Finding(name, "fail", text, "free some space, choose another folder, or keep fewer checkpoints")
+    if usage.free < max(DISK_WARN, need):
+        return Finding(name, "warn", text, "free some space, choose another folder, or keep fewer checkpoints")
+    return Finding(name, "ok", text)
+
+
+def environment_variables(environment: Mapping[str, str] = os.environ) -> Finding:
+    """Names, never values, of the variables that change what the libraries do."""
+    names = sorted(name for name in environment if name.startswith(ENVIRONMENT))
+    return Finding("environment", "ok", listed(names, 40) or "none that torch, Ray, vLLM or DeepSpeed read")
+
+
+def _folders(cgroup: Path, own: Path) -> list[Path]:
+    """The control group's folder and those above it, version 2."""
+    line = next((x for x in _text(own).splitlines() if x.startswith("0::")), "0::/")
+    folder = cgroup / line.removeprefix("0::").strip().lstrip("/")
+    return [folder, *[p for p in folder.parents if p == cgroup or cgroup in p.parents]]
+
+
+def _words(path: Path) -> list[str]:
+    return _text(path).split()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

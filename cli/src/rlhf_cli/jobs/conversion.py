@@ -1,0 +1,186 @@
+"""Converts a model of another format into a folder with safetensors: `rlhf convert`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf_hub.other_formats import BIN_FILES, is_gguf, refuse_other_formats
+from rlhf_runtime.checkpoint.atomic_files import publish_folder
+from rlhf_runtime.data.tokenizer import load_tokenizer
+
+from rlhf_cli.jobs.bin_model import BinModel
+from rlhf_cli.jobs.gguf_model import GgufModel
+from rlhf_cli.jobs.source_model import SourceModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Dtype = Literal["fp32", "bf16"]
+TEXT = "The 3 capitals: Paris, 東京 and São Paulo!\n\n  def f(x):\treturn x+1"
+"""Encoded by the tokenizers of source and folder, which must give the same ids."""
+TOKENS, TOLERANCE = 16, 1e-4
+"""Tokens whose outputs are compared, and the largest difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A written model."""
+
+    architecture: str
+    parameters: int
+    bytes: int
+    texts: str
+    """Its tokenizer and chat template, in words."""
+    generates: bool
+
+    @property
+    def outputs(self) -> str:
+        return "log-probs" if self.generates else "outputs"
+
+
+def convert(source: Path, folder: Path, dtype: Dtype, note: Callable[[str], None]) -> Converted:
+    """Write the model in ``source`` to the new folder ``folder``.
+
+    Raises ConfigError or ModelError; before weights are read, where the source is of no format that is converted, a
+    package is missing, transformers does not read the architecture, or the disk is too small.
+    """
+    import torch
+    from rlhf_modeling.pretrained import quiet
+
+    source, folder = source.expanduser(), folder.expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"FOLDER {folder} exists. Name a new folder, or delete this one.")
+    number_format = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    with closing(open_source(source)) as model, quiet():
+        skeleton = model.skeleton()
+        parameters = sum(weight.numel() for weight in skeleton.parameters())
+        tokenizer = model.tokenizer()
+        if tokenizer is not None and tokenizer.eos_token_id is None:
+            raise ModelError(f"the tokenizer of {source} has no end token, so no answer could end: it cannot be used.")
+        require_disk(folder, parameters * number_format.itemsize)
+        for text in model.notes(skeleton):
+            note(text)
+        facts = {}
+
+        def write(place: Path) -> None:
+            try:
+                module, report = model.load(number_format)
+            except Exception as cause:  # of many kinds: files of other people
+                raise ModelError(f"{source}: cannot load the weights: {type(cause).__name__}: {cause}") from cause
+            require_weights(source, module, report, note)
+            require_shapes(source, module, skeleton)
+            expected = outputs(module, source)
+            model.save(module, place)
+            for path in place.glob("*.safetensors"):
+                path.chmod(0o644)
+            kind = type(module)
+            del module  # one model at a time is in memory
+            facts["texts"] = compare_tokenizers(source, tokenizer, place, note)
+            copy = kind.from_pretrained(str(place), dtype=number_format, use_safetensors=True).eval()
+            difference = float((outputs(copy, place) - expected).abs().max())
+            if not difference <= TOLERANCE:
+                raise ModelError(
+                    f"the written model gives other outputs than {source}: they differ by up to {difference:g}. "
+                    "transformers does not write this architecture as it reads it; take the publisher's safetensors."
+                )
+            facts["generates"] = copy.can_generate()
+
+        publish_folder(folder, write)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return Converted(type(skeleton).__name__, parameters, size, str(facts["texts"]), bool(facts["generates"]))
+
+
+def open_source(path: Path) -> SourceModel:
+    """Raises ModelError where the path is of no format that is converted."""
+    if path.is_file():
+        if not is_gguf(path):
+            raise ModelError(
+                f"{path} is not a GGUF file: it does not begin with the letters GGUF. A source is a GGUF file, or a "
+                "folder with pytorch_model.bin. Download it again, if it should be one."
+            )
+        return GgufModel(path)
+    if not path.is_dir():
+        raise ModelError(f"there is no file or folder {path}. Give a GGUF file, or a folder with pytorch_model.bin.")
+    names = {entry.name for entry in path.iterdir()}
+    if any(name.endswith(".safetensors") for name in names):
+        raise ModelError(f"{path} has safetensors already: name it as the model, without a conversion.")
+    if {*BIN_FILES} & names:
+        return BinModel(path)
+    refuse_other_formats(str(path))
+    raise ModelError(f"{path} holds no weights: neither pytorch_model.bin nor pytorch_model.bin.index.json.")
+
+
+def require_disk(folder: Path, need: int) -> None:
+    """Raises ModelError where ``need`` bytes are not free where ``folder`` will be."""
+    place = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < need:
+        raise ModelError(
+            f"{folder} needs {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {place}. Free some space, name a "
+            "folder on another disk, or halve it with --dtype bf16."
+        )
+
+
+def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Raises ModelError where the source lacks weights; notes those that the model does not have."""
+    damaged = sorted(report["missing_keys"]) or [str(name) for name, *_ in report["mismatched_keys"]]
+    if damaged:
+        raise ModelError(
+            f"{source} lacks {len(damaged)} weights of a {type(module).__name__} or has them in another shape, e.g. "
+            f"{damaged[0]!r}. Download or copy it again; if it is whole, transformers does not read this variant."
+        )
+    unread = sorted(report["unexpected_keys"])
+    if unread:
+        note(f"{len(unread)} weights of {source} are not in the new folder, as a {type(module).__name__} has no such: "
+             f"{', '.join(unread[:5])}")  # fmt: skip
+
+
+def require_shapes(source: Path, module: PreTrainedModel, skeleton: PreTrainedModel) -> None:
+    """Raises ModelError where a weight has another shape than the config says: transformers takes those of a GGUF as
+    they are."""
+    shapes = {name: tuple(weight.shape) for name, weight in skeleton.state_dict().items()}
+    for name, weight in module.state_dict().items():
+        if tuple(weight.shape) != shapes[name]:
+            raise ModelError(
+                f"{source}: {name!r} has the shape {tuple(weight.shape)}, and {shapes[name]} in the config that "
+                f"transformers makes of it. It does not read this variant of {type(module).__name__}."
+            )
+
+
+def outputs(module: PreTrainedModel, path: Path) -> torch.Tensor:
+    """Log-probs over the vocabulary (of a classifier, its outputs) for a few tokens. Raises ModelError where they are
+    not finite."""
+    import torch
+
+    embedding: Any = module.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    ids = torch.arange(1, TOKENS + 1)[None] * 37 % rows
+    try:
+        with torch.no_grad():
+            logits = module(input_ids=ids)[0].float()
+    except Exception as cause:  # of many kinds: a model that needs more than text
+        raise ModelError(f"the model of {path} cannot compute: {type(cause).__name__}: {cause}") from cause
+    values = logits.log_softmax(-1) if module.can_generate() else logits
+    if not bool(values.isfinite().all()):
+        raise ModelError(f"the model of {path} gives outputs that are no finite numbers; it cannot be used.")
+    return values
+
+
+def compare_tokenizers(
+    source: Path, own: PreTrainedTokenizerBase | None, folder: Path, note: Callable[[str], None]
+) -> str:
+    """What texts the folder is ready for, in words. Raises ModelError where its tokenizer is not the source's."""
+    if own is None:
+        note(f"{source} has no tokenizer, which runs need: copy one into the new folder.")
+        return "without a tokenizer"
+    copy = load_tokenizer(str(folder))
+    if copy(TEXT)["input_ids"] != own(TEXT)["input_ids"] or copy.chat_template != own.chat_template:
+        raise ModelError(f"the written tokenizer encodes otherwise than that of {source}: it cannot be used.")
+    return f"tokenizer of {len(copy):,} tokens {'with a' if copy.chat_template else 'without'} chat template"

@@ -1,0 +1,85 @@
+"""Sample answers from a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+if TYPE_CHECKING:
+    from rlhf.types import Trajectory
+
+NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume", "overwrite")
+
+
+class Generate(Command):
+    """Sample answers: `rlhf generate --model PATH --prompt "47+38="`, or `--data FILE` for many.
+
+    Each token is the most likely one; `--eval.temperature 0.7` samples tokens instead, and `--eval.samples 4` samples
+    four answers to each prompt. `--sampling.max_new_tokens 64` limits their length. `--save FILE.jsonl` writes every
+    answer with its tokens and log-probs.
+    """
+
+    name = "generate"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(
+            parser, NOT_HERE, {"model": "model that answers: a folder or a hub name", "data": "rows to answer"}
+        )
+        parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+        parser.add_argument(
+            "--save", type=path_argument, metavar="FILE.jsonl", help="write every answer with its tokens there"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.errors import ConfigError
+
+        from rlhf_cli.jobs.run_files import check_folder, load_for_answers
+
+        check_folder(args.save)
+        if bool(args.prompt) == bool(args.data):
+            raise ConfigError("give the prompts either as --prompt TEXT (repeated for several) or as --data FILE")
+        if args.prompt and not all(args.prompt):
+            raise ConfigError("--prompt is empty; an answer needs at least one token before it")
+        flags = overrides(args, {"data": "data.eval"})
+        with tempfile.TemporaryDirectory() as folder:
+            if args.prompt:
+                file = Path(folder) / "prompts.jsonl"
+                file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
+                flags.append(("data.eval", str(file)))
+            config, plugins = load_for_answers(args.run_file, flags, scored=False)
+            from rlhf_runtime.jobs.inference import evaluate_model
+
+            groups, prompt_of = evaluate_model(config, plugins, save=args.save)[1:]
+        for group in groups:
+            for trajectory in group.trajectories:
+                if trajectory.status == "failed":
+                    raise ConfigError(f"row {group.row.index}: {trajectory.error}")
+                sys.stdout.write(f"{shown(prompt_of(trajectory), trajectory)}\n")
+        return 0
+
+
+def shown(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajectory) -> str:
+    """Prompt and answer: of a chat each message after its role, as `rlhf samples` shows them. The tokens of a chat as
+    text would run together, because they are shown without special tokens."""
+    from rlhf_runtime.data.image_parts import text_of
+
+    if prompt is None or isinstance(prompt, str):
+        return f"{trajectory.prompt_text}{trajectory.completion}"
+    lines = [f"[{message.get('role', '?')}] {text_of(message.get('content') or '')}" for message in prompt]
+    return "\n".join([*lines, f"[assistant] {trajectory.completion}"])
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Generate]

@@ -1,0 +1,173 @@
+"""A GGUF file as transformers reads it, by the packages gguf and accelerate."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError, ModelError
+
+from rlhf_cli.jobs.source_model import SourceModel
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PUBLISHER = "Take the safetensors of its publisher instead."
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Metadata of tokens that end a text, a turn and a message."""
+NAME = "model.gguf"
+
+
+class GgufModel(SourceModel):
+    """Opens the file: its metadata is read, and one block of every kind of quantisation is tried.
+
+    Raises ConfigError where a package is missing; ModelError where the file is damaged, is a part of a model, or holds
+    none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"reading a GGUF file needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", path.name):
+            self._refuse_part()
+        self._metadata, self._tensors = read(path)
+        self.architecture = str(self._metadata.get("general.architecture"))
+        kind = self._metadata.get("general.type", "model")
+        if self.architecture == "clip" or kind != "model":
+            part = "the vision part of a model (mmproj)" if kind in ("model", "mmproj") else f"of the type {kind!r}"
+            raise ModelError(f"{path} is {part}, not a language model. Name the GGUF file of the language model.")
+        if int(self._metadata.get("split.count", 1)) > 1:
+            self._refuse_part()
+        # The file alone, under a name that transformers knows: files beside it, such as a tokenizer_config.json, would
+        # be read as well.
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-convert-")
+        (Path(self._folder.name) / NAME).symlink_to(path.absolute())
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def _refuse_part(self) -> None:
+        raise ModelError(
+            f"{self.path} is one part of a split GGUF, and transformers reads whole files. Join them with llama.cpp's "
+            f"`llama-gguf-split --merge FIRST_PART WHOLE.gguf`, and convert WHOLE.gguf."
+        )
+
+    @property
+    def _file(self) -> dict[str, Any]:
+        return {"pretrained_model_name_or_path": self._folder.name, "gguf_file": NAME}
+
+    def skeleton(self) -> PreTrainedModel:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        try:
+            config = AutoConfig.from_pretrained(**self._file)
+            with torch.device("meta"):
+                module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        except Exception as cause:  # of many kinds: an unknown architecture, one of encoders, odd values
+            raise ModelError(
+                f"{self.path}: transformers makes no causal language model of a GGUF of the architecture "
+                f"{self.architecture!r}: {type(cause).__name__}: {cause} {PUBLISHER}"
+            ) from cause
+        self._config = config
+        return module
+
+    def notes(self, skeleton: PreTrainedModel) -> list[str]:
+        scaling = [name for name in self._tensors if name.startswith(("rope_freqs", "rope_factors"))]
+        scaling += [key for key in self._metadata if key.endswith(".rope.scaling.type")]
+        scaling = [key for key in scaling if self._metadata.get(key) != "none"]
+        rope = getattr(skeleton.config, "rope_parameters", None) or {}
+        texts = []
+        if scaling and rope.get("rope_type", "default") == "default":
+            texts.append(
+                f"{self.path} scales rotary positions ({', '.join(scaling)}), which transformers does not read. The "
+                "new folder does not; in long contexts it answers otherwise. Set rope_parameters in its config.json."
+            )
+        templates = [key for key in self._metadata if key.startswith("tokenizer.chat_template.")]
+        if templates:
+            texts.append(f"chat templates that transformers does not read are left out: {', '.join(templates)}")
+        return texts
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**self._file)
+        except Exception as cause:  # of many kinds
+            raise ModelError(
+                f"{self.path}: transformers cannot read the tokenizer: {type(cause).__name__}: {cause} {PUBLISHER}"
+            ) from cause
+        self._tokenizer = tokenizer
+        return tokenizer
+
+    def load(self, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
+        import transformers
+
+        options: dict[str, Any] = {"config": self._config, "dtype": dtype, "output_loading_info": True}
+        if hasattr(transformers, "GgufConfig"):  # with the package kernels, weights would stay quantised
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        auto: Any = transformers.AutoModelForCausalLM
+        module, report = auto.from_pretrained(**self._file, **options)
+        return module.eval(), report
+
+    def save(self, module: PreTrainedModel, folder: Path) -> None:
+        """transformers refuses to write what it read from a GGUF ("quantized"), so the weights go into a model that is
+        made from the config."""
+        import torch
+        from rlhf_modeling.pretrained import exporting
+        from transformers import GenerationConfig
+
+        config = module.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            plain = type(module)(config)
+        plain.load_state_dict(module.state_dict(), assign=True)
+        plain.tie_weights()
+        ends = [self._metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
+        own = config.eos_token_id
+        ends = list(
+            dict.fromkeys(end for end in [*ends, *(own if isinstance(own, list) else [own])] if end is not None)
+        )
+        pad = self._metadata.get("tokenizer.ggml.padding_token_id", ends[0] if ends else None)
+        begin = self._metadata.get("tokenizer.ggml.bos_token_id")
+        plain.generation_config = GenerationConfig(
+            bos_token_id=begin, eos_token_id=ends[0] if len(ends) == 1 else ends or None, pad_token_id=pad
+        )
+        with exporting(plain):
+            plain.save_pretrained(str(folder))
+            self._tokenizer.save_pretrained(str(folder))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The single values of the metadata, and the names of the tensors. One row of each number format is dequantised.
+
+    Raises ModelError.
+    """
+    from gguf import GGUFReader, GGUFValueType, dequantize
+
+    try:
+        content = GGUFReader(path)
+        metadata = {
+            name: field.contents() for name, field in content.fields.items() if field.types[0] != GGUFValueType.ARRAY
+        }
+    except Exception as cause:  # the parser raises whatever its offsets lead to
+        raise ModelError(
+            f"{path} cannot be read as a GGUF file: {type(cause).__name__}: {cause}. It is damaged, cut short or of a "
+            "version that the package gguf does not know: download it again, or update gguf."
+        ) from cause
+    for tensor in {tensor.tensor_type: tensor for tensor in content.tensors}.values():
+        try:
+            dequantize(tensor.data[:1], tensor.tensor_type)
+        except Exception as cause:
+            raise ModelError(
+                f"{path}: the package gguf cannot dequantise {tensor.tensor_type.name}, of which {tensor.name!r} is: "
+                f"{type(cause).__name__}: {cause}. Take a file of another quantisation, such as Q8_0 or F16."
+            ) from cause
+    return metadata, [tensor.name for tensor in content.tensors]

@@ -1,0 +1,176 @@
+"""The text of a run file to start from."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlhf.interfaces import Algorithm
+from rlhf.plugins import Plugins
+from rlhf_runtime.config.components import build_algorithm
+from rlhf_runtime.config.data_section import SourceSection
+from rlhf_runtime.config.flag_values import FlagText, plain
+from rlhf_runtime.config.options import Option
+from rlhf_runtime.config.placeholders import placeholder
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.config.sections import Choice
+
+from rlhf_cli.options.tables import Values, tables
+
+WIDTH = 120
+COLUMN = 36
+"""Where comments begin."""
+GROUP = 8
+"""Samples per prompt for algorithms that compare the answers to one prompt."""
+SOURCE = "a file, a folder, or a name on the hub"
+WHAT = {"model": "a folder, or a name on the hub", "train": SOURCE, "eval": SOURCE}
+"""{name of an option: what belongs in place of its placeholder}; of others their type says it."""
+
+
+def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
+    """A run file as text: options that are given or required as values, others that matter first as comments.
+
+    Args:
+        run: what is given; options of its algorithm that are required are among it.
+        name: of the file, for the comment at its top.
+
+    Raises ConfigError or PluginError where a plugin is not there, or is given wrong options.
+    """
+    algorithm, _ = build_algorithm(plugins, run.algorithm, run.origins)
+    values = _given(run, algorithm)
+    values |= _needed(run, algorithm, values, plugins)
+    summary = inspect.cleandoc(type(algorithm).__doc__ or "").split("\n\n")[0]
+    lines = [
+        *_comment(f"A run of the algorithm {algorithm.name}. {summary}"),
+        *_comment(f"`rlhf train {name} --dry-run` checks this file, `rlhf train {name}` starts the run."),
+        *_comment('Lines that begin with "#" and a name hold defaults: remove the "#" to set another value.'),
+        *_comment("`rlhf explain SECTION` lists all options of a section."),
+    ]
+    for table in tables(run, algorithm, values, plugins):
+        lines += ["", table.heading, *(_line(o, o.path.removeprefix(f"{table.path}."), values) for o in table.options)]
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def _given(run: RunFile, algorithm: Algorithm) -> Values:
+    """The values that flags set, by dotted path."""
+    values = {path: _value(run, path) for path in run.origins.options}
+    for slot in algorithm.slots:  # the short form of a part, `loss = "NAME"`
+        if (path := f"algorithm.{slot}") in values:
+            values[f"{path}.use"] = values.pop(path)
+    for use in ("train", "eval"):
+        if sources := getattr(run.data, use):
+            values = {path: value for path, value in values.items() if not path.startswith(f"data.{use}.")}
+            values[f"data.{use}"] = _sources(sources)
+    return values
+
+
+def _needed(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins) -> Values:
+    """What the plugins need and nobody gave: sizes that are large enough, a rollout that has an environment, models."""
+    needs, additions = algorithm.needs(), Values()
+    online = algorithm.data == "prompts"
+    if needs.rows_min > run.data.batch_size:
+        additions["data.batch_size"] = needs.rows_min
+    if online and needs.group_min > run.sampling.samples_per_prompt:
+        additions["sampling.samples_per_prompt"] = max(GROUP, needs.group_min)
+    if online and needs.reward and not run.reward and run.env is None:
+        additions |= _rewarded(run, values, plugins)
+    if run.env is not None and "rollout.use" not in values:
+        able = [n for n in _names(plugins, "rollout") if plugins.resolve("rollout", n).cls.needs_env]
+        additions |= {"rollout.use": able[0]} if able else {}
+    if not run.data.train:
+        additions["data.train"] = placeholder(WHAT["train"])
+    for role in needs.roles:
+        where = role.name if role.name in RunFile.model_fields else f"roles.{role.name}"
+        if role.like is None and role.model is None and f"{where}.model" not in values:
+            additions[f"{where}.model"] = placeholder(WHAT["model"])
+    return additions
+
+
+def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
+    """What gives the reward: the rollout, if it can, else a reward that only the user knows."""
+    rollout = plugins.resolve("rollout", run.rollout.use).cls
+    if rollout.gives_rewards or plain(values.get("rollout.returns_reward")) is True:
+        return {}
+    if "returns_reward" in rollout.Config.model_fields and "rollout.returns_reward" not in values:
+        return {"rollout.returns_reward": True}
+    return {"reward.0.use": placeholder(f"a reward: {', '.join(_names(plugins, 'reward'))}, file:PATH.py")}
+
+
+def _value(run: RunFile, path: str) -> Any:
+    """What the run file holds at a dotted path."""
+    node: Any = run
+    for part in path.split("."):
+        if isinstance(node, tuple):
+            node = node[int(part)]
+        elif isinstance(node, Choice):
+            node = getattr(node, part) if part in type(node).model_fields else node.options[part]
+        else:
+            node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+    return node
+
+
+def _sources(sources: Sequence[SourceSection]) -> Any:
+    """As short as the run file allows: one path, a list of paths, or a list of tables."""
+    entries = [source.model_dump(include=source.model_fields_set) for source in sources]
+    if any(set(source) != {"path"} for source in entries):
+        return entries
+    paths = [source["path"] for source in entries]
+    return paths[0] if len(paths) == 1 else paths
+
+
+def _names(plugins: Plugins, kind: str) -> list[str]:
+    return list(dict.fromkeys(entry.name for entry in plugins.list(kind)))
+
+
+# ----------------------------------------------------------------------------------------------- lines
+
+
+def _line(option: Option, name: str, values: Values) -> str:
+    """``name = value  # meaning``; with a ``#`` in front where the value is only the default. Where nothing is set by
+    default, the type stands before the meaning."""
+    gap = placeholder(WHAT.get(option.name, option.type))
+    if option.path in values:
+        value = values[option.path]
+        is_text = option.type == "text" or option.type.startswith('"')
+        text = f"{name} = {toml(str(value) if isinstance(value, FlagText) and is_text else plain(value))}"
+    elif option.required and not option.table:
+        text = f"{name} = {toml(gap)}"
+    else:
+        unset = option.default in (None, [], {})
+        text = f"#{name} =" if unset else f"#{name} = {toml(option.default)}"
+    sentence = re.split(r"(?<=[^.][.]) (?=[A-Z`])", option.doc)[0]
+    if text.endswith("="):
+        sentence = f"{option.type}; {sentence}"
+    text = text.ljust(COLUMN)
+    room = WIDTH - len(text) - 4
+    if len(sentence) > room:
+        sentence = sentence[: max(room - 4, 0)].rpartition(" ")[0] + " ..."
+    return f"{text}  # {sentence}" if option.doc else text.rstrip()
+
+
+def toml(value: Any) -> str:
+    """A value on one line of TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(name)} = {toml(item)}" for name, item in value.items()) + " }"
+    if isinstance(value, Iterable):
+        return f"[{', '.join(map(toml, value))}]"
+    return repr(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), WIDTH, initial_indent="# ", subsequent_indent="# ")

@@ -1,0 +1,180 @@
+"""Show placement and memory, and whether a run fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rlhf_cli.plan.nearest_change import Nearest
+    from rlhf_cli.plan.phases import GroupPlan
+    from rlhf_cli.plan.shortages import Plan
+
+
+class PlanCommand(Command):
+    """Show which role is on which device, how much memory each phase needs there, and whether the run fits.
+
+    The run file and flags are those of `rlhf train`. The rows are tokenised for their lengths, if their files are on
+    this machine. Of a model only its config.json is read, and its processor if the run has images; nothing is loaded or
+    started. If the run does not fit, the exit code is 1, and the output shows why, with the arithmetic, and the nearest
+    change that makes the run fit.
+    """
+
+    name = "plan"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser)
+        parser.add_argument(
+            "--device", choices=("cpu", "cuda"), help="default: cuda with --device-memory or a GPU, else cpu"
+        )
+        parser.add_argument(
+            "--device-memory",
+            metavar="SIZE",
+            help="memory of one GPU, or of a CPU's host: 80GiB, 24GB; default: that of this machine",
+        )
+        parser.add_argument(
+            "--host-memory", metavar="SIZE", help="host memory of a node with GPUs, to check what is offloaded"
+        )
+        parser.add_argument(
+            "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"
+        )
+        parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+        parser.add_argument("--summary", action="store_true", help="the few lines that `rlhf train --dry-run` shows")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+
+        from rlhf_cli.plan.from_run_file import resolve
+        from rlhf_cli.plan.machines import target
+        from rlhf_cli.plan.nearest_change import nearest
+        from rlhf_cli.plan.report import as_json, assumptions, summary
+        from rlhf_cli.plan.shortages import make_plan
+
+        flags, plugins = overrides(args), Plugins.discover()
+        machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
+        config = load(args.run_file, flags)
+        plan = make_plan(resolve(config, plugins, machine))
+        notes = list(assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths))))
+        if args.summary:
+            sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *notes]))
+            return 1 if plan.fits is False else 0
+        change = None
+        if plan.fits is False:
+            change = nearest(plan, plugins, lambda more: load(args.run_file, [*flags, *more.items()]))
+        if args.json:
+            sys.stdout.write(json.dumps(as_json(plan, change, notes), indent=2) + "\n")
+        else:
+            _show(plan, change, notes)
+        return 1 if plan.fits is False else 0
+
+
+def _show(plan: Plan, change: Nearest | None, notes: Iterable[str]) -> None:
+    from rich.console import Console
+
+    from rlhf_cli.plan.report import verdict
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # a file is wide enough
+    console.print(_placement(plan))
+    for group in plan.groups:
+        console.print(_memory(plan, group))
+    style = {True: "green", False: "bold red", None: "yellow"}[plan.fits]
+    console.print(verdict(plan), style=style)
+    for line in [*notes, *_reasons(plan, change)]:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _placement(plan: Plan) -> Table:
+    from rich.table import Table
+
+    from rlhf_cli.plan.report import describe
+
+    count = plan.layout.devices
+    table = Table(title=f"Placement: {count} device{'s' if count > 1 else ''}", title_justify="left")
+    for column in ("role", "where", "model", "parameters", "trained", "micro-batch", "arithmetic"):
+        table.add_column(column)
+    for name, place in plan.layout.places.items():
+        where = describe(plan.layout, place, name)
+        if name in plan.layout.views:
+            table.add_row(name, where, "", "0", "no", "", "")
+            continue
+        role = next((r for r in plan.layout.roles if r.name == name), None)
+        if role is None:
+            assert plan.layout.engines is not None
+            size = plan.layout.engines.size
+            table.add_row(name, where, size.path, f"{size.parameters:,}", "", "", "")
+            continue
+        trained = f"{role.memory.trained:,}" if role.trained else "no"
+        tokens = f"{role.memory.micro_tokens} tokens" + (", checkpointed" if role.gradient_checkpointing else "")
+        bf16 = "bf16" if role.memory.bf16 else "fp32"
+        table.add_row(name, where, role.size.path, f"{role.size.parameters:,}", trained, tokens, bf16)
+    return table
+
+
+def _memory(plan: Plan, group: GroupPlan) -> Table:
+    from rich.table import Table
+
+    from rlhf_cli.plan.phases import PARTS
+    from rlhf_cli.plan.units import text
+
+    each = f"each of {group.group.count} devices, " if group.group.count > 1 else ""
+    names = ", ".join(f"{n} x {count}" if count > 1 else n for n, count in group.group.holds.items())
+    table = Table(title=f"Memory of {each}{group.group.title} ({names})", title_justify="left")
+    table.add_column("role")
+    table.add_column("part")
+    phases = list(group.moments)
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    rows = dict.fromkeys(name for m in group.moments.values() for name in m.rows)
+    for name in rows:
+        first = True
+        for part in PARTS:
+            sizes = [group.moments[p].rows.get(name, {}).get(part, 0) for p in phases]
+            if any(sizes):
+                table.add_row(name if first else "", part, *(text(s) if s else "" for s in sizes))
+                first = False
+    busy = [", ".join(group.moments[p].busy) for p in phases]
+    table.add_section()
+    table.add_row("busy", "", *busy)
+    memory = plan.layout.machine.memory
+    totals = [group.moments[p].total for p in phases]
+    over = [memory is not None and total > memory for total in totals]
+    table.add_row(
+        "total", "", *(f"[bold red]{text(t)}[/]" if o else text(t) for t, o in zip(totals, over, strict=True))
+    )
+    hosts = [group.moments[p].host for p in phases]
+    if any(hosts):
+        table.add_row("in host memory", "", *(text(h) if h else "" for h in hosts))
+    return table
+
+
+def _reasons(plan: Plan, change: Nearest | None) -> Iterable[str]:
+    for shortage in plan.shortages:
+        yield f"  {shortage.message}"
+    if plan.shortages:
+        worst = max(plan.shortages, key=lambda s: s.missing)
+        yield f"The arithmetic of {worst.where}, phase {worst.phase!r}:"
+        yield from (f"  {line}" for line in worst.arithmetic)
+    if change is not None and change.plan.fits:
+        yield f"The nearest change that fits: {change.command}"
+    elif change is not None:
+        flags = f" with {change.command}" if change.flags else ""
+        left = max(change.plan.shortages, key=lambda s: s.missing).message if change.plan.shortages else ""
+        yield f"Nothing known to the plugins makes it fit. The best found{flags}: {left}."
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [PlanCommand]

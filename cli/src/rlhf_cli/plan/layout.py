@@ -1,0 +1,184 @@
+"""Which role is on which device. Devices that hold the same roles form one group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlhf.interfaces.launcher import GENERATOR, Place
+from rlhf.interfaces.memory import EngineMemory, ModelSize, TrainerMemory
+
+from rlhf_cli.plan.row_lengths import Lengths
+
+HOST, DEVICE = "host", "device"
+"""Homes of groups that belong to no role: the host of CPUs, and the device of a run in one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLayout:
+    """One model role."""
+
+    name: str
+    place: Place
+    size: ModelSize
+    memory: TrainerMemory
+    """Of one rank."""
+    trained: bool
+    longest: int
+    """Tokens of the longest sequence."""
+    gradient_checkpointing: bool = False
+    annotates: bool = True
+    """It computes something without gradient, before the update or for rewards."""
+    rewards: bool = False
+    """It scores samples, so it computes while they are generated."""
+    precomputed: bool = False
+    """It computes before any other role is loaded, and is then removed."""
+    borrowed: int = 0
+    """Bytes of other roles' output heads that each rank has a copy of."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """The generator's engines."""
+
+    place: Place
+    size: ModelSize
+    memory: EngineMemory
+    """Of one device."""
+    longest: int
+    """Tokens of the longest sequence, prompt and answer."""
+    devices: int = 1
+    """Devices that one engine uses: tensor parallel x pipeline parallel."""
+    bucket: int = 2**28
+    """Bytes of weights that are sent at once in a sync."""
+    mapped: bool = False
+    """On devices that they share, ranks of the policy and engines map the same memory: two buckets on each device."""
+    canaries: bool = True
+    """After a sync the engine scores a few sequences, so its cache exists then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the run is planned for."""
+
+    device: str = "cpu"
+    """``cpu`` | ``cuda``. On CPUs all ranks share the memory of one host."""
+    memory: int | None = None
+    """Bytes of one device, on CPUs of the host; None: unknown, and no verdict is given."""
+    host_memory: int | None = None
+    """Bytes of host memory per :attr:`devices_per_node` devices; None: its use is shown, without a verdict."""
+    devices_per_node: int = 8
+    processes: bool = False
+    """Every rank is a process of its own; otherwise the whole run is one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A frozen role that is another role's model with its adapters switched off, computed where that role is."""
+
+    of: str
+    place: Place
+    """Devices that are reserved for it nevertheless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything about a run that its memory depends on."""
+
+    roles: tuple[RoleLayout, ...]
+    """Roles that hold a model. The work of their views is included."""
+    engines: EngineLayout | None
+    machine: Machine
+    views: Mapping[str, View] = field(default_factory=dict)
+    """By role."""
+    lengths: Lengths | None = None
+    """Of the sequences that the plan counts with; None: not from a run file."""
+
+    @property
+    def places(self) -> dict[str, Place]:
+        places = {role.name: role.place for role in self.roles}
+        places |= {name: view.place for name, view in self.views.items()}
+        return places if self.engines is None else {**places, GENERATOR: self.engines.place}
+
+    def role(self, name: str) -> RoleLayout:
+        return next(r for r in self.roles if r.name == name)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the whole run; one where it is one process."""
+        if not self.machine.processes:
+            return 1
+        return sum(p.ranks * p.devices for p in self.places.values() if p.share is None)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Devices that hold the same parts."""
+
+    home: str
+    """The role that the devices belong to."""
+    first: int
+    last: int
+    """First and last number among the devices of ``home``, inclusive."""
+    holds: Mapping[str, int] = field(default_factory=dict)
+    """{role: ranks, or parts of engines, on each of these devices}."""
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first + 1
+
+    @property
+    def title(self) -> str:
+        if self.home in (HOST, DEVICE):
+            return self.home
+        numbers = f"{self.first}" if self.count == 1 else f"{self.first}-{self.last}"
+        return f"{self.home} {numbers}"
+
+
+def devices_each(places: Mapping[str, Place], name: str) -> int:
+    """Devices of one rank. A role that shares devices has as many as a rank of the role it shares with, or fewer where
+    it has more ranks."""
+    place = places[name]
+    if place.share is None or name == GENERATOR:
+        return place.devices
+    host = places[place.share]
+    return max(1, min(host.devices, host.ranks * host.devices // place.ranks))
+
+
+def device_groups(places: Mapping[str, Place], machine: Machine, views: Collection[str] = ()) -> list[DeviceGroup]:
+    """Every device of the run; neighbours that hold the same roles are one group. On CPUs, or in one process, there is
+    one group with all ranks.
+
+    A rank of a role holds its model on the first of its devices; an engine is spread over all of its devices.
+
+    Args:
+        views: roles that hold no model. Devices that are reserved for such a role only are left out.
+    """
+    holders = {name: place for name, place in places.items() if name not in views}
+    if machine.device == "cpu" or not machine.processes:
+        home = HOST if machine.device == "cpu" else DEVICE
+        return [DeviceGroup(home, 0, 0, {name: place.ranks for name, place in holders.items()})]
+    groups = []
+    for home, host in places.items():
+        mine = {name: place for name, place in holders.items() if home in (name, place.share)}
+        if host.share is not None or not mine:
+            continue
+        slots: list[dict[str, int]] = [{} for _ in range(host.ranks * host.devices)]
+        for name, place in mine.items():
+            each = devices_each(places, name)
+            for rank in range(place.ranks):
+                numbers = range(rank * each, rank * each + (each if name == GENERATOR else 1))
+                for number in numbers:
+                    slots[number][name] = slots[number].get(name, 0) + 1
+        groups += _alike(home, slots)
+    return groups
+
+
+def _alike(home: str, slots: Sequence[Mapping[str, int]]) -> list[DeviceGroup]:
+    groups: list[DeviceGroup] = []
+    for number, holds in enumerate(slots):
+        if groups and groups[-1].holds == holds:
+            groups[-1] = DeviceGroup(home, groups[-1].first, number, holds)
+        else:
+            groups.append(DeviceGroup(home, number, number, dict(holds)))
+    return groups

@@ -1,0 +1,228 @@
+"""Memory of every group of devices in every phase of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlhf.interfaces.launcher import GENERATOR
+from rlhf.interfaces.memory import FP32, Held
+
+from rlhf_cli.plan.layout import DeviceGroup, EngineLayout, Layout, RoleLayout, device_groups
+
+MIB = 2**20
+PHASES = ("precompute", "load", "start", "generate", "sync", "forward", "train")
+"""precompute: frozen roles read all rows and are removed; load: models are read; start: engines start on GPUs that hold
+the models; generate: samples are drawn and
+scored; sync: engines that hold a copy get new weights; forward: the batch is annotated; train: forward, backward and
+step."""
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "cache", "working", "allocator", "process")
+"""As in :class:`rlhf.interfaces.memory.Held`; process: what a process needs before it holds a model."""
+PROCESS = "process"
+"""The row of memory that belongs to no role."""
+PROCESS_BYTES = {"cpu": 575 * MIB, "cuda": 1024 * MIB}
+"""CPU: Python, torch, transformers and their libraries after the first pass (measured). GPU: context, kernels and
+workspaces on the device, an allowance."""
+TOKENIZER_BYTES = 1400
+"""Per token of the vocabulary, in host memory (measured: those of the driver and of a trainer)."""
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The fullest moment of a phase on one device."""
+
+    phase: str
+    busy: tuple[str, ...]
+    """Roles that compute; the others only hold memory."""
+    rows: Mapping[str, Parts]
+    """{role: {part: bytes}}."""
+    host: int
+    """Bytes in host memory for this device."""
+
+    @property
+    def total(self) -> int:
+        return sum(map(sum_of, self.rows.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    group: DeviceGroup
+    moments: Mapping[str, Moment]
+    """By phase; only phases that the run has."""
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments.values(), key=lambda m: m.total)
+
+
+def sum_of(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
+
+
+def plan_groups(layout: Layout) -> list[GroupPlan]:
+    """Every group of equal devices, in every phase that the run has."""
+    return [
+        GroupPlan(group, {phase: _moment(layout, group, phase) for phase in phases_of(layout)})
+        for group in device_groups(layout.places, layout.machine, layout.views)
+    ]
+
+
+def phases_of(layout: Layout) -> list[str]:
+    engines = layout.engines
+    roles = [r for r in layout.roles if not r.precomputed]
+    have = {
+        "precompute": len(roles) < len(layout.roles),
+        "load": True,
+        "start": starts_beside_roles(layout),
+        "generate": engines is not None,
+        "sync": engines is not None and engines.memory.copy,
+        "forward": any(r.annotates for r in roles),
+        "train": any(r.trained for r in roles),
+    }
+    return [phase for phase in PHASES if have[phase]]
+
+
+def starts_beside_roles(layout: Layout) -> bool:
+    """Whether engines take memory of GPUs that hold roles already."""
+    engines, machine = layout.engines, layout.machine
+    if engines is None or not engines.memory.copy or machine.device != "cuda":
+        return False
+    return not machine.processes or _shares_with_engines(layout, GENERATOR)
+
+
+def occupied(layout: Layout) -> int:
+    """Bytes that roles and processes hold when engines start, on the fullest of the engines' devices."""
+    groups = [g for g in device_groups(layout.places, layout.machine, layout.views) if GENERATOR in g.holds]
+    most = 0
+    for group in groups:
+        moment = _at(layout, group, "start", ())
+        engine = moment.rows[GENERATOR]
+        most = max(most, moment.total - sum_of(engine) + engine.get(PROCESS, 0))
+    return most
+
+
+def _moment(layout: Layout, group: DeviceGroup, phase: str) -> Moment:
+    """Roles compute one after the other, so the fullest of their moments. While processes generate, rewards are
+    computed at the same time."""
+    workers = [name for name in group.holds if _works(layout, name, phase)]
+    at_once = phase == "generate" and layout.machine.processes
+    turns: list[tuple[str, ...]] = [tuple(workers)] if at_once else [(name,) for name in workers]
+    moments = [_at(layout, group, phase, busy) for busy in turns or [()]]
+    return max(moments, key=lambda m: (m.total, sum(sum_of(m.rows[name]) for name in m.busy)))
+
+
+def _works(layout: Layout, name: str, phase: str) -> bool:
+    if name == GENERATOR:
+        return phase in ("start", "generate")
+    role = layout.role(name)
+    if role.precomputed or phase == "precompute":
+        return role.precomputed and phase == "precompute"
+    return {
+        "load": True,
+        "start": False,
+        "generate": role.rewards,
+        "sync": name == "policy",
+        "forward": role.annotates,
+        "train": role.trained,
+    }[phase]
+
+
+def _at(layout: Layout, group: DeviceGroup, phase: str, busy: tuple[str, ...]) -> Moment:
+    machine = layout.machine
+    rows: dict[str, Parts] = {}
+    host = 0
+    for name, ranks in group.holds.items():
+        early = name != GENERATOR and layout.role(name).precomputed
+        if early != (phase == "precompute"):
+            continue
+        memory = _engine(layout, phase, name in busy) if name == GENERATOR else _role(layout, name, phase, name in busy)
+        if name == GENERATOR and machine.device == "cpu" and layout.engines is not None:
+            ranks *= layout.engines.devices  # all workers of an engine are on the host
+        parts = dict(memory.device)
+        if machine.processes:
+            parts[PROCESS] = _process(layout, name)
+        rows[name] = {part: size * ranks for part, size in parts.items() if size}
+        host += memory.host * ranks
+    if not machine.processes:
+        _reuse_freed(rows, busy)
+        rows[PROCESS] = {PROCESS: max(_process(layout, name) for name in group.holds)}
+    return Moment(phase, busy, rows, host)
+
+
+def _process(layout: Layout, name: str) -> int:
+    """Bytes of a process that holds this role, or an engine, beside the model."""
+    device = layout.machine.device
+    size = layout.engines.size if name == GENERATOR and layout.engines else layout.role(name).size
+    return PROCESS_BYTES[device] + (TOKENIZER_BYTES * size.vocabulary if device == "cpu" else 0)
+
+
+def _reuse_freed(rows: Mapping[str, Parts], busy: tuple[str, ...]) -> None:
+    """In one process the gradients that a role freed become those of the role that trains next."""
+    idle = sorted((n for n, parts in rows.items() if n not in busy), key=lambda n: rows[n].get("allocator", 0))
+    need = sum(rows[name].get("gradients", 0) + rows[name].get("activations", 0) for name in busy)
+    for name in idle:
+        freed = rows[name].pop("allocator", 0)
+        if name == idle[-1] and freed > need:
+            rows[name]["allocator"] = freed - need
+
+
+def _role(layout: Layout, name: str, phase: str, busy: bool) -> Held:
+    role = layout.role(name)
+    memory = _held(layout, role, phase, busy)
+    more = {"weights": role.borrowed, "working": _sending(layout, role) if busy and phase == "sync" else 0}
+    parts = dict.fromkeys([*memory.device, *more])
+    return Held({part: memory.device.get(part, 0) + more.get(part, 0) for part in parts}, memory.host)
+
+
+def _sending(layout: Layout, role: RoleLayout) -> int:
+    """Bytes that a rank needs to send weights: a bucket of copies, and the two buffers that engines map."""
+    engines = layout.engines
+    if engines is None:
+        return 0
+    mapped = engines.mapped and _shares_with_engines(layout, role.name)
+    buffers = min(2 * engines.bucket, role.size.parameters * FP32) if mapped else 0
+    return (engines.bucket if role.memory.copies else 0) + buffers
+
+
+def _held(layout: Layout, role: RoleLayout, phase: str, busy: bool) -> Held:
+    phases = role.memory.phases
+    if phase in ("load", "start"):
+        resting = {part: size for part, size in phases["rest"].device.items() if part in ("weights", "working")}
+        return Held(phases["load"].device if busy else resting, phases["rest"].host)
+    if busy and phase == "train":
+        return phases["train"]
+    if busy and phase in ("precompute", "forward", "generate"):
+        return phases["forward"]
+    offloaded = phase in ("generate", "sync") and _shares_with_engines(layout, role.name)
+    return phases["offloaded" if offloaded else "rest"]
+
+
+def _engine(layout: Layout, phase: str, busy: bool) -> Held:
+    engines = layout.engines
+    assert engines is not None
+    phases, turns = engines.memory.phases, engines.memory.sleeps and _shares_with_engines(layout, GENERATOR)
+    if phase == "load":  # engines start after the models are loaded
+        return Held({})
+    if busy:
+        return phases["generate"]
+    if phase == "sync":
+        return _syncing(engines, phases["rest"], cache=engines.canaries or not turns)
+    return phases["asleep" if turns and phase in ("forward", "train") else "rest"]
+
+
+def _syncing(engines: EngineLayout, rest: Held, *, cache: bool) -> Held:
+    parts = {part: size for part, size in rest.device.items() if cache or part != "cache"}
+    return Held(parts | {"working": parts.get("working", 0) + engines.bucket}, rest.host)
+
+
+def _shares_with_engines(layout: Layout, name: str) -> bool:
+    """Whether ``name`` is on devices that both an engine and a role use. They compute in turns there."""
+    places = layout.places
+    if GENERATOR not in places:
+        return False
+    home = places[GENERATOR].share or GENERATOR
+    mine = places[name].share or name
+    others = [n for n, place in places.items() if n != GENERATOR and (place.share or n) == home]
+    return mine == home and bool(others)

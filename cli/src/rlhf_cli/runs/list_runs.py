@@ -1,0 +1,111 @@
+"""List the runs below a folder, newest first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command
+
+
+class Runs(Command):
+    """List the runs below a folder, newest first: how far each one is, its last reward or loss, and its best value.
+
+    A run is looked for in the folder itself and up to three folders below it. Its state is running, finished, stopped
+    (by a signal or by eval.patience) or failed (by an error, or killed). `rlhf show RUN` says more about one of them.
+    """
+
+    name = "runs"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help="where to look (default: runs)"
+        )
+        parser.add_argument("--json", action="store_true", help="one JSON array with an object for each run")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf_runtime.checkpoint.json_values import dumps
+
+        from rlhf_cli.runs.run_record import RunRecord, find_runs
+
+        folder: Path = args.folder
+        if not folder.is_dir():
+            why = "is a file" if folder.exists() else "does not exist"
+            raise ConfigError(f"the folder {folder} {why}. Name the folder that holds runs: `rlhf runs FOLDER`.")
+        records = sorted(map(RunRecord.read, find_runs(folder)), key=lambda record: record.time, reverse=True)
+        if not records and not args.json:
+            raise ConfigError(
+                f"there is no run in {folder} or up to three folders below it. Name another folder: `rlhf runs FOLDER`."
+            )
+        rows = [summary(record, folder) for record in records]
+        if args.json:
+            sys.stdout.write(dumps(rows, "runs", nonfinite="mark") + "\n")
+        else:
+            _show(rows)
+        return 0
+
+
+def summary(record: Any, folder: Path) -> dict[str, Any]:
+    """The facts about a run in the list, as JSON values."""
+    from rlhf_runtime.observe.progress import HEADLINE
+
+    from rlhf_cli.runs.curves import as_number
+
+    state, why = record.state
+    last = None
+    for label in ("reward", "loss"):
+        number = next((value for n in HEADLINE[label] if (value := as_number(record.last.get(n))) is not None), None)
+        if number is not None:
+            last = {"name": label, "value": number}
+            break
+    best = record.best
+    inside = record.path.relative_to(folder)
+    return {
+        "run": str(inside) if inside.parts else record.path.name,
+        "path": str(record.path),
+        "algorithm": record.algorithm,
+        "model": record.model,
+        "step": record.steps_done,
+        "steps": record.total_steps,
+        "state": state,
+        "why": why,
+        "last": last,
+        "best": None if best is None else {"metric": best.metric, "value": best.value, "step": best.step},
+        "time": record.time.isoformat(timespec="seconds"),
+        "problems": list(record.problems),
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.text import Text
+
+    from rlhf_cli.runs.curves import number
+    from rlhf_cli.runs.output import STATE_STYLES, table, terminal
+
+    grid = table("run", "algorithm", "model", ">step", "state", "last", "best", "when")
+    for row in rows:
+        last, best = row["last"], row["best"]
+        grid.add_row(
+            row["run"],
+            row["algorithm"] or "?",
+            Path(row["model"]).name or "?",
+            f"{row['step']}/{row['steps'] or '?'}",
+            Text(row["state"], STATE_STYLES[row["state"]]),
+            f"{last['name']} {number(last['value'])}" if last else "",
+            f"{best['metric'].removeprefix('eval/')} {number(best['value'])} (step {best['step']})" if best else "",
+            row["time"][:16].replace("T", " "),
+        )
+    console = terminal()
+    console.print(grid)
+    for row in rows:
+        for problem in row["problems"]:
+            console.print(f"note: {row['run']}: {problem}", style="yellow", soft_wrap=True)
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Runs]

@@ -1,0 +1,219 @@
+"""The output of `rlhf show RUN`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+from rlhf.errors import CheckpointError
+from rlhf.plugins.resolved import IN_PROCESS
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.observe.sample_lines import printable
+
+from rlhf_cli.runs.curves import draw, number
+from rlhf_cli.runs.metric_history import History
+from rlhf_cli.runs.output import STATE_STYLES, duration, has_colour, table, value_text, when
+from rlhf_cli.runs.run_record import RunRecord
+
+DRAWN = ("reward", "loss", "pass@1", "eval loss")
+"""What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
+NOTHING = object()
+OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
+"""Options about the start of one call of `rlhf train`, which are not shown."""
+
+
+def print_run(console: Console, record: RunRecord, history: History, metrics: Sequence[str]) -> None:
+    """Print a run.
+
+    Args:
+        metrics: metrics to show; if empty, those that a run shows in its progress.
+    """
+    _print_title(console, record)
+    _print_options(console, record)
+    _print_plugins(console, record)
+    _print_progress(console, record, history)
+    _print_metrics(console, history, metrics)
+    _print_files(console, record)
+    _print_end(console, record)
+    for problem in record.problems:
+        if problem != history.problem:
+            console.print(f"note: {problem}", style="yellow", soft_wrap=True)
+
+
+def _print_title(console: Console, record: RunRecord) -> None:
+    name = record.option("run.name") or record.path.resolve().name
+    state, _ = record.state
+    console.print(Text.assemble((f"{name}: ", "bold"), (state, STATE_STYLES[state])))
+    facts = {
+        "folder": str(record.path),
+        "algorithm": record.algorithm,
+        "model": record.model,
+        "data": ", ".join(str(source.get("path", "")) for source in record.option("data.train", [])),
+        "started": ", ".join(when(time) for time in record.started),
+        "last change": when(record.time),
+    }
+    _print_pairs(console, {key: value for key, value in facts.items() if value})
+
+
+def _print_options(console: Console, record: RunRecord) -> None:
+    if not record.config:
+        return
+    paths = record.options_set
+    if paths is None:
+        _print_heading(console, "Options")
+        console.print(
+            "  This run does not record which options were set. All of them, with defaults, are in "
+            f"{record.path / 'config.toml'}.",
+            soft_wrap=True,
+        )
+        return
+    values = {path: record.option(path, NOTHING) for path in paths}
+    _print_heading(console, "Options that were set")
+    texts = {
+        path: value_text(value) for path, value in values.items() if value is not NOTHING and path not in OF_A_CALL
+    }
+    _print_pairs(console, texts)
+
+
+def _print_plugins(console: Console, record: RunRecord) -> None:
+    if record.plugins:
+        _print_heading(console, "Plugins")
+        grid = table("", "", "")
+        for plugin in record.plugins:
+            where = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version', '')}".strip()
+            grid.add_row(f"  {plugin.get('kind', '?')}", str(plugin.get("name", "?")), str(where))
+        grid.show_header = False
+        console.print(grid)
+
+
+def _print_progress(console: Console, record: RunRecord, history: History) -> None:
+    _print_heading(console, "Progress")
+    total, seconds = record.total_steps, history.seconds_a_step()
+    text = f"  {record.steps_done} of {total or 'an unknown number of'} steps"
+    if total:
+        text += f" ({100 * record.steps_done / total:.0f} %)"
+    if seconds is not None:
+        text += f", {seconds:.3g} s a step"
+        if total and record.state[0] == "running":
+            text += f", about {duration(seconds * (total - record.steps_done))} left"
+    if isinstance(epoch := record.last.get("epoch"), int | float):
+        text += f", {epoch:.3g} passes over the data"
+    console.print(text)
+
+
+def _print_metrics(console: Console, history: History, metrics: Sequence[str]) -> None:
+    names = list(metrics) or history.headline()
+    if history.problem:
+        _print_heading(console, "Metrics")
+        console.print(f"  none can be shown: {history.problem}", style="yellow", soft_wrap=True)
+    if not names:
+        return
+    _print_heading(console, "Metrics")
+    grid = table("  metric", ">first", ">last", ">lowest", "at step", ">highest", "at step")
+    for name in names:
+        extremes = history.extremes(name)
+        if extremes is None:
+            continue
+        ends = [
+            ("", "") if end is None else (number(end[0]), str(end[1])) for end in (extremes.lowest, extremes.highest)
+        ]
+        grid.add_row(f"  {name}", number(extremes.first), number(extremes.last), *ends[0], *ends[1])
+    console.print(grid)
+    for curve in (history.curve(name) for name in metrics or history.headline(DRAWN)):
+        if not curve.varies:
+            continue
+        console.print()
+        console.print(f"  {curve.name}", style="bold")
+        console.print(_indented(draw([curve], has_colour(console))))
+
+
+def _print_files(console: Console, record: RunRecord) -> None:
+    _print_heading(console, "Checkpoints and exports")
+    store = CheckpointStore(record.path)
+    try:
+        complete, problem = store.complete(), "none"
+    except CheckpointError as error:
+        complete, problem = [], str(error)
+    marked = [checkpoint.step for checkpoint in complete if checkpoint.best is not None]
+    facts = {"checkpoints": _steps([checkpoint.step for checkpoint in complete]) or problem}
+    if marked:
+        facts["best checkpoint"] = f"step {marked[-1]}"
+    if record.best is not None:
+        facts["best value"] = f"{record.best.metric} {number(record.best.value)} (step {record.best.step})"
+    if exports := _numbers(record.path / "exports"):
+        facts["exports"] = _steps(exports)
+    if models := sorted(path.name for path in record.path.glob("model*") if path.is_dir()):
+        facts["final model"] = ", ".join(str(record.path / name) for name in models)
+    if samples := _numbers(record.path / "rollouts"):
+        facts["samples"] = f"{_steps(samples)}; `rlhf samples {record.path} --worst 5` shows some"
+    if skipped := _numbers(record.path / "skipped"):
+        facts["skipped updates"] = f"{_steps(skipped)}; their batches are in {record.path / 'skipped'}"
+    _print_pairs(console, facts)
+
+
+def _print_end(console: Console, record: RunRecord) -> None:
+    state, why = record.state
+    _print_heading(console, "How it goes" if state == "running" else "How it ended")
+    reason = f": {printable(why)}" if why else ""
+    console.print(_indented(Text.assemble((state, STATE_STYLES[state]), reason)), soft_wrap=True)
+    if (advice := next_step(record)) is not None:
+        console.print(f"  {advice[0]}:")
+        console.print(f"    {advice[1]}", soft_wrap=True)
+
+
+def next_step(record: RunRecord) -> tuple[str, str] | None:
+    """(what can be done with the run now, the command or the reason); None for a run that is still running."""
+    state, model, config = record.state[0], record.path / "model", record.path / "config.toml"
+    if state == "finished" and model.is_dir():
+        return "Try the model", f"rlhf generate --model {shlex.quote(str(model))} --prompt TEXT"
+    if state not in ("stopped", "failed") or not config.is_file():
+        return None
+    try:
+        newest = CheckpointStore(record.path).newest()
+    except CheckpointError as error:
+        return "It cannot be resumed as it is", str(error)
+    where = "from step 0, as there is no checkpoint" if newest is None else f"after step {newest.step}"
+    if any(plugin.get("distribution") == IN_PROCESS for plugin in record.plugins):
+        return (
+            f"Continue {where}, in Python and with the same objects",
+            f"rlhf.train(..., output={str(record.path)!r}, resume=True)",
+        )
+    moved = Path(str(record.option("run.output", ""))).resolve() != record.path.resolve()
+    output = f" --output {shlex.quote(str(record.path))}" if moved else ""
+    return f"Continue {where}", f"rlhf train {shlex.quote(str(config))}{output} --resume"
+
+
+def _print_heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(text, style="bold")
+
+
+def _print_pairs(console: Console, pairs: dict[str, str]) -> None:
+    width = max(map(len, pairs), default=0)
+    for key, value in pairs.items():
+        console.print(f"  {key.ljust(width)}  {value}", soft_wrap=True)
+
+
+def _indented(text: Text) -> Text:
+    return Text("\n").join(Text.assemble("  ", line) for line in text.split("\n"))
+
+
+def _numbers(folder: Path) -> list[int]:
+    """The steps of the entries ``step-000012...`` of a folder."""
+    parts = [path.name.split(".")[0].split("-") for path in folder.glob("step-*")]
+    return sorted({int(part[1]) for part in parts if len(part) > 1 and part[1].isdecimal()})
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """``step 3``, ``steps 1 to 40``, or ``12 steps, from 1 to 40``."""
+    if not steps:
+        return ""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) <= 6:
+        return f"steps {', '.join(map(str, steps))}"
+    whole = steps[-1] - steps[0] + 1 == len(steps)
+    return f"steps {steps[0]} to {steps[-1]}" if whole else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"

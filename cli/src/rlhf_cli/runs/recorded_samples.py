@@ -1,0 +1,216 @@
+"""Reads the samples that a run recorded, and selects some of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from base64 import b64decode
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
+from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.data.image_files import image_size
+from rlhf_runtime.data.recorded_answers import SUCH
+
+from rlhf_cli.runs.curves import as_number
+
+LENGTH = "length"
+_FILE = re.compile(r"step-(\d{6,})\.arrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Consecutive tokens after the prompt, from the policy or from the environment."""
+
+    who: str
+    """``policy``, or ``environment``."""
+    text: str
+    tokens: int
+    reward: float | None
+    """The environment's reward for it."""
+    score: float | None = None
+    """The environment's score for it, if it gives one."""
+    messages: list[dict[str, str]] = field(default_factory=list)
+    """What the text says, by message, if a chat template wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One recorded sample, as text."""
+
+    step: int | None
+    """None if no training step wrote the file."""
+    group: int
+    sample: int
+    source: str
+    row: int
+    prompt: Any
+    """Text, or messages if a chat template was used."""
+    turns: list[Turn]
+    reward: float | None
+    rewards: dict[str, float | None]
+    """By the name of the reward, before its weight; None if it did not apply."""
+    status: str
+    error: str
+    length: int
+    """Tokens that the policy sampled."""
+    info: dict[str, float] = field(default_factory=dict)
+    """Numbers about the sample, by the names of their metrics."""
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a reward says beside its value, by its name."""
+    group_mean: float | None = None
+    """The mean reward of the samples for the same prompt."""
+
+    def value(self, name: str | None) -> float | None:
+        """The value that samples are sorted by: a reward by its name, the length, or for None the total reward."""
+        if name is None:
+            return self.reward
+        return self.rewards.get(name) if name in self.rewards or name != LENGTH else float(self.length)
+
+
+def recorded_steps(run: Path) -> list[int]:
+    """The steps of which the run holds samples."""
+    folder = run / "rollouts"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+
+def read_samples(path: Path, step: int | None) -> list[Sample]:
+    """The samples in a file. Raises DataError naming a line that is not a sample."""
+    samples, where = [], str(path)
+    try:
+        for place, line in recorded(path):
+            where = place
+            if line["sample"] is not None:  # a group of which no sample is left
+                samples.append(_sample(line, step))
+    except CheckpointError as cause:
+        raise DataError(f"{cause}. {SUCH}") from cause
+    except (KeyError, TypeError, AttributeError) as cause:
+        why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
+        raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
+    return _with_group_means(samples)
+
+
+def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:
+    """The samples of one data source and one group. Raises ConfigError if there are none."""
+    for name, choice in (("source", source), ("group", group)):
+        if choice is not None:
+            choices = sorted({getattr(sample, name) for sample in samples})
+            samples = [sample for sample in samples if getattr(sample, name) == choice]
+            if not samples:
+                raise ConfigError(f"--{name} {choice}: no sample of it is there; the {name}s are {_listed(choices)}.")
+    return list(samples)
+
+
+def check_sort(samples: Sequence[Sample], name: str | None) -> None:
+    """Raises ConfigError if no sample has a reward of that name."""
+    names = sorted({reward for sample in samples for reward in sample.rewards} | {LENGTH})
+    if name is not None and name not in names:
+        raise ConfigError(f"--sort-by {name}: allowed here are {', '.join(names)}.{did_you_mean(name, names)}")
+
+
+def extreme(samples: Sequence[Sample], count: int, by: str | None, best: bool) -> list[Sample]:
+    """The ``count`` best or worst of the samples that have the value. Equal samples keep the order of the file."""
+    valued = [(value, sample) for sample in samples if (value := sample.value(by)) is not None]
+    return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
+
+
+def draw_samples(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
+    """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
+    numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
+    return [samples[number] for number in sorted(numbers)]
+
+
+def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
+    turns = line["turns"]
+    first = next((number for number, turn in enumerate(turns) if turn["sampled"]), len(turns))
+    prompt = line.get("prompt")
+    if prompt is None:  # an environment added something to the row's own prompt
+        messages = [message for turn in turns[:first] for message in _messages(turn)]
+        prompt = messages or "".join(_text(turn) for turn in turns[:first])
+    elif isinstance(prompt, list):
+        prompt = _with_sizes(prompt, [size for turn in turns[:first] for size in _sizes(turn)])
+    else:
+        prompt = "".join(_sizes(turns[0])) + prompt if turns else prompt
+    return Sample(
+        step=step,
+        group=line["group"],
+        sample=line["sample"],
+        source=line["row"]["source"],
+        row=line["row"]["index"],
+        prompt=prompt,
+        turns=[
+            Turn(
+                "policy" if turn["sampled"] else "environment",
+                _text(turn),
+                len(turn["ids"]),
+                _reward(turn.get("reward")),
+                _reward(turn.get("score")),
+                _messages(turn),
+            )
+            for turn in turns[first:]
+        ],
+        reward=_reward(line["reward"]),
+        rewards={name: _reward(result["value"]) for name, result in line["rewards"].items()},
+        status=line["status"],
+        error=line["error"],
+        length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
+        info={name: float(value) for name, value in line["info"].items()},
+        findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
+    )
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    """The text of a turn after its images: ``[image 64x64]``."""
+    return "".join([*_sizes(turn), turn["text"]])
+
+
+def _messages(turn: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages of a turn; its images come first."""
+    messages = [{"role": role, "content": text} for role, text in turn.get("messages") or ()]
+    if messages and (sizes := "".join(_sizes(turn))):
+        messages[0]["content"] = sizes + messages[0]["content"]
+    return messages
+
+
+def _sizes(turn: Mapping[str, Any]) -> list[str]:
+    """``[image 64x64]`` for each image of a turn."""
+    sizes = (image_size(b64decode(image["data"])) for image in turn.get("images") or ())
+    return [f"[image {width}x{height}]" for width, height in sizes]
+
+
+def _with_sizes(messages: Sequence[Mapping[str, Any]], sizes: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Messages with content as text, in which each image is one of ``sizes``."""
+    rest = iter(sizes)
+
+    def text(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        return "".join(next(rest, "[image]") if part.get("type") == "image" else part["text"] for part in content)
+
+    return [{**message, "content": text(message.get("content"))} for message in messages]
+
+
+def _reward(value: Any) -> float | None:
+    """The reward as a float or None. Raises TypeError if it is neither a number nor null."""
+    number = as_number(value)
+    if number is None and value is not None:
+        raise TypeError(f"a reward is {shown(value)}, and not a number")
+    return number
+
+
+def _with_group_means(samples: Sequence[Sample]) -> list[Sample]:
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.reward is not None:
+            rewards[sample.group].append(sample.reward)
+    means = {group: sum(values) / len(values) for group, values in rewards.items()}
+    return [replace(sample, group_mean=means.get(sample.group)) for sample in samples]
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values)) if len(values) <= 12 else f"{values[0]} to {values[-1]}"

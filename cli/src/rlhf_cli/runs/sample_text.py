@@ -1,0 +1,84 @@
+"""A recorded sample as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.text import Text
+from rlhf_runtime.observe.sample_lines import printable, shortened
+
+from rlhf_cli.runs.curves import number
+from rlhf_cli.runs.recorded_samples import Sample
+
+LONG = 1200
+"""Number of characters that are shown of a long text."""
+INDENT = "  "
+
+
+def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
+    """The sample with its prompt and its turns.
+
+    Args:
+        heading: text before the sample's number.
+        full: do not shorten long texts, and do not leave out counts of the rollout that are 0.
+    """
+    limit = None if full else LONG
+    where = f"group {sample.group}, sample {sample.sample}, row {sample.row} of {sample.source!r}"
+    text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
+    if numbers := _numbers(sample, full):
+        text.append(f"{INDENT}{numbers}\n")
+    for name, finding in sample.findings.items():
+        words = "; ".join(f"{key} {_finding(value)}" for key, value in finding.items())
+        text.append(f"{INDENT}{printable(name)}: {shortened(printable(words), limit)}\n")
+    if sample.error:
+        text.append(f"{INDENT}error: {printable(sample.error)}\n", "bold red")
+    _add(text, "prompt", _prompt_text(sample.prompt), limit, "dim")
+    for turn in sample.turns:
+        marks = "".join(
+            f", {name} {number(value)}"
+            for name, value in (("reward", turn.reward), ("score", turn.score))
+            if value is not None
+        )
+        alone = len(sample.turns) == 1 and turn.who == "policy" and not marks
+        title = "completion" if alone else f"{turn.who}, {turn.tokens} tokens{marks}"
+        body = _prompt_text(turn.messages) if turn.messages else turn.text
+        _add(text, title, body, limit, "" if turn.who == "policy" else "dim")
+    text.rstrip()
+    return text
+
+
+def _facts(sample: Sample) -> str:
+    """``reward 0.5 (mean of its group 0.25): math 1, length -0.2; truncated, 6 tokens``."""
+    facts = f"{INDENT}reward {'none' if sample.reward is None else number(sample.reward)}"
+    if sample.group_mean is not None:
+        facts += f" (mean of its group {number(sample.group_mean)})"
+    rewards = [f"{name} {'none' if value is None else number(value)}" for name, value in sample.rewards.items()]
+    facts += f": {', '.join(rewards)}" if rewards else ""
+    turns = sum(turn.who == "policy" for turn in sample.turns)
+    return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
+
+
+def _numbers(sample: Sample, full: bool) -> str:
+    """``env/right 1, rollout/sequences 2``."""
+    numbers = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
+    return ", ".join(f"{printable(name)} {number(value)}" for name, value in numbers.items())
+
+
+def _finding(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return number(value)
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Text, or messages with the name of who speaks before each."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in prompt)
+
+
+def _add(text: Text, title: str, body: str, limit: int | None, style: str) -> None:
+    text.append(f"{INDENT}{title}\n", "bold")
+    for line in shortened(printable(body), limit).split("\n"):
+        text.append(f"{INDENT}{INDENT}{line}\n", style)

@@ -1,0 +1,156 @@
+"""Show samples that a run was trained on: the worst, the best, or any."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command
+
+if TYPE_CHECKING:
+    from rlhf_cli.runs.recorded_samples import Sample
+
+FIRST = 5
+"""Number of samples that are shown by default."""
+
+
+class Samples(Command):
+    """Show samples of a step of a run: `rlhf samples runs/latest --step 12 --worst 5`.
+
+    Each sample is shown with its prompt, its completion (or the turns of the policy and of the environment), the reward
+    in total and by name, its length and its status. By default the first 5 samples are shown, and with --group all
+    samples of that group. RUN may also be a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`.
+    """
+
+    name = "samples"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of a run, or a file of samples")
+        parser.add_argument("--step", type=_count, metavar="N", help="samples of this step (default: the last one)")
+        parser.add_argument("--worst", type=_count, metavar="N", help="the N with the lowest reward")
+        parser.add_argument("--best", type=_count, metavar="N", help="the N with the highest reward")
+        parser.add_argument("--random", type=_count, metavar="N", help="N drawn at random; the same ones at every call")
+        parser.add_argument("--sort-by", metavar="NAME", help="worst and best by this reward, or by `length`")
+        parser.add_argument("--source", metavar="NAME", help="only of this source of data")
+        parser.add_argument("--group", type=_number, metavar="N", help="only of this group: the answers to one prompt")
+        parser.add_argument("--full", action="store_true", help="show long texts whole")
+        parser.add_argument("--json", action="store_true", help="one JSON object a line for each sample")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf_cli.runs.recorded_samples import check_sort, read_samples, select
+
+        path, step = _file(args.run_folder, args.step)
+        samples = select(read_samples(path, step), args.source, args.group)
+        check_sort(samples, args.sort_by)
+        if args.sort_by is not None and args.worst is None and args.best is None:
+            raise ConfigError("--sort-by says what --worst or --best compare. Set one of them.")
+        selections = _selections(samples, args)
+        if args.json:
+            _print_json(selections)
+        else:
+            _print(samples, selections, path, args)
+        return 0
+
+
+def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
+    """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
+    from rlhf_cli.runs.recorded_samples import recorded_steps
+    from rlhf_cli.runs.run_record import RunRecord
+
+    if run.is_file():
+        if step is not None:
+            raise ConfigError(f"--step {step}: {run} is one file of samples, without steps. Leave --step out.")
+        return run, None
+    record = RunRecord.read(run)
+    steps = recorded_steps(run)
+    if not steps:
+        raise ConfigError(f"{run} holds no samples. {_why_no_samples(record)}")
+    if step is not None and step not in steps:
+        whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
+        listing = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+        word = "step" if len(steps) == 1 else "steps"
+        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
+    step = steps[-1] if step is None else step
+    return run / "rollouts" / f"step-{step:06d}.arrow", step
+
+
+def _why_no_samples(record: Any) -> str:
+    if record.option("checkpoint.save_rollouts") is False:
+        return "The run was told not to write them (checkpoint.save_rollouts = false)."
+    if not record.lines:
+        return "The run has finished no step."
+    if "stream/version" not in record.last:  # every step that was trained on samples has it
+        return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
+    return "They were deleted: the run sampled, and its folder rollouts/ has no files."
+
+
+def _selections(samples: Sequence[Sample], args: argparse.Namespace) -> list[tuple[str, Sequence[Sample]]]:
+    """[(what they are, samples)]."""
+    from rlhf_cli.runs.recorded_samples import draw_samples, extreme
+
+    by = f" by {args.sort_by}" if args.sort_by else ""
+    selections: list[tuple[str, Sequence[Sample]]] = []
+    if args.worst is not None:
+        selections.append((f"worst{by}", extreme(samples, args.worst, args.sort_by, best=False)))
+    if args.best is not None:
+        selections.append((f"best{by}", extreme(samples, args.best, args.sort_by, best=True)))
+    if args.random is not None:
+        selections.append(("random", draw_samples(samples, args.random, seed=0)))
+    if not selections:
+        selections.append(("", samples if args.group is not None else samples[:FIRST]))
+    return selections
+
+
+def _print_json(selections: Sequence[tuple[str, Sequence[Sample]]]) -> None:
+    from dataclasses import asdict
+
+    from rlhf_runtime.checkpoint.json_values import dumps
+
+    for title, samples in selections:
+        for sample in samples:
+            sys.stdout.write(dumps({"chosen": title, **asdict(sample)}, "sample", nonfinite="mark") + "\n")
+
+
+def _print(
+    all_samples: Sequence[Sample],
+    selections: Sequence[tuple[str, Sequence[Sample]]],
+    path: Path,
+    args: argparse.Namespace,
+) -> None:
+    from rlhf_cli.runs.output import terminal
+    from rlhf_cli.runs.sample_text import sample_text
+
+    console = terminal()
+    console.print(
+        f"{path}: {len(all_samples)} samples of {len({sample.group for sample in all_samples})} prompts", style="bold"
+    )
+    unscored = sum(sample.value(args.sort_by) is None for sample in all_samples)
+    if unscored and (args.worst is not None or args.best is not None):
+        console.print(f"{unscored} of them have no {args.sort_by or 'reward'}, and are not compared.", style="yellow")
+    for title, samples in selections:
+        for number, sample in enumerate(samples, 1):
+            heading = f"{title} {number} of {len(samples)}: " if title else ""
+            console.print()
+            console.print(sample_text(sample, heading, args.full), soft_wrap=True)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number of 0 or more, got {text!r}")
+    return int(text)
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Samples]

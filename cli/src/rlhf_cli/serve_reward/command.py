@@ -1,0 +1,103 @@
+"""Serve rewards and reward models over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+NOT_HERE = ("algo", "data", "eval-data", "output", "steps", "resume", "overwrite", "model")
+
+
+class ServeReward(Command):
+    """Serve rewards over HTTP: `rlhf serve-reward --reward math`, `--reward model:PATH`, or those of a run file.
+
+    The protocol is that of OpenRLHF's remote reward models, which the reward `http` speaks. The server listens on this
+    machine only, unless --host says otherwise; then it needs a token (--token-env).
+    """
+
+    name = "serve_reward"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser, without=NOT_HERE)
+        parser.add_argument(
+            "--model",
+            metavar="MODEL",
+            help="whose tokenizer turns texts into tokens; if absent that of a reward's model; rewards that read texts "
+            "only need none",
+        )
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+        parser.add_argument("--port", type=int, default=5000, help="0: any free port (default: %(default)s)")
+        parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
+        parser.add_argument(
+            "--label", metavar="COLUMN", help="column of the row that gets the label (default: both label and answer)"
+        )
+        for name, metavar, default, text in (
+            ("batch", "N", 256, "most samples that a model reads at once"),
+            ("queue", "N", 4096, "most samples that are under way at once; further requests get status 429"),
+            ("max-mb", "MIB", 64, "largest request; a larger one gets status 413"),
+        ):
+            parser.add_argument(
+                f"--{name}", type=_count, metavar=metavar, default=default, help=f"{text} (default: %(default)s)"
+            )
+        parser.add_argument(
+            "--wait", type=_seconds, metavar="SECONDS", default=0.005,
+            help="how long a model waits for further samples to read together (default: %(default)s)",
+        )  # fmt: skip
+        parser.add_argument(
+            "--timeout", type=_seconds, metavar="SECONDS", default=120.0,
+            help="longest time for one request; then it gets status 503 (default: %(default)s)",
+        )  # fmt: skip
+
+    def run(self, args: argparse.Namespace) -> int:
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.config.model_lookup import look_for_models
+
+        from rlhf_cli.serve_reward.access import Access
+        from rlhf_cli.serve_reward.application import Limits
+        from rlhf_cli.serve_reward.serving import serve
+
+        access = Access.checked(args.host, args.port, args.token_env)
+        if args.timeout == 0:
+            raise ConfigError("--timeout 0: no request could be answered. Give a positive number of seconds.")
+        flags = overrides(args)
+        config = load(args.run_file, flags, algorithm="score")
+        if not config.reward:
+            raise ConfigError("no reward is named: there is nothing to serve. Set --reward plugin:NAME.")
+        look_for_models(config)
+        limits = Limits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
+        serve(config, Plugins.discover(), access, limits, args.label, announce=_say)
+        return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [ServeReward]

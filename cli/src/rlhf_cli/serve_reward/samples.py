@@ -1,0 +1,135 @@
+"""Questions become groups of samples, as in a run, and their scores become an answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.errors import DataError
+from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_runtime.data.text_tokens import TextTokens
+
+from rlhf_cli.serve_reward.questions import Question
+
+SOURCE = "request"
+"""The source of the rows, in messages."""
+
+
+class Unscored(Exception):
+    """Samples that have no reward, with their causes."""
+
+    def __init__(self, causes: dict[int, str]) -> None:
+        n, cause = next(iter(causes.items()))
+        more = f" ({len(causes)} samples have no reward)" if len(causes) > 1 else ""
+        super().__init__(f"query[{n}]: {cause}{more}")
+        self.causes = causes
+
+
+class Samples:
+    """Makes groups of questions. The samples of a question that have one prompt and one label are a group.
+
+    A sample is a prompt and one answer. Its row has the columns ``prompt`` and, if labels were sent, the column of the
+    label.
+
+    Args:
+        tokenizer: None: turns have no tokens, and their texts are those that were sent. Else they have the tokens of
+            these texts, and their texts have no special tokens, as in a run.
+        column: of the label; None: both ``label`` and ``answer``.
+        add_eos: whether the end token is added to an answer that does not end with it.
+        longest: most tokens of a sample.
+    """
+
+    def __init__(self, tokenizer: Any, column: str | None, add_eos: bool, longest: int) -> None:
+        self._tokenizer, self._add_eos, self._longest = tokenizer, add_eos, longest
+        self._tokens = None if tokenizer is None else TextTokens(tokenizer)
+        self._columns = ("label", "answer") if column is None else (column,)
+
+    def groups(self, question: Question) -> tuple[list[Group], list[Trajectory]]:
+        """The groups, and all samples in the order of the question.
+
+        Raises Unscored for samples that cannot become tokens, or too many.
+        """
+        groups: dict[str, Group] = {}
+        samples: list[Trajectory] = []
+        causes: dict[int, str] = {}
+        for n, (prompt, completion) in enumerate(zip(question.prompts, question.completions, strict=True)):
+            label = [] if question.labels is None else [question.labels[n]]
+            key = json.dumps([prompt, *label], sort_keys=True)
+            if key not in groups:
+                columns = {"prompt": prompt} | {column: value for column in self._columns for value in label}
+                groups[key] = Group(Row(columns, SOURCE, len(groups)), len(groups), [])
+            group = groups[key]
+            try:
+                turns = self._turns(prompt, completion)
+            except DataError as error:
+                causes[n] = str(error)
+                continue
+            samples.append(Trajectory(group.row, turns, (group.number, len(group.trajectories))))
+            group.trajectories.append(samples[-1])
+        if causes:
+            raise Unscored(causes)
+        return list(groups.values()), samples
+
+    def _turns(self, prompt: str, completion: str) -> list[Turn]:
+        if self._tokens is None:
+            return _prompt_and_answer(([], prompt), ([], completion))
+        prompt_ids, answer = self._tokens.ids(prompt), self._tokens.ids_after(prompt, completion)
+        prompt_ids = [*self._tokens.begin(prompt_ids or answer), *prompt_ids]
+        end = self._tokenizer.eos_token_id
+        if self._add_eos and answer[-1:] != [end]:
+            answer = [*answer, end]
+        if len(prompt_ids) + len(answer) > self._longest:
+            raise DataError(
+                f"{len(prompt_ids) + len(answer)} tokens are more than data.max_tokens = {self._longest}. The server "
+                "can be started with a larger --data.max_tokens, if the model allows it."
+            )
+        return _prompt_and_answer((prompt_ids, self._decode(prompt_ids)), (answer, self._decode(answer)))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _prompt_and_answer(prompt: tuple[list[int], str], answer: tuple[list[int], str]) -> list[Turn]:
+    return [
+        Turn(prompt[0], sampled=False, text=prompt[1]),
+        Turn(answer[0], sampled=True, finish="stop", text=answer[1], given=True),
+    ]
+
+
+def answer_of(samples: Sequence[Trajectory], sources: Sequence[str]) -> dict[str, Any]:
+    """``{"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}`` of scored samples.
+
+    The logs are the numbers in a reward's ``info``, and with several rewards the value of each, under its name, where
+    all samples have them.
+
+    Raises Unscored where a sample failed, or no reward applies to it.
+    """
+    causes: dict[int, str] = {}
+    for n, sample in enumerate(samples):
+        if sample.status == "failed":
+            causes[n] = sample.error
+        elif sample.reward is None or sample.score is None:
+            causes[n] = "no reward applies to this sample"
+    if causes:
+        raise Unscored(causes)
+    logs = [_logs(sample, len(sources) > 1) for sample in samples]
+    common = [name for name in logs[0] if all(name in log for log in logs)]
+    return {
+        "rewards": [sample.reward for sample in samples],
+        "scores": [sample.score for sample in samples],
+        "extra_logs": {name: [log[name] for log in logs] for name in common},
+    }
+
+
+def _logs(sample: Trajectory, several: bool) -> dict[str, float]:
+    log: dict[str, float] = {}
+    for source, result in sample.rewards.items():
+        if several and result.value is not None:
+            log[source] = result.value
+        for key, value in result.info.items():
+            if type(value) in (int, float) and math.isfinite(value):
+                log[f"{source}/{key}" if several else key] = value
+    return log

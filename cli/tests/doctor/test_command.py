@@ -1,0 +1,170 @@
+"""`rlhf doctor` as users run it: a process of its own, on this machine and on spoiled ones."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rlhf_testing.tiny import tiny_model
+
+INSTALLATION = [
+    *("python", "versions", "requirements", "vision packages", "torch", "nccl", "transformers", "plugins"),
+    *("cores", "memory", "shared memory", "open files", "loopback", "disk", "environment"),
+]
+OF_PLUGINS = ["code", "deepspeed", "ray", "ray start", "ray cluster", "vllm"]
+STUB = "raise ImportError('left out of this test')"
+
+
+def doctor(*words, env=None, cwd=None):
+    """(exit code, standard output, standard error)."""
+    command = [sys.executable, "-m", "rlhf_cli.main", "doctor", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **(env or {})}, cwd=cwd
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def report(*words, **more):
+    code, out, err = doctor(*words, "--json", **more)
+    found = json.loads(out)
+    assert err == ""
+    assert code == (1 if found["status"] == "fail" else 0)
+    assert found["status"] == ("fail" if any(c["status"] == "fail" for c in found["checks"]) else "ok")
+    assert all(set(c) == {"name", "status", "found", "remedy"} for c in found["checks"])
+    return {check["name"]: check for check in found["checks"]}
+
+
+@pytest.fixture
+def light(tmp_path):
+    """An environment without the frameworks, so that their checks end at once (and fail)."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for name in ("torch", "transformers", "vllm", "deepspeed", "ray"):
+        (site / f"{name}.py").write_text(STUB)
+    return {"PYTHONPATH": str(site), "COLUMNS": "200"}
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A run that lacks nothing."""
+    tiny_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    text = '[algorithm]\nuse = "rloo"\n[policy]\nmodel = "model"\n[data]\ntrain = "rows.jsonl"\n[run]\noutput = "out"\n'
+    (tmp_path / "run.toml").write_text(text + '[[reward]]\nuse = "math"\n')
+    return tmp_path
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_this_machine_and_a_run(run_file):
+    """Everything once, frameworks included."""
+    start = time.monotonic()
+    found = report("run.toml", cwd=run_file, env={"HF_TOKEN": "hf_0123456789abcdefghij", "OMP_NUM_THREADS": "1"})
+    run = ["run file", "run plugins", "policy.model", "data", "output", "output disk"]
+    assert list(found) == INSTALLATION + run + OF_PLUGINS
+    failed = {name: check["found"] for name, check in found.items() if check["status"] == "fail"}
+    assert failed == {}
+    skipped = {name for name, check in found.items() if check["status"] == "skipped"}
+    assert skipped <= {"nccl", "ray start", "ray cluster", "vllm", "deepspeed", "ray"}
+    assert found["run plugins"]["found"].startswith("advantage rloo, algorithm rloo, generator transformers, ")
+    assert "HF_TOKEN" in found["environment"]["found"]
+    assert "hf_0123456789abcdefghij" not in json.dumps(found)
+    assert sorted(p.name for p in run_file.iterdir()) == ["model", "rows.jsonl", "run.toml"], "it left nothing"
+    assert time.monotonic() - start < 300
+
+
+def test_a_broken_installation_is_a_table_and_exit_code_1(light):
+    code, out, err = doctor(env=light)
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["check", "status", "found,", "and", "what", "to", "do"]
+    [at] = [number for number, line in enumerate(lines) if line.startswith("vllm ")]
+    assert lines[at].split()[1] == "fail"
+    assert "ImportError: left out of this test" in lines[at]
+    assert lines[at + 1].split()[:2] == ["To", "do:"]
+    assert " ok, " in lines[-1]
+    assert " fail, " in lines[-1]
+
+
+def test_each_check_is_written_into_a_pipe_when_it_ends(light, tmp_path):
+    """The check of transformers ends only after the line of an earlier check was read."""
+    gate = tmp_path / "gate"
+    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\n{STUB}"
+    (tmp_path / "site" / "transformers.py").write_text(wait)
+    command = [sys.executable, "-m", "rlhf_cli.main", "doctor", "--timeout", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **light}) as process:
+        for line in process.stdout:
+            if line.startswith("torch "):
+                gate.touch()
+            if line.startswith("transformers "):
+                assert "left out of this test" in line, "it was not waited for until the deadline"
+                break
+        process.kill()
+
+
+def test_json_names_every_check_once_and_an_address_alone_is_asked(light):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    code, out, _ = doctor("--json", "--launcher.address", f"127.0.0.1:{port}", env=light)
+    assert code == 1
+    checks = json.loads(out)["checks"]
+    # no "ray start": Ray itself cannot be imported here
+    of_plugins = ["code", "deepspeed", "ray", "ray cluster", "ray nodes", "vllm"]
+    assert [check["name"] for check in checks] == [*INSTALLATION, *of_plugins]
+    by_name = {check["name"]: check for check in checks}
+    assert by_name["ray cluster"]["found"] == f"127.0.0.1:{port}: Connection refused"
+    assert by_name["ray nodes"]["status"] == "skipped"
+
+
+def test_missing_parts_of_a_run_are_reported(light, run_file):
+    (run_file / "rows.jsonl").unlink()
+    (run_file / "out").mkdir()
+    (run_file / "out" / "config.toml").write_text("")
+    found = report("run.toml", "--policy.model", "modell", cwd=run_file, env=light)
+    assert found["run file"]["status"] == "ok"
+    assert found["policy.model"]["status"] == "skipped", "it may be the name of a model on a hub"
+    assert found["data"]["found"] == "cannot be read: rows.jsonl"
+    assert found["output"]["found"] == "out already holds a run"
+    assert found["run plugins"]["status"] == "fail"
+    assert found["run plugins"]["found"].startswith("algorithm 'rloo' (rlhf-plugin-rloo ")
+
+
+def test_a_wrong_run_file(light, run_file):
+    found = report("run.toml", "--run.sed", "3", cwd=run_file, env=light)
+    assert found["run file"]["status"] == "fail"
+    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in found["run file"]["found"]
+    assert "data" not in found
+    assert found["plugins"], "the installation is examined all the same"
+
+
+def test_wrong_usage(light):
+    code, _, err = doctor("--timeout", "0")
+    assert (code, err) == (2, "rlhf: --timeout 0: seconds, more than 0\n")
+    found = report("--nonsense", "3", env=light)["run file"]
+    assert found["status"] == "fail"
+    assert "no flag --nonsense" in found["found"]
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = (
+        "import sys\nfrom rlhf_cli.main import main\ntry:\n    main(['doctor', '--help'])\n"
+        "finally:\n    print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    before = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    after = os.times()
+    assert done.stdout.endswith("False False\n")
+    assert "RUN.TOML" in done.stdout
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    assert seconds < 0.5, "of the processor: other processes may share it"
+
+
+def test_the_page_names_every_check():
+    page = (Path(__file__).parents[3] / "docs/how-to/doctor.md").read_text()
+    missing = [name for name in INSTALLATION + OF_PLUGINS if f"| `{name}` |" not in page]
+    assert missing == []

@@ -1,0 +1,135 @@
+"""The order of the checks, and checks of plugins. `test_command.py` runs the whole command."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rlhf.interfaces import Check, Finding
+from rlhf.plugins import Plugins
+from rlhf_cli.doctor.examine import Request, examine, run_plugins
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The module of ``examine`` without checks of the installation, and only with the plugins' checks that ``offer``
+    registers."""
+    module = sys.modules[examine.__module__]
+    plugins = Plugins()
+    monkeypatch.setattr(module, "_installation", lambda request: [])
+    monkeypatch.setattr(module, "Plugins", SimpleNamespace(discover=lambda: plugins))
+    return SimpleNamespace(module=module, offer=lambda cls: plugins.register("check", cls))
+
+
+def looking(look, name="other"):
+    """A check whose ``look`` is this function."""
+    attributes = {"name": name, "look": lambda self, examination: look(examination), "__doc__": "Made up."}
+    return type("Made", (Check,), attributes)
+
+
+def test_flags_of_the_launcher_alone_do_not_make_a_run():
+    assert not Request().is_run
+    assert not Request(overrides=[("launcher.address", "here:1")]).is_run
+    assert Request(overrides=[("launcher.address", "here:1"), ("algorithm.use", "x")]).is_run
+    assert Request("run.toml").is_run
+
+
+def test_a_check_that_raises_leaves_the_others(module, monkeypatch):
+    steps = [("one", lambda: 1 / 0), ("two", list)]
+    monkeypatch.setattr(module.module, "_installation", lambda request: steps)
+    module.offer(looking(lambda examination: 1 / 0))
+    announced = []
+    one, other = examine(Request(), announced.append)
+    assert (one.name, one.status, one.remedy) == ("one", "fail", "please report this")
+    assert one.found == "the check itself failed: ZeroDivisionError: division by zero"
+    assert (other.name, other.status, other.found) == ("other", "fail", one.found)
+    assert other.remedy == "report this to the authors of in process"
+    assert announced == ["one", "two", "other"]
+
+
+def test_a_result_that_is_not_a_finding_is_refused(module):
+    module.offer(looking(lambda examination: ["fine"]))
+    [finding] = examine(Request())
+    assert finding.status == "fail"
+    assert finding.found.endswith("look() of check 'other' (in process) gives 'fine'; expected rlhf.interfaces.Finding")
+
+
+def test_a_finding_of_a_plugin_shows_no_secret(module, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "quite-secret-77")
+    module.offer(looking(lambda examination: [Finding("other", "ok", "the key is quite-secret-77")]))
+    assert [finding.found for finding in examine(Request())] == ["the key is $MY_API_KEY"]
+
+
+def test_a_check_that_cannot_be_imported_is_a_failed_line(site):
+    site.module("throwaway_broken", "raise ImportError('no such library')")
+    site.distribution("rlhf-plugin-broken", entry_points="[rlhf.check]\nbroken = throwaway_broken\n")
+    found = {finding.name: finding for finding in asked_plugins(Plugins.discover([str(site.path)]))}
+    assert found["broken"].status == "fail"
+    assert found["broken"].found.startswith(
+        "check 'broken' (rlhf-plugin-broken 0.1.0) failed to import 'throwaway_broken': ImportError: no such library"
+    )
+    assert found["broken"].remedy == "repair or uninstall rlhf-plugin-broken; the other checks are not affected"
+
+
+def asked_plugins(plugins):
+    """The findings of these plugins' checks alone."""
+    module = sys.modules[examine.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_installation", lambda request: [])
+        patch.setattr(module, "Plugins", SimpleNamespace(discover=lambda: plugins))
+        return list(examine(Request()))
+
+
+def test_a_check_is_given_the_launcher_of_the_run_and_the_places_that_it_shares(module, monkeypatch, tmp_path):
+    given = []
+    module.offer(looking(lambda examination: given.append(examination) or []))
+    monkeypatch.setattr(module.module, "run_plugins", lambda request: [])
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'algorithm = "x"\n[policy]\nmodel = "{tmp_path}/model"\n[critic]\nmodel = "org/name"\n'
+        f'[run]\noutput = "{tmp_path}/runs/a/b"\n[launcher]\nuse = "ray"\naddress = "auto"\n'
+    )
+    list(examine(Request(str(path), start=True, timeout=7)))
+    list(examine(Request(str(path), [("launcher.address", "10.0.0.1:6379")])))
+    list(examine(Request(overrides=[("launcher.address", "1")])))
+    list(examine(Request()))
+    assert [(e.launcher, dict(e.launcher_options)) for e in given] == [
+        ("ray", {"address": "auto"}), ("ray", {"address": "10.0.0.1:6379"}), (None, {"address": "1"}), (None, {}),
+    ]  # fmt: skip
+    assert [(e.start, e.timeout) for e in given] == [(True, 7), (False, 120), (False, 120), (False, 120)]
+    assert given[0].shared_paths == (f"{tmp_path}/model", str(tmp_path))
+    assert given[2].shared_paths == ()
+
+
+OPTIMUM = """
+from rlhf import hookimpl
+from rlhf.interfaces import Algorithm, ComponentConfig
+
+class Optimum(Algorithm):
+    name = "optimum"
+    data = "demonstrations"
+    class Config(ComponentConfig):
+        depth: int = 1
+        "How deep."
+    def __init__(self, config, parts=None, run=None):
+        self.config = config
+    def needs(self): ...
+    def assemble(self, examples, tokenize): ...
+    def annotations(self, step): ...
+    def credit(self, batch): ...
+    def updates(self, step, batch=None): ...
+"""
+
+
+def test_the_options_of_a_runs_plugins(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "optimum.py").write_text(OPTIMUM)
+    choice = ("algorithm.use", "file:optimum.py")
+    check = run_plugins(Request(overrides=[choice, ("algorithm.depth", "3")]))
+    assert check.status == "ok", check.found
+    assert "algorithm optimum" in check.found
+    check = run_plugins(Request(overrides=[choice, ("algorithm.dept", "3")]))
+    assert check.status == "fail"
+    assert "algorithm.dept (flag --algorithm.dept): unknown key. Did you mean 'depth'?" in check.found
+    check = run_plugins(Request(overrides=[choice, ("run.requires", '["rlhf-core>=9"]')]))
+    assert "needs rlhf-core>=9, found" in check.found

@@ -1,0 +1,152 @@
+"""Checks of a run file, with folders that each lack one thing."""
+
+import json
+
+import pytest
+from rlhf_cli.doctor import needs
+from rlhf_runtime.config.load import load
+from rlhf_testing.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy(model, tmp_path):
+    """A copy of the model's folder, which tests damage."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def run(**values):
+    pairs = [("algorithm.use", "of_no_matter"), *((k.replace("__", "."), str(v)) for k, v in values.items())]
+    return load(None, pairs)
+
+
+# --------------------------------------------------------------------------------------------- models
+
+
+def test_a_models_size_is_read_from_headers(model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    real = AutoModelForCausalLM.from_pretrained(model)
+    checks, sizes = needs.models(run(policy__model=model))
+    assert [c.status for c in checks] == ["ok"]
+    tensors = {t.data_ptr(): t.numel() for t in real.state_dict().values() if torch.is_tensor(t)}
+    assert sizes["policy.model"].parameters == sum(tensors.values())
+    assert sizes["policy.model"].bytes == sum(p.stat().st_size for p in model.glob("*.safetensors"))
+
+
+def test_every_model_of_the_run_file_is_looked_at(model, tmp_path):
+    config = run(
+        policy__model=model, critic__model=tmp_path / "no", roles__judge__model="org/name", reward=f"model:{model}"
+    )
+    checks, _ = needs.models(config)
+    found = {c.name: c.status for c in checks}
+    assert found == {"policy.model": "ok", "critic.model": "fail", "roles.judge.model": "skipped", "reward.0": "ok"}
+
+
+def test_a_model_of_another_format_fails_with_the_command_that_converts_it(copy, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    checks, sizes = needs.models(run(policy__model=tmp_path / "m.gguf", critic__model=copy))
+    assert ([c.status for c in checks], sizes) == (["fail", "fail"], {})
+    assert f"rlhf convert {tmp_path / 'm.gguf'} {tmp_path / 'm'}" in checks[0].remedy
+    assert f"rlhf convert {copy} {copy}-safetensors" in checks[1].remedy
+
+
+def problem(folder):
+    [check], sizes = needs.models(run(policy__model=folder))
+    assert (check.status, sizes) == ("fail", {})
+    return check.found
+
+
+def test_no_folder(tmp_path):
+    assert problem(tmp_path / "none").endswith("there is no such folder")
+
+
+def test_no_config(copy):
+    (copy / "config.json").unlink()
+    assert "config.json" in problem(copy)
+
+
+def test_a_config_that_is_no_json(copy):
+    (copy / "config.json").write_text("{")
+    assert "config.json is not a JSON object" in problem(copy)
+
+
+def test_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    assert "holds no *.safetensors" in problem(copy)
+
+
+def test_weights_that_are_cut_short(copy):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "cut short or damaged" in problem(copy)
+    file.write_bytes(file.read_bytes()[:20])
+    assert "is not a safetensors file, or cut short (20 bytes)" in problem(copy)
+
+
+def test_a_shard_that_is_missing(copy):
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (copy / "model.safetensors").rename(copy / names["a"])
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert "1 of 2 files of weights are missing: model-00002-of-00002.safetensors" in problem(copy)
+
+
+# ----------------------------------------------------------------------------------------------- data
+
+
+def test_data(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    assert needs.data(run()).found == "data.train names no source"
+    check = needs.data(run(data__train=tmp_path / "rows.jsonl"))
+    assert (check.status, check.found) == ("ok", "1 source can be read")
+    check = needs.data(run(data__train=tmp_path / "rows.jsonl", data__eval=tmp_path / "row.jsonl"))
+    assert check.status == "fail"
+    assert str(tmp_path / "row.jsonl") in check.found
+    assert needs.data(run(data__train="org/name")).status == "ok"
+
+
+# --------------------------------------------------------------------------------------------- output
+
+
+def test_output_that_can_be_written(tmp_path, model):
+    sizes = {"policy.model": needs.Weights(10**9, 0), "reference.model": needs.Weights(10**12, 0)}
+    check, room = needs.output(run(run__output=tmp_path / "runs" / "a"), sizes)
+    assert check.status == "ok"
+    assert "5 checkpoints (weights and Adam's moments in fp32) take about 55.9 GiB" in room.found
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_output_without_room(tmp_path):
+    _, room = needs.output(run(run__output=tmp_path), {"policy.model": needs.Weights(10**14, 0)})
+    assert room.status == "fail"
+
+
+def test_output_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    [check] = needs.output(run(run__output=tmp_path / "file" / "run"), {})
+    assert check.found.endswith(f"{tmp_path / 'file'} is a file")
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    [check] = needs.output(run(run__output="/proc/rlhf-doctor"), {})
+    assert check.status == "fail"
+    assert check.found.startswith("/proc cannot be written: ")
+
+
+def test_output_that_holds_a_run(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    check, _ = needs.output(run(run__output=tmp_path), {})
+    assert (check.status, check.found) == ("fail", f"{tmp_path} already holds a run")
+    assert needs.output(run(run__output=tmp_path, run__resume="true"), {})[0].status == "ok"
+    check, _ = needs.output(run(run__output=tmp_path / "other", run__resume="true"), {})
+    assert (check.status, check.remedy) == ("fail", "leave out --resume")

