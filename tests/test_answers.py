@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rlhf_cli.main import main
-from rlhf_cli.words import split_dotted
+from rlhf_cli.main import main, split_dotted
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import REWARD, Workshop

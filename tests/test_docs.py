@@ -19,7 +19,7 @@ import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli import completion
 from rlhf_cli.describe import options
-from rlhf_cli.words import split_dotted
+from rlhf_cli.main import split_dotted
 from rlhf_runtime.config.flag_values import item_of, model_of
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_testing import conformance

@@ -9,8 +9,7 @@ import tomllib
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
-from rlhf_cli.main import command_names
-from rlhf_cli.words import split_dotted
+from rlhf_cli.main import command_names, split_dotted
 from rlhf_runtime.config.command_line import overrides
 from rlhf_runtime.config.load import load
 from rlhf_runtime.setup.plugins import run_plugins

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_cli.isolate import isolate
 from rlhf_cli.main import main
+from rlhf_cli.plugins import isolate
 from rlhf_testing.tiny import tiny_model
 
 from tests.continuous import simulated

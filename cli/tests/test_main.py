@@ -10,8 +10,7 @@ import rlhf
 from rlhf.errors import ConfigError, PluginNotFound, TrainingError
 from rlhf.interfaces import Command
 from rlhf.plugins import Plugins
-from rlhf_cli.main import command_names, main
-from rlhf_cli.words import split_dotted
+from rlhf_cli.main import command_names, main, split_dotted
 
 HEAVY = ("torch", "transformers", "datasets", "numpy")
 SLOW = ("pydantic", "rich", "rlhf_runtime")

@@ -6,20 +6,25 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from rlhf import hookimpl
-from rlhf.errors import ConfigError, PluginNotFound, RlhfError, did_you_mean
+from rlhf.errors import ConfigError, PluginError, PluginNotFound, RlhfError, did_you_mean
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 from rlhf.plugins import Entry, Plugins, Resolved, parse_reference
 from rlhf.plugins.entry import KINDS, distribution_of
 
-from rlhf_cli import isolate
 from rlhf_cli.scaffold import LIKE, write_plugin
+
+SECTIONS = {"env": "[env]", "reward": "[[reward]]", "rollout": "[rollout]"}
+"""{kind with the option ``python``: its section}. Only some rollouts have the option."""
 
 
 class PluginsCommand(Command):
@@ -59,7 +64,23 @@ class PluginsCommand(Command):
             "-k", dest="only", default="", metavar="CHECK", help="only the checks whose names contain this"
         )
         check.add_argument("--json", action="store_true", help="one JSON list of objects")
-        isolate.add_arguments(action("isolate", "make a virtual environment with the packages of one plugin"))
+        isolation = action("isolate", "make a virtual environment with the packages of one plugin")
+        isolation.add_argument("name", metavar="NAME", help="a name or any other reference, e.g. file:env.py")
+        isolation.add_argument("--kind", help="where several kinds have the name")
+        isolation.add_argument(
+            "--output", type=path_argument, required=True, metavar="DIR", help="folder to make; it must not exist"
+        )
+        isolation.add_argument(
+            "--python", default=sys.executable, metavar="PROGRAM", help="Python 3.11 or newer (default: that of rlhf)"
+        )
+        isolation.add_argument(
+            "--with",
+            dest="packages",
+            action="append",
+            default=[],
+            metavar="REQUIREMENT",
+            help="install this too, e.g. --with 'heavy==1.2'; may be repeated",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         return int(args.act(args))
@@ -128,7 +149,7 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
     return [plugins.resolve(k, ref) for k in kinds]
 
 
-# ---------------------------------------------------------------------------- new, isolate, check
+# --------------------------------------------------------------------------------------------- new
 
 
 def _new(args: argparse.Namespace) -> int:
@@ -142,12 +163,59 @@ def _new(args: argparse.Namespace) -> int:
     return 0
 
 
+# ----------------------------------------------------------------------------------------- isolate
+
+
 def _isolate(args: argparse.Namespace) -> int:
     matches = _resolve_all(Plugins.discover(), args.name, args.kind)
     if len(matches) > 1:
         raise ConfigError(f"{args.name!r} is of the kinds {', '.join(r.kind for r in matches)}: add --kind")
-    _write(isolate.isolate(matches[0], args.output, args.python, args.packages))
+    _write(isolate(matches[0], args.output, args.python, args.packages))
     return 0
+
+
+def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) -> str:
+    """Make the virtual environment and install there what the plugin and the core need, and ``packages``. Returns what
+    to write into the run file. After a failure the folder is removed.
+
+    Raises ConfigError: the plugin is of another kind, or the folder exists. PluginError: Python or pip failed.
+    """
+    from rlhf_runtime.workers.isolation import environment, to_install
+
+    own = resolved.kind in SECTIONS
+    if resolved.kind == "rollout":
+        own = "python" in resolved.cls.Config.model_fields
+    if not own:
+        allowed = "env, reward, and rollouts that have the option python"
+        raise ConfigError(f"{resolved} cannot run under a Python of its own; allowed kinds: {allowed}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a new folder with --output, or remove it")
+    requirements = to_install(resolved) + packages
+    made_python = folder / "bin" / "python"
+    # Without PYTHONPATH, as in a worker: pip would take packages there for installed.
+    variables = environment(str(made_python), os.environ)
+    try:
+        _call([python, "-m", "venv", str(folder)], variables)
+        pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        _call([str(made_python), *pip, *requirements], variables)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    headline = f"made {folder} with {', '.join(requirements)}; in the run file:"
+    return f'{headline}\n\n{SECTIONS[resolved.kind]}\nuse = "{resolved.ref}"\npython = "{made_python}"'
+
+
+def _call(command: list[str], variables: dict[str, str]) -> None:
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    except OSError as error:
+        raise ConfigError(f"--python {command[0]} cannot be started: {error.strerror}") from None
+    if process.returncode != 0:
+        last = "\n  ".join((process.stderr or process.stdout).strip().splitlines()[-8:])
+        raise PluginError(f"`{' '.join(command)}` failed:\n  {last}")
+
+
+# ------------------------------------------------------------------------------------------- check
 
 
 def _check(args: argparse.Namespace) -> int:

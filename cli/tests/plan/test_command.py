@@ -75,7 +75,7 @@ def test_a_plan_that_no_option_makes_fit_says_so(words, capsys):
 
 
 def test_unknown_memory_is_reported(words, capsys, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.plan.machines.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf_cli.plan.command.gpu_memory", lambda: None)
     assert main([*words, "--device", "cuda"]) == 0
     assert "whether it fits is not known: give a device's memory, e.g. --device-memory 80GiB" in capsys.readouterr().out
 

@@ -11,9 +11,9 @@ import pytest
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
+from rlhf_cli.plan.command import cpu_memory, target
 from rlhf_cli.plan.from_run_file import resolve, work_of
 from rlhf_cli.plan.layout import Machine
-from rlhf_cli.plan.machines import cpu_memory, target
 from rlhf_cli.plan.nearest_change import nearest
 from rlhf_cli.plan.report import as_json, assumptions, describe
 from rlhf_cli.plan.row_lengths import limits, read_lengths
@@ -473,14 +473,14 @@ def test_the_best_change_is_shown_if_nothing_fits(published, plugins):
 
 
 def test_the_machine_is_given_by_flags_or_detected(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_cli.plan.machines.gpu_memory", lambda: None)
-    monkeypatch.setattr("rlhf_cli.plan.machines.cpu_memory", lambda: 7 * GIB)
+    monkeypatch.setattr("rlhf_cli.plan.command.gpu_memory", lambda: None)
+    monkeypatch.setattr("rlhf_cli.plan.command.cpu_memory", lambda: 7 * GIB)
     assert (target().device, target().memory) == ("cpu", 7 * GIB)
     given = target(memory="80GiB", host_memory="1TiB", devices_per_node=4)
     assert (given.device, given.memory, given.host_memory, given.devices_per_node) == ("cuda", 80 * GIB, 2**40, 4)
     assert target("cpu", "3GB").memory == 3 * 10**9
     assert target("cuda").memory is None
-    monkeypatch.setattr("rlhf_cli.plan.machines.gpu_memory", lambda: 40 * GIB)
+    monkeypatch.setattr("rlhf_cli.plan.command.gpu_memory", lambda: 40 * GIB)
     assert (target().device, target().memory) == ("cuda", 40 * GIB)
     for wrong in ("80 monkeys", "", "-1GiB", "0GiB", "GiB", "80"):
         with pytest.raises(ConfigError, match=r"--device-memory is .*give a number and a unit, e\.g\. 80GiB"):

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import rlhf_cli.serve_reward.serving as serving_module
-from rlhf_cli.serve_reward import connections
 from rlhf_cli.serve_reward.access import Access
 from served import Served, serving
 
@@ -241,7 +240,7 @@ def test_idle_connections_keep_no_client_out(file, tmp_path, monkeypatch) -> Non
 
 
 def test_a_connection_that_sends_no_request_is_closed(file, monkeypatch) -> None:
-    monkeypatch.setattr(connections, "IDLE", 0.1)
+    monkeypatch.setattr(serving_module, "IDLE", 0.1)
     with serving(("reward", file)) as server:
         assert raw_idle(server, b"") == raw_idle(server, b"GET /health HTTP/1.1\r\nHost: x\r\nX-") == b""
 

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ModelError
-from rlhf.interfaces.memory import ModelSize
+from rlhf.interfaces.memory import LayerSize, ModelSize, VisionSize
 from rlhf_hub.published import model_folder
 
-from rlhf_cli.plan.layer_size import cached, first, layer_size
-from rlhf_cli.plan.vision_size import vision_size
-
 EXPECTED = "Expected a folder with a config.json in Hugging Face format, or a hub name."
+KEYS = ("k_proj", "key_proj", "key", "k")
+"""Names of the matrix of keys."""
+TOGETHER = ("query_key_value", "qkv_proj", "c_attn", "Wqkv", "qkv", "W_pack")
+"""Names of one matrix that makes queries, keys and values."""
+LARGE = 2048
+"""Height and width of the image, in pixels. Most processors make larger images smaller."""
 
 
 @cache
@@ -126,3 +129,120 @@ def _linear(module: Any, head: Any) -> tuple[tuple[str, int, int, int], ...]:
         inputs, outputs, count = shapes.get(last, (0, 0, 0))
         shapes[last] = inputs + layer.in_features, outputs + layer.out_features, count + 1
     return tuple((name, *shapes[name]) for name in sorted(shapes))
+
+
+def layer_size(layer: Any, config: Any) -> LayerSize:
+    """``layer``: the module. ``config``: of the text model."""
+    hidden = int(config.hidden_size)
+    matrices = {n: p for n, p in layer.named_parameters() if p.ndim >= 2}
+    heads = first(config, "num_attention_heads") or 1
+    key_heads = first(config, "num_key_value_heads") or heads
+    size = first(config, "head_dim") or hidden // heads
+    query = heads * size
+    key = value = _key_width(matrices, hidden, query) or key_heads * size
+    if first(config, "kv_lora_rank"):  # latent attention computes with whole heads, and caches less
+        size = (first(config, "qk_nope_head_dim") or 0) + (first(config, "qk_rope_head_dim") or 0)
+        query, key, value = heads * size, heads * size, heads * (first(config, "v_head_dim") or size)
+    feed = sum(p.numel() for n, p in matrices.items() if "attn" not in n and "attention" not in n)
+    experts = first(config, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    ffn = first(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
+    active = 0
+    if experts and any("expert" in n for n in matrices):
+        active = first(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k") or 1
+        width = first(config, "moe_intermediate_size") or ffn
+        shared = sum(p.shape[-1] for n, p in matrices.items() if "shared" in n and "down_proj" in n)
+        gated = feed > 2.5 * experts * hidden * width
+        ffn = active * width + int(shared)
+    else:
+        gated = feed > 2.5 * hidden * ffn
+    normed = any("q_norm" in n for n, _ in layer.named_parameters())
+    norms = sum("norm" in n and n.endswith("weight") and p.numel() == hidden for n, p in layer.named_parameters())
+    total = sum(p.numel() for p in layer.parameters())
+    largest = max(p.numel() for p in layer.parameters())
+    return LayerSize(total, query, key, value, heads, ffn, gated, active, normed, max(1, norms), largest)
+
+
+def _key_width(matrices: dict[str, Any], hidden: int, query: int) -> int | None:
+    """Width of the keys, from the matrix that makes them, or from one that makes queries and values too; None: the
+    layer has no such matrix."""
+    for name, matrix in matrices.items():
+        last = name.removesuffix(".weight").rpartition(".")[2]
+        outputs = matrix.numel() // hidden
+        if matrix.ndim == 2 and last in KEYS:
+            return int(outputs)
+        if matrix.ndim == 2 and last in TOGETHER and outputs > query:
+            return int(outputs - query) // 2
+    return None
+
+
+def cached(layer: LayerSize, kind: str, config: Any) -> int:
+    """Elements of the key-value cache per token. Linear and recurrent layers have none."""
+    if "attention" not in kind or "linear" in kind:
+        return 0
+    latent = first(config, "kv_lora_rank")
+    if latent:
+        return latent + (first(config, "qk_rope_head_dim") or 0)
+    return layer.key + layer.value
+
+
+def first(config: Any, *names: str) -> int | None:
+    """The first of these fields that is a number."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value:
+            return int(value)
+    return None
+
+
+def vision_size(module: Any, config: Any, path: str, trust_remote_code: bool) -> VisionSize | None:
+    """None where the part has no list of layers, or no convolution that reads patches: its activations are not counted.
+
+    Args:
+        module: the model on the meta device.
+        config: of the model.
+
+    Raises ModelError: the folder has no processor of images, as the run would.
+    """
+    from rlhf_modeling.images.architecture import vision_prefixes
+    from torch import nn
+
+    vision = getattr(config, "vision_config", None)
+    width = first(vision, "embed_dim", "hidden_size")
+    prefixes = vision_prefixes(module)
+    parts = [(name, m) for name, m in module.named_modules() if name.startswith(prefixes)]
+    lists = [(name, m) for name, m in parts if isinstance(m, nn.ModuleList)]
+    reads = [m for _, m in parts if isinstance(m, nn.Conv2d | nn.Conv3d) and m.out_channels == width]
+    if width is None or not lists or not reads:
+        return None
+    name, layers = max(lists, key=lambda entry: len(entry[1]))
+    feed = [m for at, m in layers[0].named_modules() if isinstance(m, nn.Linear) and "att" not in at]
+    behind = [m for at, m in parts if isinstance(m, nn.Linear) and not at.startswith(f"{name}.")]
+    pixels = reads[0].weight[0].numel()
+    patches, tokens = _of_a_large_image(path, trust_remote_code, pixels)
+    return VisionSize(
+        layers=len(layers),
+        hidden=width,
+        ffn=feed[0].out_features if feed else 4 * width,
+        gated=len(feed) > 2,
+        projector=sum(m.in_features + m.out_features for m in behind),
+        pixels=pixels,
+        patches=patches,
+        tokens=tokens,
+    )
+
+
+def _of_a_large_image(path: str, trust_remote_code: bool, pixels: int) -> tuple[int, int]:
+    """(patches, tokens)."""
+    from PIL import Image
+    from rlhf_hub.processors import load_processor
+
+    processor = load_processor(path, trust_remote_code)
+    try:
+        blank = Image.new("RGB", (LARGE, LARGE))
+        inputs = processor(images=[blank], text=[processor.image_token], add_special_tokens=False, return_tensors="pt")
+        return inputs["pixel_values"].numel() // pixels, inputs["input_ids"].numel()
+    except Exception as error:  # of many kinds: the processor may be anybody's
+        raise ModelError(
+            f"cannot plan with images for {path!r}: its processor fails with an image of {LARGE}x{LARGE} pixels "
+            f"({type(error).__name__}: {error})"
+        ) from error

@@ -1,4 +1,4 @@
-"""The server: checks requests, limits them, and answers in JSON."""
+"""The server: checks requests, limits and counts them, and answers in JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_reward.metrics import Metrics
 from rlhf_cli.serve_reward.questions import BadQuestion, Question
 from rlhf_cli.serve_reward.samples import Unscored
 
@@ -22,6 +22,8 @@ _LOG = logging.getLogger(__name__)
 PATH = "/get_reward"
 RETRY_AFTER = "1"
 """Seconds after which a client may ask again."""
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Answer = Callable[[Question], Awaitable[dict[str, Any]]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,6 +44,30 @@ class _Refused(Exception):
     def __init__(self, status: int, cause: str, **headers: str) -> None:
         super().__init__(cause)
         self.status, self.headers = status, headers
+
+
+class Metrics:
+    """A registry of its own, so that several servers of one process do not add up."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "rlhf_reward_requests", "Requests for rewards by HTTP status", ["status"], registry=self._registry
+        )
+        self.samples = Counter("rlhf_reward_samples", "Samples that got a reward", registry=self._registry)
+        self.failures = Counter(
+            "rlhf_reward_failed_samples", "Samples for which a reward failed", registry=self._registry
+        )
+        self.seconds = Histogram(
+            "rlhf_reward_request_seconds", "Time of a request", buckets=SECONDS, registry=self._registry
+        )
+        self.under_way = Gauge("rlhf_reward_samples_under_way", "Samples under way", registry=self._registry)
+        self.passes = Histogram(
+            "rlhf_reward_model_batch", "Samples that a model read at once", buckets=SAMPLES, registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 class Application:

@@ -1,10 +1,12 @@
-"""Loads the rewards, and serves them until the process is asked to stop."""
+"""Loads the rewards, and serves them until the process is asked to stop: its sockets, and the connections to them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import logging
+import resource
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,14 +21,17 @@ from rlhf_runtime.setup.plugins import active_reward
 from rlhf_runtime.workers.main_thread import MainThread
 
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_reward.application import PATH, Answer, Application, Limits
-from rlhf_cli.serve_reward.connections import Connections, largest_number
-from rlhf_cli.serve_reward.metrics import Metrics
+from rlhf_cli.serve_reward.application import PATH, Answer, Application, Limits, Metrics
 from rlhf_cli.serve_reward.questions import Question
 from rlhf_cli.serve_reward.samples import Samples, answer_of
 
+_LOG = logging.getLogger(__name__)
 END = 5.0
 """Seconds that the server has to close its connections after a failure."""
+IDLE = 15.0
+"""Seconds that a connection has to send the headers of a request."""
+MOST = 1024
+"""Most connections, as far as the limit on open files allows."""
 
 
 def serve(
@@ -115,6 +120,71 @@ def _check(config: RunFile, rewards: list[ActiveReward]) -> None:
                 f"{reward} reads tokens, and requests hold texts. Set --model PATH (a folder or a hub name); of it "
                 "only the tokenizer is loaded."
             )
+
+
+def largest_number() -> int:
+    """How many connections the server holds at once. Each is an open file; the rest is for the rewards."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if files == resource.RLIM_INFINITY else max(16, min(MOST, files // 4))
+
+
+class Connections:
+    """Makes the protocol of each new connection. A connection over the limit takes the place of the one that has been
+    open longest without a request under way, so clients without a token cannot keep others out.
+
+    Args:
+        server: of aiohttp's runner.
+        answering: the connections whose requests are under way.
+    """
+
+    def __init__(self, server: web.Server, answering: Collection[Any], limit: int) -> None:
+        self._server, self._answering, self._limit = server, answering, limit
+        self._open: dict[Connection, None] = {}
+
+    def __call__(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        return Connection(self, self._server, loop=loop, access_log=None, keepalive_timeout=IDLE)
+
+    def opened(self, connection: Connection) -> None:
+        self._open[connection] = None
+        if len(self._open) > self._limit:
+            idle = next(each for each in self._open if each is connection or each not in self._answering)
+            del self._open[idle]
+            idle.force_close()
+
+    def lost(self, connection: Connection) -> None:
+        self._open.pop(connection, None)
+
+
+class Connection(web.RequestHandler):
+    """One connection."""
+
+    def __init__(self, connections: Connections, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._connections.opened(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.lost(self)
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """aiohttp would answer and log the line that it cannot read, which may be the one with the token."""
+        if status >= 500:
+            return super().handle_error(request, status, exc, message)
+        _LOG.debug("a request of %s is not HTTP: %s", request.remote, type(exc).__name__)
+        response = web.json_response({"error": "the request is not valid HTTP"}, status=status)
+        response.force_close()
+        return response
 
 
 class _Server:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_cli.isolate import isolate
+from rlhf_cli.plugins import isolate
 from rlhf_plugin_verifiers import Verifiers
 from rlhf_testing.chat_templates import HERMES
 
