@@ -25,11 +25,11 @@ from typing import Any
 from rlhf.interfaces import Generator, Proof
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
 from rlhf_plugin_agent import Agent
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_tokenizer
 from transformers import AutoTokenizer

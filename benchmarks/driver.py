@@ -37,8 +37,7 @@ from rlhf.types import Group, Reduce, Row, Trajectory, Turn
 from rlhf_algorithms import pipeline
 from rlhf_plugin_policy_gradient.advantages import GroupNorm
 from rlhf_runtime.checkpoint import saved_groups
-from rlhf_runtime.models.dispatch import micro_batches, plan
-from rlhf_runtime.models.unit_prefixes import unit_prefixes
+from rlhf_runtime.models.dispatch import micro_batches, plan, unit_prefixes
 
 PROMPT, ANSWER, SAMPLES = 700, 2000, 8
 RANKS, BUDGET, REPEATS = 8, 65536, 3

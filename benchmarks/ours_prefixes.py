@@ -23,8 +23,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
 from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_runtime.models.dispatch import plan
-from rlhf_runtime.models.unit_prefixes import unit_prefixes
+from rlhf_runtime.models.dispatch import plan, unit_prefixes
 from settings import LONGEST, PROMPTS, ROWS, SAMPLES, SHORTEST, THREADS
 
 SHAPES = {  # name: (prompts, samples of each, tokens of a prompt, tokens of an answer)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_cli.main import main as rlhf
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 from stream import machine
 

@@ -28,11 +28,11 @@ import psutil
 import torch
 from model import CHARS, make_model
 from rlhf.plugins import Plugins
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.load import load
 from rlhf_runtime.jobs.scoring import place_rewards
 from rlhf_runtime.rewards.reward_models import score_with_role
 from rlhf_runtime.setup.launch import launch_roles
-from rlhf_runtime.workers.main_thread import MainThread
 
 CLIENTS, GROUP = 64, 8
 SHORTEST, LONGEST = 60, 120

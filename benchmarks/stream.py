@@ -34,7 +34,7 @@ from pyarrow import feather
 from rlhf.types import GenerationRequest, Turn
 from rlhf_cli.main import main as rlhf
 from rlhf_plugin_simulated.generator import SimulatedGenerator
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 
 SPEED = 10.0

@@ -14,8 +14,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
-from rlhf_runtime.observe.timeline_file import TimelineFile
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
 
 SAMPLES, TURNS, ROUNDS = 256, 4, 20
 

@@ -14,11 +14,11 @@ from rlhf.ops.trajectories import assemble
 from rlhf.types import RewardResult, RoleSpec, Row, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.tiny import CHARS, tiny_model
 
 CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1, "b": 2}}\n</tool_call>'

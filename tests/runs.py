@@ -15,7 +15,7 @@ import tomli_w
 from pyarrow import feather
 from rlhf_cli.main import main
 from rlhf_runtime.checkpoint.saved_groups import recorded
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]

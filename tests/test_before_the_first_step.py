@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data import early_row_check
-from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.early_row_check import RowCheck
+from rlhf_runtime.data import dataset
+from rlhf_runtime.data.dataset import RowCheck, TrainData
 from rlhf_runtime.loop.run import Run
 from rlhf_runtime.setup import build
 
@@ -142,7 +141,7 @@ def test_the_check_reads_the_configured_number_of_rows(data: TrainData, monkeypa
                 check.wait()
         else:
             check.wait()
-    monkeypatch.setattr(early_row_check, "CHECKED", 12)
+    monkeypatch.setattr(dataset, "CHECKED", 12)
     check = RowCheck(data, 10**9)
     check.start()
     check.wait()

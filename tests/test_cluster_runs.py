@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 
 from tests.continuous import check_ledger

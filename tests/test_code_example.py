@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rlhf_cli.main import main as rlhf
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 
 from examples.code import make_task
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_runtime.checkpoint.manifest import MANIFEST, seal
+from rlhf_runtime.checkpoint.store import MANIFEST, seal
 from safetensors.torch import load_file, save_file
 
 from tests.runs import Finished, Workshop, change_rows

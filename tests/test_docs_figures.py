@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 
 from tests.pages import DOCS, ROOT, tables
 

@@ -11,8 +11,8 @@ from typing import get_args
 
 import pytest
 from rlhf_endpoint.tree import Reason
-from rlhf_runtime.observe import read_metrics
 from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.output.metrics import read_metrics
 
 from tests.pages import DOCS, ROOT, read, tables
 

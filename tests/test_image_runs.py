@@ -13,7 +13,7 @@ from rlhf.interfaces import ModelSpec
 from rlhf.types import Image, RoleSpec
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.model import load_model
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.image_models import drawn, tiny_image_model
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer

@@ -16,7 +16,7 @@ from rich.console import Console
 from rlhf.errors import RlhfError
 from rlhf_cli.main import main
 from rlhf_cli.runs import output
-from rlhf_runtime.observe import RunDirectory
+from rlhf_runtime.output.run_directory import RunDirectory
 
 from tests.runs import REWARD, Finished, Workshop, change_rows
 

@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 from rlhf_cli.main import main
 from rlhf_runtime.loop.run import Run
-from rlhf_runtime.observe import RunDirectory
+from rlhf_runtime.output.run_directory import RunDirectory
 
 from tests.runs import Workshop
 

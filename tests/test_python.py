@@ -10,7 +10,7 @@ import threading
 import pytest
 import rlhf
 from rlhf.errors import CheckpointError, ConfigError, DataError, PluginNotFound, RewardError, RlhfError
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 
 from tests.runs import PROMPTS, Finished, assert_same_run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 from rlhf.plugins import Plugins
-from rlhf_runtime.config.plugin_selection import dumped
+from rlhf_runtime.config.components import dumped
 
 from tests.continuous import simulated
 from tests.runs import Finished, Workshop, merged

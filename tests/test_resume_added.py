@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rlhf_runtime.checkpoint import manifest, read_json, write_json
+from rlhf_runtime.checkpoint import read_json, store, write_json
 
 from tests.runs import assert_same_run
 
@@ -14,7 +14,7 @@ ADDED = ("algorithm.options.mask_truncated", "algorithm.options.loss.clip_low", 
 
 def forget(checkpoint: Path, *keys: str) -> None:
     """Change the checkpoint to one of a release without these options."""
-    stated = read_json(checkpoint / manifest.MANIFEST)
+    stated = read_json(checkpoint / store.MANIFEST)
     del stated["sha256"]
     for key in keys:
         *above, last = key.split(".")
@@ -22,7 +22,7 @@ def forget(checkpoint: Path, *keys: str) -> None:
         for part in above:
             place = place[int(part)] if isinstance(place, list) else place[part]
         del place[last]
-    write_json(checkpoint / manifest.MANIFEST, {**stated, "sha256": manifest._digest(stated)})
+    write_json(checkpoint / store.MANIFEST, {**stated, "sha256": store._digest(stated)})
 
 
 def test_a_run_whose_checkpoint_lacks_new_options_is_resumed(shop):

@@ -17,7 +17,7 @@ import torch
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.config.load import load
 from rlhf_runtime.loop.saves import Saves
-from rlhf_runtime.observe import RunDirectory
+from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_testing.tiny import tiny_reward_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file

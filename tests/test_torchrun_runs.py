@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from rlhf_runtime.observe.metrics import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 from rlhf_testing.two_hosts import ADDRESSES, NotPermitted, TwoHosts
 

@@ -22,7 +22,7 @@ from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.weight_sync import WeightSync
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.setup.build import train
 from safetensors.torch import load_file
 from sampled import draw_all, engine, policy, requests

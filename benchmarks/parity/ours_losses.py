@@ -18,7 +18,7 @@ from rlhf.plugins import Plugins
 from rlhf.types.examples import Example
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.offline import offline
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.setup.build import build
 from rlhf_runtime.setup.prepare import prepare
 

@@ -7,7 +7,7 @@ import pytest
 from rlhf.plugins import Plugins
 from rlhf.types import Row
 from rlhf_cli.main import main
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 
 REWARD = '''

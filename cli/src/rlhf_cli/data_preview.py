@@ -38,8 +38,7 @@ class Preview(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.errors import ConfigError
-        from rlhf_runtime.config.load import load
-        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.config.load import load, look_for_models
 
         config = load(args.run_file, overrides(args))
         if config.policy.model is None:

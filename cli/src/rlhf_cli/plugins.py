@@ -180,7 +180,7 @@ def isolate(resolved: Resolved, folder: Path, python: str, packages: list[str]) 
 
     Raises ConfigError: the plugin is of another kind, or the folder exists. PluginError: Python or pip failed.
     """
-    from rlhf_runtime.workers.isolation import environment, to_install
+    from rlhf_runtime.calls.isolation import environment, to_install
 
     own = resolved.kind in SECTIONS
     if resolved.kind == "rollout":

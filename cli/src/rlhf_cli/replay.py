@@ -33,8 +33,7 @@ class Replay(Command):
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
-        from rlhf_runtime.config.load import load
-        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.config.load import load, look_for_models
         from rlhf_runtime.setup.build import train
 
         folder: Path = args.run

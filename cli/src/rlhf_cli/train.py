@@ -35,8 +35,7 @@ class Train(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins
-        from rlhf_runtime.config.load import load
-        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.config.load import load, look_for_models
 
         flags = overrides(args)
         config = load(args.run_file, flags)

@@ -14,7 +14,7 @@ from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_reward.application import Limits
 from rlhf_cli.serve_reward.serving import serve
 from rlhf_runtime.config.load import load
-from rlhf_runtime.observe import StopRequest
+from rlhf_runtime.loop.signals import StopRequest
 
 USUAL = {"bytes": 2**20, "samples": 4096, "seconds": 60.0, "batch": 256, "wait": 0.005}
 

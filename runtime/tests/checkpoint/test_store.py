@@ -6,7 +6,7 @@ import shutil
 import pytest
 from rlhf.errors import CheckpointError, ConfigError, RolloutError
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.manifest import SCHEMA
+from rlhf_runtime.checkpoint.store import SCHEMA
 
 
 def write(text="weights"):
@@ -140,7 +140,7 @@ def test_a_changed_manifest_is_damage_too(tmp_path):
 
 
 def test_a_newer_layout_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlhf_runtime.checkpoint.manifest.SCHEMA", SCHEMA + 1)
+    monkeypatch.setattr("rlhf_runtime.checkpoint.store.SCHEMA", SCHEMA + 1)
     CheckpointStore(tmp_path).save(1, write(), {})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=rf"layout is version {SCHEMA + 1}, this release reads version {SCHEMA}"):

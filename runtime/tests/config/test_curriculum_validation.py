@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rlhf.interfaces import Algorithm, Curriculum
 from rlhf.types import Needs, RoleSpec
-from rlhf_runtime.config.curriculum_validation import curriculum_problems
 from rlhf_runtime.config.load import load
+from rlhf_runtime.config.validation import curriculum_problems
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 

@@ -10,7 +10,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf.types import Turn
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data import call_forms
+from rlhf_runtime.data import chat_messages
 from rlhf_runtime.data.template import Template
 from rlhf_testing.tiny import tiny_tokenizer
 
@@ -214,4 +214,4 @@ def test_a_value_that_is_text_is_read_by_the_schema_of_its_argument(template_of)
 def test_repeated_tags_are_read_in_linear_time(tag, before):
     """200,000 tags: a pattern that searches to the end from each of them takes hours."""
     text = before + tag * 200_000
-    assert call_forms.read_calls(text, call_forms.FORMS, {})[0] in ("", text)
+    assert chat_messages.read_calls(text, chat_messages.FORMS, {})[0] in ("", text)

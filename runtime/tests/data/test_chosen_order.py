@@ -10,8 +10,8 @@ from rlhf.errors import CheckpointError, DataError, PluginError
 from rlhf.interfaces import Curriculum
 from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.config.data_section import DataSection, SourceSection
-from rlhf_runtime.data.chosen_order import ChosenOrder
 from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.order import ChosenOrder
 
 
 class Says(Curriculum):

@@ -10,7 +10,7 @@ from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.layouts import Layout
-from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data.source_layouts import recognise
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 NO = {"role": "assistant", "content": "no"}

@@ -7,7 +7,7 @@ import os
 import pytest
 from rlhf.errors import ConfigError, ModelError
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data import template_trial
+from rlhf_runtime.data import template_render
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.template_choice import LARGEST, named_template
 from rlhf_runtime.data.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_template_without_limits_is_refused(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(template_trial, "SECONDS", 1)
+    monkeypatch.setattr(template_render, "SECONDS", 1)
     source, says = HOSTILE[case]
     tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chat_template=source)))
     for _ in range(2):  # it is not remembered as one that passed

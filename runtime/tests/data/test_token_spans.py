@@ -7,7 +7,7 @@ from rlhf.errors import DataError
 from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
-from rlhf_runtime.data.token_spans import edges_are_between
+from rlhf_runtime.data.text_tokens import edges_are_between
 
 
 def row(**columns) -> Row:

@@ -10,8 +10,7 @@ import pytest
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_runtime.data.tokenizer import load_tokenizer
-from rlhf_runtime.data.vocabulary import check_vocabularies
+from rlhf_runtime.data.tokenizer import check_vocabularies, load_tokenizer
 from rlhf_testing.models import model_path
 
 POLICY = ModelSpec(RoleSpec("policy"), "")

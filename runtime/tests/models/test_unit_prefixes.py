@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from rlhf.ops import prefixes as rules
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Image
-from rlhf_runtime.models.unit_prefixes import unit_prefixes
+from rlhf_runtime.models.dispatch import unit_prefixes
 
 rows_of_ids = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=7), min_size=1, max_size=3)
 

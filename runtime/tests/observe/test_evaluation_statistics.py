@@ -2,8 +2,7 @@ import itertools
 
 import pytest
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_runtime.observe import evaluation_metrics, pass_at_k
-from rlhf_runtime.observe.evaluation_statistics import metric_names
+from rlhf_runtime.observe.sample_metrics import evaluation_metrics, metric_names, pass_at_k
 
 
 def group(rewards, source="a", lengths=None, finish="stop", number=0):

@@ -7,8 +7,7 @@ import re
 import sys
 
 import pytest
-from rlhf_runtime.observe.phases import hidden, phase
-from rlhf_runtime.observe.progress import Progress
+from rlhf_runtime.observe.progress import Progress, hidden, phase
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,7 @@
 import io
 import re
 
-from rlhf_runtime.observe import Progress
+from rlhf_runtime.observe.progress import Progress
 
 
 class Terminal(io.StringIO):

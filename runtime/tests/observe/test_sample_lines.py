@@ -4,7 +4,7 @@ import io
 
 import pytest
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_runtime.observe import Progress
+from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_lines import LONG, best_and_worst, printable, shortened
 
 

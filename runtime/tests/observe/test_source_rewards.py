@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_runtime.observe.source_rewards import failure_metrics, info_metrics, source_metrics
+from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
 
 ROW = Row({}, "data", 0)
 

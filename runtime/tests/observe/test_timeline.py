@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rlhf_runtime.observe import timeline_file as module
-from rlhf_runtime.observe.timeline import NO_TIMELINE
-from rlhf_runtime.observe.timeline_file import TimelineFile
+from rlhf_runtime.observe import timeline as module
+from rlhf_runtime.observe.timeline import NO_TIMELINE, TimelineFile
 
 from tests.timelines import events, slices
 

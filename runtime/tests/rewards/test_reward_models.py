@@ -12,10 +12,10 @@ from rlhf.errors import RewardError
 from rlhf.interfaces import ModelSpec, WorkerGroup
 from rlhf.ops.heads import LOGPROBS, VALUES
 from rlhf.types import Head, Image, RoleSpec
+from rlhf_runtime.calls.deadlines import DeadlineExpired, within
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
-from rlhf_runtime.workers.deadlines import DeadlineExpired, within
-from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.plain import EmbeddingTrainer
 
 IDS = [[3, 4, 5, 6], [7], [3, 4, 8, 9, 10]]

@@ -13,11 +13,11 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, RoleSpec
-from rlhf_runtime.config.sample_sections import FilterSection
-from rlhf_runtime.observe import evaluation_metrics
+from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.config.sections import FilterSection
+from rlhf_runtime.observe.sample_metrics import evaluation_metrics
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer, combine
 from rlhf_runtime.samples.acceptance import passes
-from rlhf_runtime.workers.main_thread import MainThread
 
 
 def active(cls: type[Reward], name: str = "", **options) -> ActiveReward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_runtime.config.sample_sections import FilterSection
+from rlhf_runtime.config.sections import FilterSection
 from rlhf_runtime.samples.acceptance import Acceptance
 
 ROW = Row({}, "s", 0)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from rlhf.interfaces import Rollout
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Turn
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.samples import continuous_stream
 from rlhf_runtime.samples.continuous_stream import AT_ONCE, ContinuousStream
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 
 TURNS = 3
 SAMPLES = 2

@@ -10,7 +10,7 @@ from rlhf.errors import EnvError, PluginInvalid
 from rlhf.interfaces import Env
 from rlhf.plugins import Resolved
 from rlhf.types import EnvStep, Row, Sampling
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 
 

@@ -9,7 +9,7 @@ from array import array
 import pytest
 from rlhf.types import GenerationRequest, Group, Row, Sampling, Trajectory, Turn
 from rlhf_runtime.samples.pending_groups import Pending, PendingGroups, oldest_version
-from rlhf_runtime.samples.turn_log import TurnLog
+from rlhf_runtime.samples.sample_context import TurnLog
 
 ROW = Row({"prompt": "1+1="}, "unit", 7)
 

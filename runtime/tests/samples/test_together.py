@@ -6,12 +6,12 @@ import pytest
 from rlhf.errors import RolloutError
 from rlhf.plugins import Plugins
 from rlhf.types import Row, Sampling, Turn
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 
 ENV = """
 from rlhf.interfaces import Env

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rlhf.types import GenerationRequest, Sampling, Turn
-from rlhf_runtime.samples.turn_log import TurnLog
+from rlhf_runtime.samples.sample_context import TurnLog
 
 FIRST, SECOND, THIRD = (GenerationRequest(array("i", [5] * n), n, Sampling(max_new_tokens=8)) for n in (1, 2, 3))
 OTHER_IDS = replace(SECOND, ids=array("i", [5, 7]))

@@ -7,7 +7,7 @@ import pytest
 from rlhf.errors import TrainingError
 from rlhf.interfaces import FinishedGroup
 from rlhf.types import Group, Row, Sampling, Trajectory, Turn
-from rlhf_runtime.config.sample_sections import FilterSection
+from rlhf_runtime.config.sections import FilterSection
 from rlhf_runtime.samples.acceptance import Acceptance, passes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.wave_stream import WaveStream

@@ -11,11 +11,11 @@ from rlhf.interfaces import Env, Generator, Proof, Rollout
 from rlhf.plugins import Resolved
 from rlhf.requests import check_sampling
 from rlhf.types import EnvStep, RewardResult, Row, Sampling, Turn
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 
 
 class CountingGenerator(Generator):

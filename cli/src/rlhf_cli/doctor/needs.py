@@ -13,9 +13,8 @@ from rlhf.interfaces import Finding
 from rlhf_hub.other_formats import other_format
 from rlhf_hub.published import looks_local
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.data.files import file_kind
-from rlhf_runtime.observe.numbered_folders import default_folder
-from rlhf_runtime.observe.run_folder import is_free
+from rlhf_runtime.data.loading import file_kind
+from rlhf_runtime.output.run_folder import default_folder, is_free
 
 from rlhf_cli.doctor.findings import counted, gib, listed
 from rlhf_cli.doctor.machine import disk

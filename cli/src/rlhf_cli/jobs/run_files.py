@@ -7,8 +7,7 @@ from pathlib import Path
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import select
-from rlhf_runtime.config.load import load
-from rlhf_runtime.config.model_lookup import look_for_models
+from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.validation import equal_answers
 

@@ -41,8 +41,7 @@ class Score(Command):
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.errors import ConfigError
         from rlhf.plugins import Plugins
-        from rlhf_runtime.config.load import load
-        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.config.load import load, look_for_models
 
         flags = overrides(args, {"data": "data.eval"})
         config = load(args.run_file, flags, algorithm="score")

@@ -15,6 +15,7 @@ from typing import Any
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
 from rlhf.types import Group
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
 from rlhf_runtime.config.components import resolved_run
@@ -24,12 +25,10 @@ from rlhf_runtime.data.given_answers import GivenAnswers
 from rlhf_runtime.data.image_tokens import image_tokens
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
-from rlhf_runtime.observe.phases import phase
+from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.setup.preflight import check_parts
+from rlhf_runtime.setup.preflight import check_parts, column_problems, refuse
 from rlhf_runtime.setup.prepare import Prepared
-from rlhf_runtime.setup.reward_columns import column_problems, refuse
-from rlhf_runtime.workers.main_thread import MainThread
 
 _AT_ONCE = 64
 """Rows whose answers are scored together. They are written to the disk before the next rows."""

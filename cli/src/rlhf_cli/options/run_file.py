@@ -14,8 +14,8 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.flag_values import FlagText, plain
+from rlhf_runtime.config.load import placeholder
 from rlhf_runtime.config.options import Option
-from rlhf_runtime.config.placeholders import placeholder
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.errors import RlhfError
 from rlhf.interfaces import Rollout
-from rlhf_runtime.data.early_row_check import CHECKED
+from rlhf_runtime.data.dataset import CHECKED
 from rlhf_runtime.setup.plugins import RunPlugins
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
-from rlhf_runtime.observe.metrics import read_metrics
 from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.output.metrics import read_metrics
 
 from rlhf_cli.runs.curves import Curve, as_number
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
 from rlhf_runtime.checkpoint.json_values import loads, read_json
-from rlhf_runtime.observe.best_value import BestTracker
-from rlhf_runtime.observe.folder_lock import FolderLock
+from rlhf_runtime.loop.best_value import BestTracker
+from rlhf_runtime.output.folder_lock import FolderLock
 
 DEPTH = 3
 """How many levels of folders below the named one are searched for runs."""

@@ -57,8 +57,7 @@ class ServeReward(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf.plugins import Plugins
-        from rlhf_runtime.config.load import load
-        from rlhf_runtime.config.model_lookup import look_for_models
+        from rlhf_runtime.config.load import load, look_for_models
 
         from rlhf_cli.serve_reward.access import Access
         from rlhf_cli.serve_reward.application import Limits

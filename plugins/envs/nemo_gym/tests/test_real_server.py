@@ -20,7 +20,7 @@ from rlhf.errors import EnvError
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_nemo_gym import NemoGym
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episodes
 
 pytestmark = pytest.mark.full

@@ -14,7 +14,7 @@ from rlhf.errors import EnvError
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_openenv import OpenEnv
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.samples.episodes import Episode, Episodes
 
 pytestmark = pytest.mark.full

@@ -14,11 +14,11 @@ from rlhf.plugins import Plugins
 from rlhf.types import Row, Sampling, Turn
 from rlhf_plugin_tools.options import McpServer, ToolsConfig
 from rlhf_plugin_tools.rollout import UNREADABLE, ToolsRollout
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
-from rlhf_runtime.workers.main_thread import MainThread
 from rlhf_testing.chat_templates import CHATML, HERMES
 from rlhf_testing.tiny import tiny_tokenizer
 

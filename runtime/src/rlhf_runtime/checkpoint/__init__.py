@@ -3,8 +3,7 @@ with the run before use."""
 
 from rlhf_runtime.checkpoint.compare import Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.json_values import dumps, loads, read_json, write_json
-from rlhf_runtime.checkpoint.manifest import Checkpoint
-from rlhf_runtime.checkpoint.store import CheckpointStore
+from rlhf_runtime.checkpoint.store import Checkpoint, CheckpointStore
 
 __all__ = [
     "Checkpoint", "CheckpointStore", "Difference", "compare", "describe", "dumps", "loads", "read_json",

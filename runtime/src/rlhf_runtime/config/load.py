@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from rlhf.errors import ConfigError, PluginError, PluginInvalid, PluginNotFound,
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import distribution_of
 from rlhf.secrets import find_secrets
+from rlhf_hub.hub import Commits, hub_name, known
+from rlhf_hub.published import pinned, require_folder
 
-from rlhf_runtime.config.components import chosen_by, option_problems
+from rlhf_runtime.config.components import chosen_by, dumped, option_problems
 from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
-from rlhf_runtime.config.placeholders import unfilled
-from rlhf_runtime.config.plugin_selection import dumped
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
 from rlhf_runtime.config.sections import Choice
@@ -295,3 +295,55 @@ def _sections(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_sections(v) for v in value]
     return plain(value) if isinstance(value, FlagText) or value is ALONE else value
+
+
+_BEGIN, _END = "<fill in: ", ">"
+
+
+def placeholder(description: str) -> str:
+    """Text that :func:`unfilled` finds.
+
+    Args:
+        description: the value that belongs there, in a few words.
+    """
+    return f"{_BEGIN}{description}{_END}"
+
+
+def unfilled(data: Any, origins: Mapping[str, str]) -> list[str]:
+    """One line for every placeholder that is left in nested tables and lists.
+
+    Args:
+        origins: {dotted path: file and line}.
+    """
+    return [
+        f"{path}{origin(path, origins)}: still holds the placeholder {text!r}. Write a value in its place, or give "
+        f"--{path} VALUE."
+        for path, text in _left(data, "")
+    ]
+
+
+def _left(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _left(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _left(item, f"{path}.{number}")
+    elif isinstance(value, str) and value.startswith(_BEGIN) and value.endswith(_END):
+        yield path, str(value)
+
+
+def look_for_models(config: RunFile) -> None:
+    """Check that the models that a run file names exist as folders or on the hub. This runs before torch is imported,
+    which takes seconds, so that a mistyped name fails at once. A model that the hub's client downloaded before is
+    assumed to exist still, and a resume uses the commits that it recorded.
+
+    Raises ModelError.
+    """
+    sections = [config.policy, config.critic, config.reference, *config.roles.values()]
+    for model in dict.fromkeys(section.model for section in sections if section.model is not None):
+        name = hub_name(model)
+        if name is None:
+            require_folder(model)
+        elif not config.run.resume and not known("model", name):
+            pinned(model, Commits())

@@ -1,8 +1,7 @@
 """The run file as a whole: its sections, its short forms, and where each value was written.
 
 :mod:`rlhf_runtime.config.load` makes a :class:`RunFile` from TOML and flags. The sections are in
-:mod:`rlhf_runtime.config.sections`, :mod:`rlhf_runtime.config.sample_sections` and
-:mod:`rlhf_runtime.config.data_section`.
+:mod:`rlhf_runtime.config.sections` and :mod:`rlhf_runtime.config.data_section`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from pydantic import Field, PrivateAttr, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.config.sample_sections import EnvSection, RewardSection, SamplingSection, StreamSection
 from rlhf_runtime.config.sections import (
     CheckpointSection,
     Choice,
+    EnvSection,
     EvalSection,
     ModelSection,
     PlacementSection,
+    RewardSection,
     RunSection,
+    SamplingSection,
+    StreamSection,
     SyncSection,
     unique,
 )

@@ -7,15 +7,11 @@ from collections.abc import Collection, Mapping
 from rlhf.interfaces import Algorithm, ComponentConfig, Curriculum, Generator, Launcher, Loss, Trainer
 from rlhf.types import DataForm, Needs, RoleSpec
 
-from rlhf_runtime.config.curriculum_validation import curriculum_problems
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.config.online_validation import capability_problems, env_problems, sampling_problems
+from rlhf_runtime.config.online_validation import capability_problems, env_problems, sampling_problems, stream_problems
 from rlhf_runtime.config.problems import raise_problems
-from rlhf_runtime.config.reward_validation import reward_source_problems
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sample_sections import EnvSection, StreamSection
-from rlhf_runtime.config.sections import EvalSection, ModelSection, SyncSection
-from rlhf_runtime.config.stream_validation import stream_problems
+from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 
 LENDING = "lend:head"
 """Capability of trainers that ``Needs.lent`` requires."""
@@ -260,4 +256,69 @@ def _offline(run: RunFile, algorithm: Algorithm) -> list[str]:
             f"reward or env is set to evaluate by answers, but the policy of {algorithm.name} has a {head!r} head and "
             "writes none; data.eval is scored by the loss. Remove it."
         )
+    return problems
+
+
+def curriculum_problems(run: RunFile, algorithm: Algorithm, curriculum: type[Curriculum], scored: bool) -> list[str]:
+    """Problems of a run with a curriculum: what it cannot read, and options that have no effect beside it.
+
+    Args:
+        scored: whether answers must get a reward; false where the run may have none.
+    """
+    problems, name = [], f"curriculum {curriculum.name!r}"
+    if curriculum.min_scores and algorithm.data != "prompts":
+        problems.append(
+            f"{name} chooses rows by the scores of sampled answers, and {algorithm.name} learns from {algorithm.data} "
+            "and samples nothing in training. Remove [curriculum], or use one that reads no scores."
+        )
+    elif curriculum.min_scores and scored and not run.reward and run.env is None:
+        problems.append(
+            f"{name} chooses rows by the scores of answers, and nothing gives any. Set --reward NAME, or remove "
+            "[curriculum]."
+        )
+    elif run.sampling.samples_per_prompt < curriculum.min_scores:
+        problems.append(
+            f"{name} compares the scores of at least {curriculum.min_scores} samples of a prompt, got "
+            f"sampling.samples_per_prompt = {run.sampling.samples_per_prompt}; set --sampling.samples_per_prompt "
+            f"{curriculum.min_scores} or more."
+        )
+    if not curriculum.repeats and run.stream.mode == "continuous" and run.stream.replay is None:
+        problems.append(
+            f"stream.mode = 'continuous': {name} promises that no row comes twice in a batch, and a group that is "
+            "rejected leaves its place to one that was chosen for a later batch. Remove [curriculum] or stream.mode."
+        )
+    if not run.data.shuffle:
+        problems.append(f"data.shuffle = false: {name} decides the order of the rows. Remove one of them.")
+    if not curriculum.reads_probabilities and any(source.probability is not None for source in run.data.train):
+        problems.append(
+            f"data.train: probabilities are given, and {name} does not read them: it decides which rows come. Remove "
+            "the probabilities, or [curriculum]."
+        )
+    return problems
+
+
+def reward_source_problems(run: RunFile, trains: bool) -> list[str]:
+    """Names that are no source, and sources whose rows no reward scores.
+
+    Args:
+        trains: whether training rows must be scored; held-out rows must be in any case.
+    """
+    labels = list(dict.fromkeys(source.label for source in (*run.data.train, *run.data.eval)))
+    problems = [
+        f"reward.{reward.label}.sources: {source!r} is no source of data.train or data.eval; there are "
+        f"{', '.join(map(repr, labels)) or 'none'}."
+        for reward in run.reward
+        for source in reward.sources
+        if source not in labels
+    ]
+    if run.env is not None or not run.reward or any(not reward.sources for reward in run.reward):
+        return problems
+    scored = {source for reward in run.reward for source in reward.sources}
+    needed = {"data.train": run.data.train if trains else (), "data.eval": run.data.eval}
+    for where, sources in needed.items():
+        if unscored := [source.label for source in sources if source.label not in scored]:
+            problems.append(
+                f"reward: no reward scores the rows of {', '.join(map(repr, unscored))} of {where}. Add it to the "
+                "`sources` of a reward, or add a reward without `sources`."
+            )
     return problems

@@ -1,12 +1,22 @@
-"""Conversations in the form of the OpenAI chat API as tokens, and what follows a sampled answer in one."""
+"""The OpenAI chat API in both directions: conversations as tokens, and a sampled answer as a message with reasoning and
+tool calls.
+
+Tool calls are read in the forms in which published chat templates write them. A form is looked for only if the chat
+template contains its tag. docs/how-to/tools.md names the models of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlhf.errors import DataError
+
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.messages import Messages
+from rlhf_runtime.data.messages import Messages, as_json
 from rlhf_runtime.data.text_tokens import TextTokens
 
 Tools = Sequence[Mapping[str, Any]]
@@ -53,3 +63,261 @@ class ChatMessages:
         if not closed or not end:
             return self._tokens.ids(added) if end else self._tokens.ids_after(answered, added)
         return self._tokens.ids_after(end, added.partition(end)[2])
+
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "forecast",
+        "description": "The weather of the next days.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "description": "The city."},
+                "days": {"type": "integer", "description": "How many days."},
+            },
+            "required": ["city", "days"],
+        },
+    },
+}
+
+
+class ParsedAnswers:
+    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and calls in the
+    forms of :data:`FORMS` are found if the chat template contains their tags; all else is
+    content.
+
+    Raises DataError: the ``response_template`` is not valid.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
+        source = templates if isinstance(templates, str) else "".join(templates.values())
+        self._own = getattr(tokenizer, "response_template", None) is not None
+        self._thinks = _CLOSE in source
+        self._forms = [form for form in FORMS if form[0] in source]
+        if self._own:
+            try:
+                tokenizer.get_response_parser(prefix="")
+            except Exception as error:  # of the template, which somebody wrote for this tokenizer
+                raise DataError(
+                    f"the tokenizer's response_template is not valid: {type(error).__name__}: {error}. Correct or "
+                    "remove it in tokenizer_config.json."
+                ) from error
+        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._hidden = frozenset(i for token, i in special.items() if token not in (_OPEN, _CLOSE, *TAGS))
+
+    def parse(
+        self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """The assistant message.
+
+        Args:
+            prompt: tokens before the answer, at least from the text that opens it. It may begin with ``<think>``.
+            key: the ids of tool calls are made from it. Equal keys give equal ids.
+        """
+        if self._own:
+            content, reasoning, calls = self._by_template(ids, prompt, tools)
+        else:
+            content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]), tools)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [
+                {"id": _id(key, n), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for n, (name, arguments) in enumerate(calls)
+            ]
+        return message
+
+    def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
+        """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
+        is not parsed back. The policy would never know of the tools, or they would never be called."""
+        question = [{"role": "user", "content": "Will it rain in Paris?"}]
+        opened, closed = (chat.text(question, answer, [_PROBE_TOOL]) for answer in (True, False))
+        if opened == chat.text(question, True):
+            raise DataError(
+                "the chat template does not write the descriptions of tools, so the policy would never know of them. "
+                "Use a model whose chat template writes them, or name a file with such a template as "
+                "data.chat_template."
+            )
+        call = {"id": _id("", 0), "type": "function", "function": {"name": "forecast", "arguments": _PROBE_ARGUMENTS}}
+        answered = chat.text(
+            [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
+        )
+        before = next((text for text in (opened, closed) if answered.startswith(text)), "")
+        written = answered[len(before) :]
+        message = self.parse(tokens.ids(written), tokens.ids(before), "", [_PROBE_TOOL])
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        if [(c["name"], _value(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
+            raise DataError(
+                f"the chat template writes the call forecast(city='Paris', days=3) as {written[-200:]!r}; read "
+                f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
+                "Calls are read by the tokenizer's response_template, else in the forms of docs/how-to/tools.md, such "
+                "as JSON with name and arguments in <tool_call> ... </tool_call>. Add a response_template to "
+                "tokenizer_config.json, or name a file with a template that writes calls so as data.chat_template."
+            )
+
+    def _by_template(
+        self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, list[tuple[str, str]]]:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            parsed = self._tokenizer.parse_response(text, prefix=before, tools=[dict(t) for t in tools] or None)
+        except Exception:  # the model wrote something that is not in the format: it stays content
+            return self._text(ids), "", []
+        reasoning = parsed.get("reasoning_content") or parsed.get("thinking") or parsed.get("reasoning") or ""
+        calls = []
+        for call in parsed.get("tool_calls") or []:
+            function = call.get("function", call)
+            calls.append((function["name"], as_json(function.get("arguments") or {})))
+        return parsed.get("content") or "", reasoning, calls
+
+    def _by_tags(
+        self, text: str, before: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, list[tuple[str, str]]]:
+        reasoning, content = "", text
+        if self._thinks:
+            opened = before.rstrip().endswith(_OPEN) or text.lstrip().startswith(_OPEN)
+            if opened or (_CLOSE in text and _OPEN not in text.partition(_CLOSE)[0]):
+                reasoning, _, content = text.partition(_CLOSE)  # without an end, all of it is reasoning
+                reasoning, content = reasoning.strip().removeprefix(_OPEN).strip("\n"), content.lstrip("\n")
+        content, calls = read_calls(content, self._forms, argument_types(tools))
+        return content, reasoning, calls
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, except tags."""
+        shown = [i for i in ids if i not in self._hidden]
+        text: str = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _id(key: object, number: int) -> str:
+    """Nine letters and digits, the only form that every chat template accepts."""
+    return hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:9]
+
+
+Call = tuple[str, str]
+"""Name, and arguments as JSON text."""
+Types = Mapping[tuple[str, str], Any]
+"""{(function, argument): its type in the schema of the function}."""
+Reader = Callable[[str, Types], list[Call]]
+"""The calls in what a form's pattern found; none if it is no call."""
+
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_FENCE = re.compile(r"```json\n(.*?)\n?```", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
+# A value ends before the next opening tag, so that a text that repeats one is read in linear time.
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
+
+
+def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
+    """The types of all arguments, for forms that write values as text."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {
+        (function.get("name", ""), argument): schema.get("type")
+        for function in functions
+        for argument, schema in ((function.get("parameters") or {}).get("properties") or {}).items()
+        if isinstance(schema, Mapping)
+    }
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
+        return None
+
+
+def _object(call: Any) -> list[Call]:
+    """``{"name": ..., "arguments": {...}}``; some templates say ``parameters``."""
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return []
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return [(call["name"], as_json(arguments))] if isinstance(arguments, dict) else []
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], types: Types) -> list[Call]:
+    """A call whose values are text: JSON, except where the schema says that the argument is a string."""
+    values = {}
+    for key, text in pairs:
+        value = None if types.get((name, key)) == "string" else _decoded(text)
+        values[key] = text if value is None and text.strip() != "null" else value
+    return [(name, as_json(values))]
+
+
+def _tagged(text: str, types: Types) -> list[Call]:
+    """JSON (Hermes, Qwen), ``<function=...>`` (Qwen3-Coder) or the name and ``<arg_key>`` (GLM)."""
+    if function := _FUNCTION.fullmatch(text):
+        return _typed(function[1].strip(), _PARAMETER.findall(function[2]), types)
+    if "<arg_key>" in text:
+        return _typed(text.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(text), types)
+    return _object(_decoded(text))
+
+
+def _listed(text: str, types: Types) -> list[Call]:
+    """A JSON list of calls, or the name and the arguments (``add[ARGS]{...}``)."""
+    name, separator, arguments = text.partition("[ARGS]")
+    if separator:
+        return _object({"name": name.strip(), "arguments": _decoded(arguments)})
+    calls = _decoded(text)
+    read = [_object(call) for call in calls] if isinstance(calls, list) else []
+    return [call for found in read for call in found] if all(read) else []
+
+
+def _separated(text: str, types: Types) -> list[Call]:
+    """DeepSeek: ``function SEPARATOR name`` and fenced JSON, or ``name SEPARATOR JSON``."""
+    before, _, after = text.partition(SEPARATOR)
+    if fenced := _FENCE.search(after):
+        return _object({"name": after[: fenced.start()].strip(), "arguments": _decoded(fenced[1])})
+    return _object({"name": before.strip(), "arguments": _decoded(after)})
+
+
+def _bare(text: str, types: Types) -> list[Call]:
+    """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
+    call = _decoded(text)
+    return _object(call) if isinstance(call, dict) and "parameters" in call else []
+
+
+FORMS: Sequence[tuple[str, re.Pattern[str], Reader]] = (
+    ("<tool_call>", re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), _tagged),
+    ("[TOOL_CALLS]", re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL), _listed),
+    ("<|tool_call|>", re.compile(r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", re.DOTALL), _listed),
+    (BEGIN, re.compile(f"(?:<｜tool▁calls▁begin｜>)?{BEGIN}(.*?)(?:{END}|\\Z)(?:\\s*<｜tool▁calls▁end｜>)?", re.DOTALL),
+     _separated),
+    ('"parameters": ', re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL), _bare),
+)  # fmt: skip
+"""(text of the chat template that shows that it writes calls so, pattern of one call in an answer, its reader)."""
+TAGS = (
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
+    *("<｜tool▁calls▁begin｜>", BEGIN, SEPARATOR, END, "<｜tool▁calls▁end｜>"),
+)
+"""Tokens that forms consist of, which tokenizers may call special."""
+
+
+def read_calls(text: str, forms: Sequence[tuple[str, re.Pattern[str], Reader]], types: Types) -> tuple[str, list[Call]]:
+    """The text without its calls, and the calls. Of several forms, the first one with a call."""
+    for _, pattern, reader in forms:
+        calls: list[Call] = []
+        rest, position = [], 0
+        for match in pattern.finditer(text):
+            if read := reader(match[1], types):
+                calls += read
+                rest.append(text[position : match.start()])
+                position = match.end()
+        if calls:
+            return "".join([*rest, text[position:]]).strip(), calls
+    return text, []

@@ -22,7 +22,7 @@ from rlhf.errors import DataError
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import MARKER, Text, mark, tail_length, with_markers
 from rlhf_runtime.data.template_render import TemplateRender
-from rlhf_runtime.data.token_spans import Span
+from rlhf_runtime.data.text_tokens import Span
 from rlhf_runtime.data.written_parts import check_parts, form_of
 
 _USER = {"role": "user", "content": "x"}

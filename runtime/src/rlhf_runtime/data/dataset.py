@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from threading import Event, Thread
 from typing import Any
 
 from rlhf.errors import DataError
@@ -15,12 +16,10 @@ from rlhf.types.examples import Example
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.chosen_order import ChosenOrder, UsableRows
-from rlhf_runtime.data.image_columns import has_images
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.data.order import RowOrder
-from rlhf_runtime.data.row_images import NO_IMAGES
+from rlhf_runtime.data.order import ChosenOrder, RowOrder, UsableRows
+from rlhf_runtime.data.row_images import NO_IMAGES, has_images
 from rlhf_runtime.data.row_rules import Verdict, check_labels, judge
 from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
@@ -278,3 +277,48 @@ class TrainData:
             if source.name == name:
                 return source
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
+
+
+CHECKED = 5_000
+"""Number of training rows that are tokenised before the first step. This takes a few seconds, usually less than loading
+the models."""
+
+
+class RowCheck:
+    """Finds rows that the run would refuse, in a thread that works from :meth:`start` on, while models load. No other
+    code may use the data before :meth:`wait` or :meth:`stop` has returned, because a tokenizer is not thread-safe.
+
+    The run file alone decides which rows are checked: the first :data:`CHECKED` rows that the run will take, in its
+    order. Later rows are checked when they are taken. ``rlhf data preview --check`` checks all rows.
+
+    Args:
+        rows: number of training rows that the run takes.
+    """
+
+    def __init__(self, data: TrainData, rows: int) -> None:
+        self._data, self._rows = data, min(rows, CHECKED, data.rows_per_epoch)
+        self._stopped = Event()
+        self._error: BaseException | None = None
+        self._thread = Thread(target=self._run, name="row-check", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all rows are checked. Raises DataError with file and line of the first row that is refused."""
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the check, because the run has failed for another reason."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._data.check(self._rows, self._stopped.is_set)
+        except BaseException as error:  # raised again in wait()
+            self._error = error

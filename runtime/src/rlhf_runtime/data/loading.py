@@ -1,17 +1,29 @@
-"""Open the sources of the run file: files, folders and names on the hub."""
+"""Open the sources of the run file: files, folders and names on the hub.
+
+On a hub, the repository's card or the names of its files define subsets and splits. The library `datasets` interprets
+them, on an empty folder with the same names. The files are read like local files of the same kind, so a csv cell is
+text and a JSON value is not converted.
+"""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import glob
+import hashlib
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf.errors import DataError, did_you_mean
-from rlhf_hub.hub import Commits, hub_name
+from rlhf_hub.hub import Commits, HubError, HubName, download, files_of, hub_name
 
 from rlhf_runtime.config.data_section import SourceSection
-from rlhf_runtime.data.files import file_kind, open_file
-from rlhf_runtime.data.hub_files import open_hub
 from rlhf_runtime.data.sources import Source
-from rlhf_runtime.data.tables import DatasetSource, load_saved
+from rlhf_runtime.data.tables import DatasetSource, TableSource, load_saved, read_table
+from rlhf_runtime.data.text_files import USUAL, CsvForm, open_text
 
 
 def load_source(section: SourceSection, commits: Commits | None = None) -> Source:
@@ -62,3 +74,158 @@ def _missing(path: Path) -> str:
     beside = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
     there = f"are: {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "are no data files."
     return f"no data file {path}. In {folder} there {there}"
+
+
+FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
+
+
+def file_kind(path: Path) -> str | None:
+    """The kind of data file by its name, or None."""
+    suffixes = [s.lower() for s in path.suffixes]
+    packed = suffixes[-1:] == [".gz"]
+    kind = (suffixes[:-1] if packed else suffixes)[-1:]
+    name = kind[0].removeprefix(".") if kind else ""
+    if name == "ndjson":
+        name = "jsonl"
+    return name if name in FILE_KINDS and not (packed and name in ("parquet", "arrow")) else None
+
+
+def open_file(section: SourceSection, path: Path, kind: str, form: CsvForm = USUAL) -> Source:
+    """The rows of one file. ``form`` is used for csv files only."""
+    if kind in ("parquet", "arrow"):
+        return TableSource(section, read_table(path, kind))
+    return open_text(section, path, kind, form)
+
+
+CARDS = ("README.md", ".huggingface.yaml")
+_OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
+"""Fields of a builder's config that are ignored: they do not change how a file is read here."""
+_OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
+"""Fields that :func:`_csv_form` reads, of which the second and the last are other names of the first and the fourth."""
+
+
+class JoinedSource(Source):
+    """The files of one split, one after another."""
+
+    def __init__(self, section: SourceSection, parts: list[Source]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+        digest = hashlib.sha256(" ".join(part.fingerprint for part in parts).encode()).hexdigest()
+        super().__init__(section, list(dict.fromkeys(c for part in parts for c in part.columns)), digest)
+
+    def rows(self) -> int:
+        return self._ends[-1]
+
+    def read(self, index: int) -> dict[str, Any]:
+        part, inside = self._place(index)
+        return part.read(inside)
+
+    def where(self, index: int) -> str:
+        part, inside = self._place(index)
+        return part.where(inside)
+
+    def values(self, column: str) -> Iterator[Any]:
+        return itertools.islice(itertools.chain.from_iterable(part.values(column) for part in self._parts), len(self))
+
+    def _place(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source:
+    """The rows of a subset and split, at the run's commit of the name.
+
+    Raises DataError: the name exists neither locally nor on the hub, there is no such subset or split, or the files are
+    of kinds that cannot be read.
+    """
+    try:
+        commit = commits.of("dataset", asked)
+        there = files_of("dataset", asked, commit)
+        names, form = _files(section, asked, commit, there)
+        folder = download("dataset", asked, commit, [glob.escape(name) for name in names])
+    except HubError as error:
+        raise DataError(
+            f"there is no file or folder {section.path} here, so it is taken as a hub name; {error}"
+        ) from error
+    parts = []
+    for name in names:
+        kind = file_kind(Path(name))
+        assert kind is not None
+        shown = f"{asked.name}@{commit[:7]}/{name}"
+        own = section.model_copy(update={"path": shown, "max_rows": None})
+        parts.append(open_file(own, folder / name, kind, form))
+    return JoinedSource(section, parts)
+
+
+def _files(section: SourceSection, asked: HubName, commit: str, there: list[str]) -> tuple[list[str], CsvForm]:
+    """(the files of the subset and split, in their order; how they are written, if they are csv)."""
+    import datasets
+
+    what = f"the dataset {asked} of the hub"
+    cards = [name for name in CARDS if name in there]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place).resolve()
+        if cards:
+            here = download("dataset", asked, commit, cards)
+        for name in there:
+            if not (folder / name).resolve().is_relative_to(folder):
+                raise DataError(f"{what} has a file {name!r} outside of the repository: the dataset is not read")
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
+        try:
+            builder = datasets.load_dataset_builder(str(folder), section.subset)
+        except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
+            said = " ".join(str(error).replace(str(folder), asked.name).replace(folder.name, asked.name).split())
+            raise DataError(f"{what}, subset {section.subset!r}: {said.partition(' Example of usage')[0]}") from error
+        splits = {str(k): [str(f) for f in v] for k, v in (builder.config.data_files or {}).items()}
+        if section.split not in splits:
+            raise DataError(
+                f"{what} has no split {section.split!r}; it has {', '.join(splits) or 'none'}."
+                f"{did_you_mean(section.split, splits)}"
+            )
+        names = [Path(f).resolve().relative_to(folder).as_posix() for f in splits[section.split]]
+    other = [name for name in names if file_kind(Path(name)) is None]
+    if other:
+        raise DataError(
+            f"{what}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
+            "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
+        )
+    usual = type(builder.config)()
+    changed = {
+        f.name: getattr(builder.config, f.name)
+        for f in dataclasses.fields(builder.config)
+        if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(usual, f.name)
+    }
+    of_csv = all(file_kind(Path(name)) == "csv" for name in names)
+    form = _csv_form(changed) if of_csv else None if changed else USUAL
+    if form is None:
+        set_here = sorted(f"{name} = {value!r}" for name, value in changed.items())
+        raise DataError(
+            f"{what} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
+            "name the folder of its save_to_disk."
+        )
+    return names, form
+
+
+def _csv_form(changed: Mapping[str, Any]) -> CsvForm | None:
+    """The card's options for csv, interpreted as pandas does, which `datasets` uses for csv. None if they ask for more
+    than another separator and other column names.
+
+    In pandas, if names are given, the first line is a row, unless ``header: 0`` says that it is not. Without names and
+    without a header line pandas makes the columns 0, 1, 2. This is not supported here, because a run file names columns
+    by text.
+    """
+    separator, names = changed.get("sep", ","), changed.get("names") or []
+    header = changed.get("header", "infer")
+    has_header = header == 0 if names else True
+    understood = (
+        changed.keys() <= _OF_CSV
+        and isinstance(separator, str)
+        and len(separator) == 1
+        and separator not in '"\r\n'
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and (header in ("infer", 0) or (header is None and bool(names)))
+        and not isinstance(header, bool)
+    )
+    return CsvForm(separator, tuple(names), has_header) if understood else None

@@ -1,9 +1,14 @@
-"""Prompts and observations as tokens, encoded with the chat template or as plain text."""
+"""Prompts and observations as tokens, encoded with the chat template or as plain text.
+
+A chat template is used as it shows the tools of the row (:class:`RowTools`). Observations get the text that it puts
+around turns (:class:`Frame`).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any, cast
@@ -12,19 +17,17 @@ from rlhf.errors import DataError
 from rlhf.types import Row, Trajectory, Turn
 
 from rlhf_runtime.config.data_section import DataSection
-from rlhf_runtime.data.chat_messages import ChatMessages, Tools
+from rlhf_runtime.data.chat_messages import ChatMessages, ParsedAnswers, Tools
 from rlhf_runtime.data.conversation import ChatTemplate
-from rlhf_runtime.data.image_parts import text_of, with_text
+from rlhf_runtime.data.image_parts import text_of, with_images, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
 from rlhf_runtime.data.layouts import DEFAULTS, TOOLS, Layout, named_columns
 from rlhf_runtime.data.messages import Messages, as_api_writes, as_people_read, as_template_reads
-from rlhf_runtime.data.parsed_answers import ParsedAnswers
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
-from rlhf_runtime.data.row_tools import RowTools
 from rlhf_runtime.data.template_choice import named_template, uses_chat
-from rlhf_runtime.data.template_frame import Frame, frame
+from rlhf_runtime.data.template_markers import mark
 from rlhf_runtime.data.text_tokens import ANCHORS, TextTokens
 from rlhf_runtime.data.written_parts import check_options
 
@@ -126,7 +129,7 @@ class Prompts:
                 the end token, so that the answer is closed before the next message.
             images: contents of image files. They come before the text, unless it has their placeholders.
 
-        Raises DataError: the template rewrites history (:func:`rlhf_runtime.data.template_frame.frame`); images, where
+        Raises DataError: the template rewrites history (:func:`frame`); images, where
             the run can have none or one cannot be read.
         """
         images = self.images.files(images)
@@ -298,3 +301,93 @@ class Prompts:
         if images not in self._frames:
             self._frames[images] = frame(self.chat, images)
         return self._frames[images]
+
+
+_CACHED = 256
+
+
+class RowTools:
+    """A run's chat template, once for each list of tools in its rows."""
+
+    def __init__(self, chat: ChatTemplate) -> None:
+        self._chat = chat
+        self._first: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def template(self, tools: Tools) -> ChatTemplate:
+        """The template as it shows ``tools``. Raises DataError: it does not show one of them, or the run file has tools
+        too."""
+        if not tools:
+            return self._chat
+        key = json.dumps(tools, ensure_ascii=False, default=str)
+        if key not in self._templates:
+            if self._first is None:
+                self._first = self._chat.for_tools(tools)
+            chat = self._first.with_tools(tools)
+            _check(self._first, tools)
+            if len(self._templates) >= _CACHED:
+                self._templates.clear()
+            self._templates[key] = chat
+        return self._templates[key]
+
+
+def _check(chat: ChatTemplate, tools: Tools) -> None:
+    """Raises DataError: the template leaves out a tool."""
+    marked = chat.with_tools([_renamed(tool, mark(number)) for number, tool in enumerate(tools)])
+    try:
+        text = marked.text([{"role": "user", "content": "x"}], answer=True)
+    except DataError:  # it needs other messages; the error about the row says which
+        return
+    for number, tool in enumerate(tools):
+        if mark(number) not in text and json.dumps(mark(number))[1:-1] not in text:
+            raise DataError(
+                f"column {TOOLS!r}: the chat template leaves out the tool {tool.get('function', tool)['name']!r}, so "
+                "the policy would not know of it. Use a template that writes tools (data.chat_template), or take the "
+                "column out"
+            )
+
+
+def _renamed(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if "function" in tool:
+        return {**tool, "function": {**tool["function"], "name": name}}
+    return {**tool, "name": name}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The text that a template puts around turns."""
+
+    end: str
+    """End token of an answer; empty if the template writes none."""
+    before: str
+    """Text from the end of an answer (after its end token) to the text of the user's next message."""
+    after: str
+    """Text from the end of the user's text to the start of the policy's answer."""
+
+
+def frame(chat: ChatTemplate, images: int = 0) -> Frame:
+    """The text that the template puts around an observation. Also checks that earlier turns do not change.
+
+    Args:
+        images: number of images before the text of the observation; their placeholders are in ``Frame.before``.
+
+    Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
+    reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
+    template's render.
+    """
+    shown = with_images(mark(2), images) if images else mark(2)
+    user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": shown}
+    prompt = chat.text([user], answer=True)
+    for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
+        text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
+        if not text.startswith(prompt + answer) or mark(2) not in text:
+            what = "drops its reasoning" if "think" in answer else "writes it otherwise"
+            raise DataError(
+                "the chat template rewrites history: once a message follows an answer, it "
+                f"{what}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
+                "trained on a context that the template never shows it. Give the tokenizer a chat template that "
+                'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
+            )
+        if answer == mark(1):
+            before, _, rest = text[len(prompt + answer) :].partition(mark(2))
+    return Frame(chat.end_token(before), before, rest)

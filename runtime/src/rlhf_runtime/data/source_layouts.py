@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
 
-from rlhf.errors import DataError
+from rlhf.errors import DataError, did_you_mean
 from rlhf.types import DataForm
 
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
-from rlhf_runtime.data.image_columns import image_folder, with_image_files
+from rlhf_runtime.data import conversions as convert
 from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import ONE_IMAGE, TOOLS, Layout, named_columns
-from rlhf_runtime.data.recognise import recognise
+from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, Layout, named_columns
+from rlhf_runtime.data.row_fields import as_label
+from rlhf_runtime.data.row_images import image_folder, with_image_files
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
 
@@ -106,3 +108,273 @@ def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         return layout.read(columns)
     except DataError:
         return {}
+
+
+PROMPTS = ("question", "problem", "query", "instruction", "input")
+RESPONSES = ("completion", "output", "answer", "solution")
+LABELS = ("score", "is_correct")
+CONTEXTS = ("input", "context")
+"""Column beside ``instruction`` with its context."""
+HISTORY = "history"
+"""Column beside ``instruction`` or ``query`` with the turns before it."""
+SYSTEMS = ("system", "system_prompt")
+
+
+def recognise(
+    form: DataForm,
+    columns: Sequence[str],
+    row: Mapping[str, Any],
+    *,
+    named: Mapping[str, str] | None = None,
+    chat: bool = False,
+    prompt: Literal["needed", "optional", "made"] = "needed",
+) -> Layout:
+    """The layout of a source, by the names of its columns and the values of its first row.
+
+    Columns that the run file names come first, then columns with default names, then names that are common in data sets
+    on the hub. A source with two possible layouts is refused, and the error lists both.
+
+    Args:
+        columns: columns of the source.
+        row: its first row.
+        named: {field: column} as the run file names them.
+        chat: whether a chat template is used.
+        prompt: whether a column with a prompt is needed; ``made``: a template makes it from other columns.
+
+    Raises DataError: no layout fits (with what is missing), several fit (with all of them), or the layout needs a chat
+    template.
+    """
+    case = _Case(form, columns, row, dict(named or {}), chat, prompt)
+    found = _widest(list(case.layouts()))
+    if not found and case.text():
+        found = [Layout({"text": "text"}, given=False)]
+    if len(found) == 1:
+        return _with_tools(_with_images(_with_system(found[0], case), case), case)
+    if found:
+        raise DataError(
+            "the columns can be read in several ways: "
+            + "; ".join(f"({i}) {layout}" for i, layout in enumerate(found, 1))
+            + f"; {case.present()} Name those to use, e.g. {_flags(found[0])}."
+        )
+    raise DataError(case.problem())
+
+
+@dataclass(frozen=True)
+class _Case:
+    form: DataForm
+    columns: Sequence[str]
+    row: Mapping[str, Any]
+    named: Mapping[str, str]
+    chat: bool
+    prompt: str
+
+    def layouts(self) -> Iterator[Layout]:
+        if self.form == "prompts":
+            yield from self._join([*self._prompts()])
+            if "prompt" not in self.columns:
+                yield from self._conversations()
+        elif self.form == "demonstrations":
+            yield from self._answers()
+        elif self.form == "labels":
+            labels = [{"label": c} for c in self._choices("label", LABELS)]
+            yield from self._answers([x for x in labels if self._is_label(x["label"])])
+        elif self.form == "pairs":
+            yield from self._pairs()
+        else:
+            yield from self._steps()
+
+    def text(self) -> bool:
+        """Whether the rows are texts to continue, without prompts; used only if no other layout fits."""
+        asked = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
+        return self.form == "demonstrations" and not asked and isinstance(self.row.get("text"), str)
+
+    def problem(self) -> str:
+        if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
+            return (
+                f"has conversations, which need a chat template, but none is used; {self.present()} Use a tokenizer "
+                "with a chat template, or name a file with one as data.chat_template."
+            )
+        needed = {"pairs": ("chosen", "rejected"), "steps": ("steps", "step_labels"), "labels": ("response", "label")}
+        fields = [*needed.get(self.form, ("response",) if self.form == "demonstrations" else ())]
+        if "messages" in self.named:
+            fields = ["messages", *(f for f in fields if f == "label")]
+        elif self.prompt == "needed" and not isinstance(self.row.get(DEFAULTS["chosen"]), list):
+            fields = ["prompt", *fields]
+        if "margin" in self.named:
+            fields.append("margin")
+        names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
+        lacking = [
+            f"has no column {c!r}; {self.present()}{did_you_mean(c, self.columns)} Name the right one with --data.{f}."
+            for f, c in names.items()
+            if c not in self.columns
+        ]
+        if lacking:
+            return " It ".join(lacking)
+        why = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
+        return (
+            f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page "
+            "on data lists them."
+        )
+
+    # ------------------------------------------------------------------------------------- forms
+
+    def _pairs(self) -> Iterator[Layout]:
+        pair = [
+            {"chosen": a, "rejected": b}
+            for a, b in product(self._choices("chosen", ()), self._choices("rejected", ()))
+        ]  # fmt: skip
+        margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.named else [{}]
+        for both in self._join(pair, margin):
+            values = [self.row.get(both.columns[k]) for k in ("chosen", "rejected")]
+            if all(map(convert.is_turn, values)):
+                fronts = [{"messages": c} for c in self.columns if convert.is_turns(self.row.get(c))]
+                yield from self._join([both.columns], fronts if self.chat else [], how="answers_in_turns")
+            elif all(map(convert.is_whole, values)):
+                said = self.row.get("prompt")
+                if "prompt" in self.named:
+                    yield from self._join([*self._prompts()], [both.columns])
+                elif said and not convert.repeats(values, said):
+                    raise DataError(
+                        "has whole conversations to compare and a column 'prompt' that they do not repeat; name it "
+                        "(--data.prompt prompt) to put it before them, or take it out"
+                    )
+                elif self.chat:
+                    yield replace(both, columns={**self._beside("prompt"), **both.columns}, whole=True)
+            elif "prompt" not in self.named and not any(True for _ in self._prompts()):
+                if all(map(convert.is_dialogue, values)):
+                    yield from self._join([both.columns], how="dialogues")
+            else:
+                for layout in self._join([*self._prompts()], [both.columns]):
+                    yield replace(layout, whole=self.chat and "prompt" not in self.named)
+
+    def _steps(self) -> Iterator[Layout]:
+        for column in self._choices("steps", ("steps", "input")):
+            value = self.row.get(column)
+            if convert.is_rated(value):
+                yield from self._join([*self._prompts()], [{"steps": column}], how="rated_steps")
+            elif convert.is_marked(value):
+                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "label", "value"))]
+                yield from self._join([{"steps": column}], labels, how="marked_steps")
+            elif isinstance(value, list) or self._certain("steps", column):
+                labels = [{"step_labels": c} for c in self._choices("step_labels", ("step_labels", "ratings"))]
+                yield from self._join([*self._prompts()], [{"steps": column}], labels)
+        if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.named:
+            yield from self._join([{"prompt": "question", "steps": "label"}], how="prm800k")
+
+    def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Layout]:
+        """A prompt with an answer, or a whole conversation."""
+        if "messages" not in self.named:
+            answers = [{"response": c} for c in self._choices("response", RESPONSES)]
+            yield from self._join([*self._prompts()], answers, label)
+        if self.named.keys() & {"prompt", "response"}:
+            return
+        if "messages" in self.named or not self._defaults("prompt", "response"):
+            yield from self._conversations(label)
+
+    def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Layout]:
+        if not self.chat:
+            return
+        for column in self._choices("messages", ("messages", "conversation", "conversations")):
+            value = self.row.get(column)
+            if convert.is_turns(value):
+                yield from self._join([{"messages": column}], beside, how="turns")
+            elif convert.is_messages(value) or self._certain("messages", column):
+                yield from self._join([{"messages": column}], beside)
+
+    # ------------------------------------------------------------------------------------- parts
+
+    def _prompts(self) -> Iterator[Mapping[str, str]]:
+        if self.prompt != "needed":
+            yield {}
+        if self.prompt == "made":
+            return
+        for column in self._choices("prompt", PROMPTS):
+            past = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
+            yield {"prompt": column, **past}
+            if column == "instruction":
+                yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
+
+    def _has_history(self) -> bool:
+        return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
+
+    def _choices(self, field: str, usual: Sequence[str]) -> list[str]:
+        """Columns that a field may mean: the named one, else the default one, else those with common names."""
+        if field in self.named:
+            return [self.named[field]] if self.named[field] in self.columns else []
+        if DEFAULTS.get(field) in self.columns:
+            return [DEFAULTS[field]]
+        return [c for c in usual if c in self.columns]
+
+    def _beside(self, field: str) -> Mapping[str, str]:
+        """The default column of a field, if the source has it."""
+        return {field: DEFAULTS[field]} if DEFAULTS[field] in self.columns else {}
+
+    def _certain(self, field: str, column: str) -> bool:
+        """Whether a column is used whatever its values are. Wrong values are reported when a row is read."""
+        return column == self.named.get(field, DEFAULTS.get(field, field))
+
+    def _defaults(self, *fields: str) -> bool:
+        return all(DEFAULTS[f] in self.columns for f in fields)
+
+    def _is_label(self, column: str) -> bool:
+        return self._certain("label", column) or as_label(self.row.get(column)) is not None
+
+    def _join(self, *parts: Sequence[Mapping[str, str]], how: str = "") -> Iterator[Layout]:
+        """A layout for every combination of one choice from each part. No column is used for two fields."""
+        for chosen in product(*parts):
+            columns = {f: c for part in chosen for f, c in part.items()}
+            if len(set(columns.values())) != len(columns):
+                continue
+            conversion = how or ("context" if {"context", "history"} & set(columns) else "")
+            known = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
+            yield Layout(columns, conversion, self.chat, given=known and not conversion)
+
+    def _as_chat(self) -> tuple[Any, ...]:
+        return self.form, self.columns, self.row, self.named, True, self.prompt
+
+    def present(self) -> str:
+        return f"columns present: {', '.join(self.columns)}."
+
+
+def _widest(found: Sequence[Layout]) -> list[Layout]:
+    """The layouts without duplicates, and without those whose columns are a subset of another's."""
+    found = [layout for i, layout in enumerate(found) if layout not in found[:i]]
+    sets = [set(layout.columns.values()) for layout in found]
+    return [layout for layout, mine in zip(found, sets, strict=True) if not any(mine < other for other in sets)]
+
+
+def _with_system(layout: Layout, case: _Case) -> Layout:
+    """The layout with a column of system messages, if the run file names no columns and the source has one."""
+    texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
+    present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
+    if case.named or not present or not {"prompt", "messages", "chosen"} & set(layout.columns):
+        return layout
+    if layout.conversion in ("marked_steps", "prm800k"):
+        return layout
+    return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
+
+
+def _with_images(layout: Layout, case: _Case) -> Layout:
+    """The layout with the column of images, if the source has one.
+
+    Raises DataError: the run file names a column that the source has not.
+    """
+    column = case.named.get("images", DEFAULTS["images"])
+    if column in case.columns and column not in layout.columns.values():
+        return replace(layout, columns={**layout.columns, "images": column})
+    if "images" in case.named:
+        why = f"{did_you_mean(column, case.columns)} Name the right one with --data.images."
+        raise DataError(f"has no column {column!r} of images; {case.present()}{why}")
+    return layout
+
+
+def _with_tools(layout: Layout, case: _Case) -> Layout:
+    """The layout with the column of tools, if the source has one and the template of chats may show them."""
+    free = case.chat and TOOLS in case.columns and TOOLS not in layout.columns.values()
+    if not free or "text" in layout.columns or layout.conversion in ("marked_steps", "prm800k"):
+        return layout
+    return replace(layout, columns={**layout.columns, TOOLS: TOOLS})
+
+
+def _flags(layout: Layout) -> str:
+    return " ".join(f"--data.{f} {c}" for f, c in layout.columns.items() if f in FIELDS)

@@ -21,7 +21,7 @@ from rlhf_runtime.data.messages import UNTRAINED
 from rlhf_runtime.data.prompts import TEXT_OR_MESSAGES, Prompts
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES
-from rlhf_runtime.data.token_spans import Span, edges_are_between
+from rlhf_runtime.data.text_tokens import Span, edges_are_between
 from rlhf_runtime.data.tokenizer import decoder_of
 
 

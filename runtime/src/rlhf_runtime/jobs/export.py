@@ -19,12 +19,11 @@ from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
-from rlhf_runtime.loop.model_files import ModelFiles
+from rlhf_runtime.loop.saves import ModelFiles
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.setup.join import join
-from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
+from rlhf_runtime.output.run_directory import RunDirectory
+from rlhf_runtime.setup.plugins import RunPlugins, device_here, join, run_plugins
 from rlhf_runtime.setup.prepare import on_processor, total_steps
 
 Which = int | Literal["best", "average"]

@@ -16,16 +16,15 @@ from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sample_sections import SamplingSection, StreamSection
-from rlhf_runtime.config.sections import Choice, ModelSection
+from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection
 from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
-from rlhf_runtime.observe.phases import phase
-from rlhf_runtime.observe.source_rewards import source_metrics
+from rlhf_runtime.observe.progress import phase
+from rlhf_runtime.observe.sample_metrics import source_metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
-from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
+from rlhf_runtime.setup.plugins import join
 from rlhf_runtime.setup.prepare import Prepared, prepare
 
 

@@ -14,22 +14,19 @@ from rlhf.plugins import Plugins
 from rlhf.types import Needs, RoleSpec
 from rlhf_hub.hub import Commits
 
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.components import resolved_run
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sample_sections import SamplingSection, StreamSection
-from rlhf_runtime.config.sections import Choice, ModelSection, SyncSection
-from rlhf_runtime.data.tokenizer import check_ids, load_tokenizer
-from rlhf_runtime.data.vocabulary import check_vocabularies
+from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection, SyncSection
+from rlhf_runtime.data.tokenizer import check_ids, check_vocabularies, load_tokenizer
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.setup.join import join
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.plugins import active_reward, device_here, model_of, run_plugins
+from rlhf_runtime.setup.plugins import active_reward, device_here, join, model_of, run_plugins
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Placed, on_processor
-from rlhf_runtime.workers.main_thread import MainThread
 
 
 class Score(Algorithm):

@@ -11,8 +11,8 @@ from rlhf.interfaces import ComponentConfig, RunControl
 from rlhf.plugins import Resolved
 
 from rlhf_runtime.config.components import component_config
+from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.signals import StopRequest
 
 
 @dataclass

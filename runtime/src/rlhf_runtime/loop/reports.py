@@ -14,11 +14,11 @@ from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_groups
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.metrics import TIME
 from rlhf_runtime.observe.progress import Progress
-from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.source_rewards import failure_metrics, info_metrics, source_metrics
+from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.output.metrics import TIME
+from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.samples.stream import ReadyBatch
 
 

@@ -26,10 +26,10 @@ from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
-from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.samples.acceptance import left_out
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.sampling import Sampler

@@ -16,8 +16,7 @@ from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Update
 from torch import Tensor
 
-from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan
-from rlhf_runtime.models.unit_prefixes import unit_prefixes
+from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan, unit_prefixes
 
 
 class Role:

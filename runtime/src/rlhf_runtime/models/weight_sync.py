@@ -8,6 +8,7 @@ into the wrong place.
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,19 +18,23 @@ import torch
 from rlhf.errors import SyncError
 from rlhf.interfaces import Generator, Proof
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.packing import pack
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.seeds import derive_seed
+from rlhf.types import Image
 from torch import Tensor
 
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.models.canaries import CANARY_TOKENS, Canary, image_canary, mean_differences, text_canary
 from rlhf_runtime.models.roles import Role
 
 HOLDS_NOTHING = "accept:nothing"
 """Capability of a generator without weights, which needs no sync."""
 _SHOWN = 8
 """Largest number of names in a message."""
+CANARY_TOKENS = 24
+"""Tokens of a canary, a random sequence whose log-probs are compared."""
+SIDE = 64
+"""Height and width of a canary's image, in pixels. Processors of large patches make several features of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +203,56 @@ class WeightSync:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    ids: Sequence[int]
+    images: tuple[Image, ...] = ()
+    first: int = 1
+    """Position of the first token whose log-prob is compared: after the image, if there is one. Tokens before an image
+    do not depend on it and would only lower the mean. Those of the image are never trained on."""
+
+    def unit(self) -> UnitData:
+        """The canary as a unit of a batch for the trainer."""
+        mask = [i >= self.first for i in range(len(self.ids))]
+        return UnitData([SequenceData(self.ids, {"loss_mask": mask}, images=self.images)])
+
+
+def text_canary(draw: random.Random, vocabulary: int, tokens: int) -> Canary:
+    """Random tokens."""
+    return Canary([draw.randrange(vocabulary) for _ in range(tokens)])
+
+
+def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longest: int) -> Canary | None:
+    """One random token, an image of noise with the tokens that the run's data would have for it, and random tokens.
+
+    None where ``longest`` tokens leave no room after the image.
+    """
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.frombytes("RGB", (SIDE, SIDE), draw.randbytes(SIDE * SIDE * 3)).save(file, "PNG")
+    image_ids, _, [image] = place.place([place.placeholder], [file.getvalue()])
+    first = 1 + len(image_ids)
+    if longest <= first:
+        return None
+    front, *after = (draw.randrange(vocabulary) for _ in range(1 + min(CANARY_TOKENS, longest - first)))
+    return Canary([front, *image_ids, *after], (image.moved(1),), first)
+
+
+def mean_differences(
+    canaries: Sequence[Canary], ours_N: Tensor, engines: Sequence[Sequence[Sequence[float]]]
+) -> list[float]:
+    """Of each canary, the mean |difference| of the engine that differs most; NaN where either side is not finite.
+
+    Args:
+        ours_N: the trainer's log-probs of all tokens.
+        engines: the answers of :meth:`rlhf.interfaces.Generator.logprobs`.
+    """
+    differences = []
+    for i, (canary, ours_T) in enumerate(zip(canaries, ours_N.split([len(c.ids) for c in canaries]), strict=True)):
+        first = canary.first
+        each = [(torch.tensor(theirs[i][first - 1 :]) - ours_T[first:]).abs().mean() for theirs in engines]
+        differences.append(float(torch.stack(each).max()))
+    return differences

@@ -1,4 +1,5 @@
-"""The progress display of a run: a bar in a terminal, plain lines in a file, a summary at the end."""
+"""The progress display of a run: a bar in a terminal, plain lines in a file, a summary at the end; and what a command
+is doing (:func:`phase`) while it has no such display."""
 
 from __future__ import annotations
 
@@ -14,15 +15,22 @@ from statistics import median
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 from rlhf.types import Group
 
-from rlhf_runtime.observe.metrics import TIME
-from rlhf_runtime.observe.phases import hidden
 from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
+from rlhf_runtime.output.metrics import TIME
 
 HEADLINE: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/total", "reward/mean"),
@@ -284,3 +292,45 @@ def step_seconds(metrics: Mapping[str, float], default: float) -> float:
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+_open: list[Bar] = []
+"""The display of the phase that is shown now; at most one."""
+
+
+@contextmanager
+def phase(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show ``text`` while the code inside runs. A phase inside another one replaces it until it ends.
+
+    On a terminal it is a line with its time, which is removed at its end. Elsewhere it is one plain line at its start.
+    Gives ``count(number, total)``, which shows these numbers on a terminal.
+    """
+    console = Console(file=sys.stderr, highlight=False)
+    if not console.is_terminal:
+        console.print(text, soft_wrap=True, markup=False)
+        yield lambda number, total: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    display = Bar(*columns, console=console, transient=True)
+    task = display.add_task(text)
+    with hidden():
+        _open.append(display)
+        display.start()
+        try:
+            yield lambda number, total: display.update(task, description=f"{text}: {number} of {total}")
+        finally:
+            display.stop()
+            _open.remove(display)
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Remove the line of the phase while the code inside writes to the terminal."""
+    display = _open[-1] if _open and _open[-1].live.is_started else None
+    if display is not None:
+        display.stop()
+    try:
+        yield
+    finally:
+        if display is not None:
+            display.start()

@@ -22,7 +22,7 @@ from rlhf.errors import ConfigError, DataError, shown
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
 from rlhf_runtime.data.tables import content_hash
-from rlhf_runtime.observe.run_directory import GIVEN
+from rlhf_runtime.output.run_directory import GIVEN
 
 DIGITS = 12
 """Number of hexadecimal digits of the content's SHA-256 in a file's name."""

@@ -15,8 +15,7 @@ from rlhf.plugins import Plugins
 
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sample_sections import StreamSection
-from rlhf_runtime.config.sections import Choice, EvalSection, SyncSection
+from rlhf_runtime.config.sections import Choice, EvalSection, StreamSection, SyncSection
 from rlhf_runtime.jobs.inference import evaluate_model
 from rlhf_runtime.observe.progress import HEADLINE
 

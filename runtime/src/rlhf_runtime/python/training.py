@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from rlhf.errors import ConfigError, shown
@@ -14,20 +16,57 @@ from rlhf.plugins import Plugins
 
 from rlhf_runtime.checkpoint import read_json
 from rlhf_runtime.config.flag_values import Given
-from rlhf_runtime.config.load import load
-from rlhf_runtime.config.model_lookup import look_for_models
+from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.overrides import Override
-from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.observe.metrics import read_metrics
-from rlhf_runtime.observe.numbered_folders import default_folder
-from rlhf_runtime.observe.run_folder import check_folder
-from rlhf_runtime.python.arguments import only_known
+from rlhf_runtime.config.runfile import SINGLE, RunFile
+from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.suggestions import Suggestions
+from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.run_folder import check_folder, default_folder
+from rlhf_runtime.python.components import observer_entries, reward_entries
 from rlhf_runtime.python.given_files import GivenFiles
-from rlhf_runtime.python.observers import observer_entries
 from rlhf_runtime.python.result import MetricRows, Result
-from rlhf_runtime.python.reward_functions import reward_entries
 from rlhf_runtime.setup import build
-from rlhf_runtime.setup.join import join
+from rlhf_runtime.setup.plugins import join
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def only_known(function: Callable[P, R]) -> Callable[P, R]:
+    """Wraps ``function``. The result raises ConfigError in place of TypeError for a keyword that ``function`` does not
+    have, and for an argument that must be given by its name."""
+    parameters = inspect.signature(function).parameters
+    by_place = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(by_place):
+            raise ConfigError(
+                f"rlhf.{function.__name__} got {len(args)} arguments without a name; only {', '.join(by_place)} may be "
+                f"given so. Name the others: rlhf.{function.__name__}(..., model=..., data=...)."
+            )
+        for name in kwargs:
+            if name not in parameters:
+                algorithm = args[0] if args else kwargs.get("algorithm")
+                raise ConfigError(
+                    f"rlhf.{function.__name__} has no argument {name!r}.{_near(name, tuple(parameters), algorithm)} "
+                    f"The arguments are {', '.join(parameters)}. An option of the run file is given by its name, e.g. "
+                    'options={"trainer.lr": 1e-5}.'
+                )
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _near(name: str, arguments: tuple[str, ...], algorithm: Any) -> str:
+    """`` Did you mean ...?`` with an argument, or with options of a run of that algorithm; or an empty string."""
+    defaults = {kind: RunFile.model_fields[kind].default for kind in SINGLE}
+    if isinstance(algorithm, str):
+        defaults["algorithm"] = Choice(use=algorithm)
+    choices = [(kind, kind, choice) for kind, choice in defaults.items() if isinstance(choice, Choice)]
+    return Suggestions(Plugins.discover(), choices).suggest(name, arguments, False)
+
 
 Path_ = str | os.PathLike[str]
 LATER = "(given as an object)"
@@ -70,7 +109,7 @@ def train(
             with a file. Allowed values are those of JSON: text, numbers, booleans, None, lists and dicts.
         eval_data: held-out rows, in the same forms.
         reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
-            **columns)`` (:mod:`rlhf_runtime.python.reward_functions`), a Reward class or instance, or a reference
+            **columns)`` (:mod:`rlhf_runtime.python.components`), a Reward class or instance, or a reference
             (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied into worker processes, which are killed at its
             deadline, so changes that it makes to variables are not visible in this process. An ``async def`` is called
             in this process. Weights are options: ``{"reward.NAME.weight": 0.5}``.

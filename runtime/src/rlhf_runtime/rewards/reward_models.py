@@ -17,8 +17,8 @@ from rlhf.ops.heads import SCORES
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 
-from rlhf_runtime.workers.deadlines import waiting
-from rlhf_runtime.workers.main_thread import MainThread
+from rlhf_runtime.calls.deadlines import waiting
+from rlhf_runtime.calls.main_thread import MainThread
 
 if TYPE_CHECKING:
     from rlhf_runtime.models.roles import Role

@@ -30,15 +30,14 @@ from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf.types import Group, RewardResult, Trajectory
 
-from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
-from rlhf_runtime.workers.isolation import check_python
-from rlhf_runtime.workers.returned_values import InvalidResult, check_results, results_from_json
-from rlhf_runtime.workers.worker_pool import WorkerPool
-from rlhf_runtime.workers.worker_requests import reference
+from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.calls.isolation import check_python
+from rlhf_runtime.calls.returned_values import InvalidResult, check_results, results_from_json
+from rlhf_runtime.calls.worker import WorkerPool, reference
 
 CALLS = 64
 """Default number of concurrent calls of an ``async def`` reward. The number of threads for blocking calls is the same
-(:mod:`rlhf_runtime.workers.blocking_calls`)."""
+(:mod:`rlhf_runtime.calls.main_thread`)."""
 
 
 @dataclass(frozen=True, slots=True)

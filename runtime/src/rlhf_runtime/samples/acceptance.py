@@ -9,7 +9,7 @@ from typing import Literal
 
 from rlhf.types import Group, Trajectory
 
-from rlhf_runtime.config.sample_sections import FilterSection
+from rlhf_runtime.config.sections import FilterSection
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 
 

@@ -12,13 +12,12 @@ from rlhf.interfaces import ComponentConfig, Env
 from rlhf.plugins import Resolved
 from rlhf.types import EnvStep, Row
 
-from rlhf_runtime.config.sample_sections import EnvSection
+from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
+from rlhf_runtime.calls.isolation import check_python
+from rlhf_runtime.calls.returned_values import InvalidResult, check_observation, check_step, step_from_json
+from rlhf_runtime.calls.worker import Worker, WorkerPool
+from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
-from rlhf_runtime.workers.deadlines import DeadlineExpired, cause, within
-from rlhf_runtime.workers.isolation import check_python
-from rlhf_runtime.workers.returned_values import InvalidResult, check_observation, check_step, step_from_json
-from rlhf_runtime.workers.worker import Worker
-from rlhf_runtime.workers.worker_pool import WorkerPool
 
 METHODS = ("reset", "step", "close")
 PROCESSES = 16

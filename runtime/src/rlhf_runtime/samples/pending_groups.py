@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rlhf.types import Group, Row, Trajectory
 
-from rlhf_runtime.samples.turn_log import TurnLog
+from rlhf_runtime.samples.sample_context import TurnLog
 
 Order = Literal["submission", "completion"]
 

@@ -13,17 +13,15 @@ from rlhf.interfaces import Env, Generator, Rollout
 from rlhf.seeds import derive_seed
 from rlhf.types import Group, Row, Trajectory
 
+from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Slice, Timeline
 from rlhf_runtime.samples.failures import describe
 from rlhf_runtime.samples.protocols import Count, GroupScorer, PromptTemplate, Requests, no_count
+from rlhf_runtime.samples.requests import SingleRequests, Waves
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
-from rlhf_runtime.samples.sample_context import SampleContext
-from rlhf_runtime.samples.single_requests import SingleRequests
-from rlhf_runtime.samples.turn_log import TurnLog
-from rlhf_runtime.samples.waves import Waves
-from rlhf_runtime.workers.main_thread import MainThread
-from rlhf_runtime.workers.returned_values import InvalidResult, check_turns
+from rlhf_runtime.samples.sample_context import SampleContext, TurnLog
 
 FATAL = (WorkerError, SyncError, TrainingError, ModelError)
 """Errors of the generator or of its weights, not of one sample. They end the run whatever ``on_failed_sample`` says."""

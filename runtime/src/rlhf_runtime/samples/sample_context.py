@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,6 @@ from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.protocols import Messages, PromptTemplate, Requests
 from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
-from rlhf_runtime.samples.turn_log import TurnLog
 
 
 class SampleContext(RolloutContext):
@@ -193,3 +193,35 @@ def _check_distribution(sampling: Sampling, run: Sampling) -> None:
 
 def _with_budget(sampling: Sampling, max_new_tokens: int) -> Sampling:
     return replace(sampling, max_new_tokens=max_new_tokens)
+
+
+class TurnLog:
+    """Turns by their number, each with a checksum of the context that it answers.
+
+    A resumed sample runs its rollout from the beginning, and its environment gets the same actions. As long as the
+    contexts are the same, the turns come from here. From the first different context on they are sampled again.
+    """
+
+    def __init__(self, turns: Iterable[tuple[int, int, Turn]] = ()) -> None:
+        """``turns``: (number, checksum of its context, turn)."""
+        self._turns = {number: (context, turn) for number, context, turn in turns}
+
+    def find(self, number: int, request: GenerationRequest) -> Turn | None:
+        """The turn ``number``, if it was sampled before for the same context."""
+        context, turn = self._turns.get(number, (-1, None))
+        if turn is not None and context != checksum(request):
+            self._turns = {n: earlier for n, earlier in self._turns.items() if n < number}
+            return None
+        return turn
+
+    def add(self, number: int, request: GenerationRequest, turn: Turn) -> None:
+        self._turns[number] = checksum(request), turn
+
+    def entries(self) -> list[tuple[int, int, Turn]]:
+        """(number, checksum of its context, turn), in order."""
+        return [(number, context, turn) for number, (context, turn) in sorted(self._turns.items())]
+
+
+def checksum(request: GenerationRequest) -> int:
+    """CRC-32 of the context, its images included, and the sampling parameters."""
+    return zlib.crc32(repr(request.sampling).encode(), zlib.crc32(request.context_key))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,42 +13,54 @@ from rlhf.errors import PluginError, StandstillError
 from rlhf.interfaces import Launcher, ModelSpec, Trainer
 from rlhf.plugins import Plugins
 from rlhf.plugins.registration import first_cause
-from rlhf.types import Group
+from rlhf.types import Group, Row
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.sample_table import load_writer
 from rlhf_runtime.checkpoint.saved_groups import write_lines
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.data.early_row_check import RowCheck
+from rlhf_runtime.data.dataset import RowCheck
+from rlhf_runtime.loop.best_value import BestTracker
 from rlhf_runtime.loop.checkpoint_state import RunState
 from rlhf_runtime.loop.control import Control, TrainerOptions
-from rlhf_runtime.loop.evaluate import Evaluation
+from rlhf_runtime.loop.evaluate import (
+    Evaluation,
+    check_metric,
+    evaluate_loss,
+    evaluate_rollouts,
+    evaluates_average,
+    with_average,
+)
+from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.loop.online import online
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
+from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.numbered_folders import link_latest
-from rlhf_runtime.observe.phases import phase
-from rlhf_runtime.observe.progress import Progress
-from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.signals import StopRequest
-from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
-from rlhf_runtime.observe.timeline_file import TimelineFile
+from rlhf_runtime.observe.progress import Progress, phase
+from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
+from rlhf_runtime.output.run_directory import RunDirectory
+from rlhf_runtime.output.run_folder import link_latest
+from rlhf_runtime.samples.acceptance import Acceptance
+from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.failures import Failures
-from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, training_failures
-from rlhf_runtime.samples.stream import Stream
-from rlhf_runtime.setup.evaluation import make_evaluation
-from rlhf_runtime.setup.join import join
+from rlhf_runtime.samples.sampling import (
+    Sampler,
+    evaluation_failures,
+    evaluation_settings,
+    training_failures,
+    training_settings,
+)
+from rlhf_runtime.samples.stream import RecordedStream, Stream
+from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.plugins import where_trainer
-from rlhf_runtime.setup.prepare import Prepared, prepare
-from rlhf_runtime.setup.recorded_run import check_record
-from rlhf_runtime.setup.resume import check_latest, check_observers, check_resume, restore
+from rlhf_runtime.setup.plugins import join, where_trainer
+from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
+from rlhf_runtime.setup.resume import check_latest, check_observers, check_record, check_resume, restore
 from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
-from rlhf_runtime.setup.training_stream import training_stream
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
@@ -260,3 +273,86 @@ def _timeline(prepared: Prepared, directory: RunDirectory, progress: Progress) -
     if steps is None:
         return NO_TIMELINE
     return TimelineFile(directory.timeline, len(directory.starts()) + 1, steps, progress.note)
+
+
+def make_evaluation(
+    prepared: Prepared,
+    rows: list[Row],
+    roles: dict[str, Role],
+    sampler: Sampler | None,
+    stream: Stream | None,
+    failures: Sequence[Failures],
+    save: Callable[[int, list[Group]], None],
+    count: Callable[[int, int], None],
+) -> Evaluation:
+    """The evaluation of a run: the metrics of the policy's answers to ``rows`` and, in an offline run, the loss.
+
+    Args:
+        failures: the counter of failed samples, where there is a sampler.
+        save: keeps the policy's answers after so many finished steps.
+        count: shows how many samples have ended.
+    """
+    config, parts = prepared.config, list[Callable[[int], Metrics]]()
+    if sampler is not None:
+        rollouts, settings = sampler.rollouts, evaluation_settings(config, failures[0])
+
+        def answer(steps_done: int) -> Metrics:
+            metrics, groups = evaluate_rollouts(rollouts, rows, settings, prepared.evaluation, count=count)
+            save(steps_done, groups)
+            return metrics
+
+        parts.append(answer)
+    if not prepared.online:
+        examples = prepared.data.examples(rows)
+        losses = functools.partial(evaluate_loss, prepared.algorithm, roles, examples)
+        if not config.run.resume:
+            sources = {row.source for row in rows} if sampler is not None else ()
+            check_metric(prepared.evaluation, sources, is_scored(prepared), losses)
+        parts.append(lambda steps_done: losses())
+
+    def compute(steps_done: int) -> Metrics:
+        return {name: value for part in parts for name, value in part(steps_done).items()}
+
+    best = BestTracker(config.eval.metric, config.eval.mode, config.eval.patience)
+    policy, trainer = roles["policy"], prepared.trainer("policy").resolved.cls
+    if not evaluates_average(policy, trainer, config.eval.weights):
+        return Evaluation(compute, best)
+
+    def compute_average(steps_done: int) -> Metrics:
+        return with_average(functools.partial(compute, steps_done), policy, sampler, stream, prepared.total_steps)
+
+    return Evaluation(compute_average, best)
+
+
+def training_stream(
+    prepared: Prepared,
+    sampler: Sampler,
+    failures: Failures,
+    timeline: Timeline,
+    count: Callable[[str, int, int], None],
+) -> Stream:
+    """The stream that ``[stream]`` asks for.
+
+    Args:
+        failures: counts its failed samples.
+        count: shows how many (samples, or groups) are ready while a step waits for them.
+    """
+    config, section, needs = prepared.config, prepared.config.stream, prepared.algorithm.needs()
+    if section.replay is not None:
+        recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
+        return RecordedStream(recorded, prepared.data.row, section.staleness + section.round - 1)
+    settings = training_settings(config, failures, needs.given)
+    common: dict[str, Any] = {
+        "batch_size": config.data.batch_size,
+        "total_steps": prepared.total_steps,
+        "staleness": section.staleness,
+        "acceptance": Acceptance(section.filter, section.on_failed_sample, needs.group_min, needs.reward, timeline),
+        "row_order": prepared.data.chosen,
+    }
+    if section.mode == "waves":
+        common["count"] = functools.partial(count, "samples")
+        return WaveStream(prepared.data, sampler.rollouts, settings, round=section.round, **common)
+    common["count"] = functools.partial(count, "groups")
+    return ContinuousStream(
+        prepared.data, sampler.rollouts, settings, order=section.order, oversample=section.oversample, **common
+    )

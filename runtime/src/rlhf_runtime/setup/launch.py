@@ -18,21 +18,21 @@ from rlhf.interfaces import (
     ScoreWithRole,
 )
 
+from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.data.tokenizer import Decoder, tokens_of
+from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.shared_heads import lend
 from rlhf_runtime.models.weight_sync import WeightSync
-from rlhf_runtime.observe.phases import phase
-from rlhf_runtime.observe.signals import StopRequest
+from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.sampling import NoGenerator, Sampler
 from rlhf_runtime.setup.prepare import Placed, Prepared
-from rlhf_runtime.workers.main_thread import MainThread
 
 
 def launch_roles(

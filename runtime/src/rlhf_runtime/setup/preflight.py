@@ -1,17 +1,41 @@
-"""Checks that need no started part: the classes of the parts are asked whether a run would be refused."""
+"""Checks before a run starts, and warnings about settings that are allowed but rarely intended.
+
+Nothing is started for them: the classes of the parts are asked whether they would refuse the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, GeneratorSpec, ModelSpec, Place
+from rlhf.errors import ConfigError, PluginError, PluginInvalid, boundary, did_you_mean, shown
+from rlhf.interfaces import (
+    GENERATOR,
+    Advantage,
+    Algorithm,
+    Generator,
+    GeneratorSpec,
+    Launcher,
+    Loss,
+    ModelSpec,
+    Place,
+    Rollout,
+)
 from rlhf.plugins import Plugins
+from rlhf.types import Row, Update
 
 from rlhf_runtime.config.components import select
-from rlhf_runtime.config.problems import origin
+from rlhf_runtime.config.online_validation import ANSWERS, CORRECTION
+from rlhf_runtime.config.problems import origin, raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.data.dataset import TrainData
+from rlhf_runtime.data.layouts import TOOLS
+from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.tokenizer import special_tokens_in
+from rlhf_runtime.models import shared_heads
+from rlhf_runtime.models.precompute import problems_of
+from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, where_trainer
 
@@ -90,3 +114,181 @@ def unread_sections(plugins_of_run: RunPlugins, plugins: Plugins) -> list[str]:
         if fields:
             problems.append(f"{', '.join(fields)}: set, but this run samples nothing, so nothing reads it. Remove it.")
     return problems
+
+
+def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
+    """Raises ConfigError where a trained role would never be updated, or a role cannot be precomputed or lend its head.
+
+    Args:
+        updates: {role: optimizer steps of the whole run}.
+        snapshots: roles whose weights the algorithm replaces.
+    """
+    algorithm, roles = plugins_of_run.algorithm, plugins_of_run.roles
+    _check_declared(algorithm, roles, snapshots)
+    trained = [name for name, role in roles.items() if role.trained]
+    idle = [
+        f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Raise "
+        "--run.steps, or let the training of this role start at an earlier step."
+        for name in trained
+        if not updates[name]
+    ]
+    raise_problems("these roles are trained but never updated", idle)
+    precomputed = [name for name in roles if plugins_of_run.section(name).precompute]
+    raise_problems("these roles cannot be precomputed", problems_of(precomputed, algorithm, trained, snapshots))
+    raise_problems(
+        "this head cannot be lent", shared_heads.problems_of(algorithm.needs().lent, roles, snapshots, precomputed)
+    )
+
+
+def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
+    """Raises PluginInvalid where the first step names an undeclared role. Later steps are not checked."""
+    updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
+    prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
+    role_names = {
+        "annotations()": {a.role for a in algorithm.annotations(0)},
+        "updates()": {*(update.role for update in updates), *snapshots},
+        "prepass() of a loss": {a.role for a in prepass},
+    }
+    for method, names in role_names.items():
+        if unknown := sorted(names - set(roles)):
+            raise PluginInvalid(
+                f"{method} of algorithm {algorithm.name!r} names the role {unknown[0]!r}, which nothing declares. The "
+                f"run has {', '.join(sorted(roles))}. needs() must return Needs(roles=(..., RoleSpec({unknown[0]!r})))."
+            )
+
+
+def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
+    """Refuse a run in which a reward cannot score any row of a source, because a column is missing that the reward
+    declares (``Reward.columns``).
+
+    A source lacks a column where none of its rows has it. No row is read for this. A column that only some rows lack is
+    not found here: the reward fails when it scores such a row.
+
+    Args:
+        held_out: the rows that are evaluated on.
+        samples: whether the run samples and scores answers to training rows.
+
+    Raises ConfigError that names each reward, column and source.
+    """
+    evaluated = {row.source for row in held_out}
+    trained = data.sources["train"] if samples else []
+    problems = column_problems(plugins_of_run.rewards, trained, "train")
+    problems += column_problems(
+        plugins_of_run.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval"
+    )
+    refuse(problems)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises ConfigError if there are problems."""
+    raise_problems("the rewards cannot score the data", problems)
+
+
+def check_texts(rewards: Sequence[ActiveReward], tokenizer: Any) -> None:
+    """Refuse rewards that look for special tokens in answers (``Reward.texts``). Raises ConfigError that names reward,
+    text and token."""
+    problems = []
+    for reward in rewards:
+        with boundary(PluginError, f"{reward}: texts()"):
+            texts = list(reward.instance.texts())
+        problems += [
+            f"reward {reward.name!r} looks for {text!r}, which holds the special token {token!r}. The text of an "
+            "answer has no special tokens, so no answer would match. Choose other texts, or make the token an "
+            'ordinary one: `"special": false` in tokenizer.json and tokenizer_config.json.'
+            for text in texts
+            for token in special_tokens_in(text, tokenizer)
+        ]
+    raise_problems("the rewards cannot score answers", problems)
+
+
+def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], key: str) -> list[str]:
+    """A message for each column that a reward declares and a source lacks.
+
+    Args:
+        key: ``train`` or ``eval``, for messages.
+    """
+    return [
+        _problem(reward, column, source, sources, key)
+        for reward in rewards
+        for column in _declared(reward)
+        for source in sources
+        if (not reward.sources or source.name in reward.sources) and column not in source.columns
+    ]
+
+
+def _declared(reward: ActiveReward) -> list[str]:
+    with boundary(PluginError, f"{reward}: columns()"):
+        columns = reward.instance.columns()
+        names = [] if isinstance(columns, str) else list(columns)
+    if isinstance(columns, str) or not all(isinstance(name, str) and name for name in names):
+        raise PluginError(f"{reward}: columns() returned {shown(columns)}; allowed: a list or tuple of column names")
+    return names
+
+
+def _problem(reward: ActiveReward, column: str, source: Source, sources: Sequence[Source], key: str) -> str:
+    flag = f"--reward.{reward.name}"
+    options = [name for name, value in reward.config or () if value == column]
+    todo = [f"name the right one with {flag}.{options[0]}" if options else "add it to the data"]
+    if any(column in other.columns for other in sources):
+        todo.append(f"name the sources that this reward scores with {flag}.sources")
+    advice = ", or ".join(todo)
+    return (
+        f"data.{key} {source.name!r} ({source.section.path}) has no column {column!r}, which reward {reward.name!r} "
+        f"reads; columns present: {', '.join(source.columns)}.{did_you_mean(column, source.columns)} "
+        f"{advice[0].upper()}{advice[1:]}."
+    )
+
+
+def stream_notes(config: RunFile, algorithm: Algorithm) -> list[str]:
+    """A warning where samples come from an older policy and no importance weight corrects for it.
+
+    It applies only to algorithms with an advantage. An algorithm that only compares answers does not assume that they
+    come from the current policy.
+    """
+    stream, estimates = config.stream, any(isinstance(part, Advantage) for part in algorithm.parts.values())
+    if algorithm.data != "prompts" or not estimates or CORRECTION in algorithm.needs().features:
+        return []
+    if stream.staleness:
+        age, back = f"stream.staleness = {stream.staleness}: samples are {_steps(stream.staleness)} old", "staleness 0"
+    elif stream.round > 1:
+        age, back = f"stream.round = {stream.round}: samples are up to {_steps(stream.round - 1)} old", "round 1"
+    else:
+        return []
+    losses = {slot: part for slot, part in algorithm.parts.items() if isinstance(part, Loss)}
+    options = [
+        f"--algorithm.{slot}.{loss.correction_option}" for slot, loss in losses.items() if loss.correction_option
+    ]
+    return [
+        f"{age} when they are trained on, and no importance weight corrects for it: the loss treats them as samples of "
+        f"the policy at the start of the step. Set {' or '.join([*options, f'--stream.{back}'])}."
+    ]
+
+
+def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
+    """A hint where engines wait while the policy learns, though older samples are allowed and the engines have devices
+    of their own. Waves stay the default, because only they give the same run for the same seed."""
+    stream, place = config.stream, config.placement.get(GENERATOR)
+    shared = place is not None and place.share is not None
+    if stream.mode != "waves" or not stream.staleness or shared or stream.replay is not None:
+        return []
+    if launcher is None or generator is None or ANSWERS not in launcher.capabilities & generator.capabilities:
+        return []
+    return [
+        f"stream.staleness = {stream.staleness} and stream.mode = 'waves': the engines wait while the policy learns. "
+        "With --stream.mode continuous they go on. The run then depends on the clock; `rlhf replay` repeats it."
+    ]
+
+
+def tool_notes(rollout: Rollout, data: TrainData) -> list[str]:
+    """A note where rows have tools and the rollout shows others."""
+    return [
+        f"data.{use} {source.name!r} has the column {TOOLS!r}, which the rollout {rollout.name!r} does not read: it "
+        "shows the policy tools of its own"
+        for use, sources in data.sources.items()
+        for source in sources
+        if rollout.needs_messages and source.layout is not None and TOOLS in source.layout.columns
+    ]
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"

@@ -24,20 +24,26 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens, check_image_tokens, image_tokens
-from rlhf_runtime.data.tokenizer import check_ids, check_stops, load_tokenizer, tokens_of
-from rlhf_runtime.data.vocabulary import check_vocabularies
+from rlhf_runtime.data.tokenizer import check_ids, check_stops, check_vocabularies, load_tokenizer, tokens_of
 from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.assemble import assemble
-from rlhf_runtime.observe.numbered_folders import default_folder
-from rlhf_runtime.observe.phases import phase
-from rlhf_runtime.observe.run_directory import RunDirectory
+from rlhf_runtime.observe.progress import phase
+from rlhf_runtime.output.run_directory import RunDirectory
+from rlhf_runtime.output.run_folder import default_folder
 from rlhf_runtime.samples.episodes import Episodes
 from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
-from rlhf_runtime.setup.preflight import check_parts, idle_options, unread_sections
-from rlhf_runtime.setup.reward_columns import check_columns, check_texts
-from rlhf_runtime.setup.role_checks import check_roles
-from rlhf_runtime.setup.start_warnings import idle_engine_notes, stream_notes, tool_notes
+from rlhf_runtime.setup.preflight import (
+    check_columns,
+    check_parts,
+    check_roles,
+    check_texts,
+    idle_engine_notes,
+    idle_options,
+    stream_notes,
+    tool_notes,
+    unread_sections,
+)
 
 
 @dataclass(frozen=True)

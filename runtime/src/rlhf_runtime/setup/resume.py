@@ -1,4 +1,5 @@
-"""Resume: checks whether a run may continue the one in its folder, and restores its checkpoint.
+"""Earlier runs: whether a run may continue the one in its folder, the restored checkpoint, and whether the samples that
+``stream.replay`` names can be trained on.
 
 A run that is resumed after an upgrade may have options that its checkpoint lacks, because the release or the plugin
 that wrote the checkpoint did not have them. Such options are allowed at their defaults, which leave the run unchanged.
@@ -17,16 +18,14 @@ from rlhf.saved import validated
 
 from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, Difference, compare, describe, require_same_run
 from rlhf_runtime.checkpoint.compare import SavedMeta
-from rlhf_runtime.checkpoint.manifest import MANIFEST
-from rlhf_runtime.checkpoint.store import BEST
+from rlhf_runtime.checkpoint.store import BEST, MANIFEST
+from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.loop.checkpoint_state import RunState
-from rlhf_runtime.observe.metrics import read_metrics
-from rlhf_runtime.observe.numbered_folders import check_models
-from rlhf_runtime.observe.run_directory import RunDirectory
-from rlhf_runtime.observe.run_folder import check_folder, saved_state
+from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.run_directory import RunDirectory
+from rlhf_runtime.output.run_folder import check_folder, check_models, saved_state
 from rlhf_runtime.setup.prepare import Prepared
-from rlhf_runtime.setup.recorded_run import check_record
 from rlhf_runtime.setup.start_record import content
 
 
@@ -200,3 +199,47 @@ def _remove(data: Any, path: list[str]) -> bool:
         return False
     del data[last]
     return True
+
+
+SECTIONS = (
+    *("algorithm", "policy", "reference", "critic", "roles", "data", "sampling", "stream", "rollout", "env", "reward"),
+    "curriculum",
+)
+"""What decides which samples are drawn and what is learnt from them."""
+
+
+def check_record(prepared: Prepared) -> None:
+    """Raises ConfigError where ``stream.replay`` names a folder without a record, a record of another run, or one of
+    too few steps."""
+    config = prepared.config
+    if config.stream.replay is None:
+        return
+    folder = Path(config.stream.replay)
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"stream.replay = {str(folder)!r} is not the folder of a run: it has no config.toml.")
+    if folder.resolve() == Path(config.run.output).resolve():
+        raise ConfigError(f"stream.replay and run.output are both {folder}. Set --run.output to another folder.")
+    before = load(str(folder / "config.toml"))
+    if different := [name for name in SECTIONS if _section(before, name) != _section(config, name)]:
+        raise ConfigError(
+            f"stream.replay = {str(folder)!r} records another run: [{'], ['.join(different)}] differ. Use its own run "
+            f"file: rlhf replay {folder}"
+        )
+    if before.run.seed != config.run.seed:
+        raise ConfigError(
+            f"stream.replay = {str(folder)!r} was recorded with seed {before.run.seed}, and run.seed = "
+            f"{config.run.seed}. Remove it."
+        )
+    last = min(config.run.stop_after or prepared.total_steps, prepared.total_steps)
+    missing = next((step for step in range(1, last + 1) if not RunDirectory.rollouts_of(folder, step).is_file()), None)
+    if missing is not None:
+        why = "" if before.checkpoint.save_rollouts else " It was run with checkpoint.save_rollouts = false."
+        fewer = f" Set --steps {missing - 1} to replay what is there." if missing > 1 else ""
+        raise ConfigError(
+            f"stream.replay = {str(folder)!r} records no samples of step {missing} of {last}.{why}{fewer}"
+        )
+
+
+def _section(run: RunFile, name: str) -> Any:
+    section: Any = run.model_dump(mode="json").get(name)
+    return {**section, "replay": None} if name == "stream" else section

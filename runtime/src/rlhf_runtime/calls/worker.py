@@ -1,0 +1,351 @@
+"""The driver's side of a worker process. Plugins written with plain ``def`` run in a worker process, because a process
+can be killed at its deadline and a thread cannot.
+
+A worker is a fresh interpreter (the driver, with torch and its threads, is never forked) that imports the one plugin
+it serves. The driver sends the plugin's reference, its config as JSON, and pickled rows and trajectories. The worker
+sends results as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import copyreg
+import io
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from rlhf.children import Child
+from rlhf.errors import RlhfError, shown
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.plugins import Resolved
+from rlhf.plugins.resolved import IN_PROCESS
+from rlhf.types import Row
+
+from rlhf_runtime.calls import isolation
+from rlhf_runtime.calls.deadlines import DeadlineExpired, within
+from rlhf_runtime.calls.worker_process import HEADER
+
+START_DEADLINE = 120.0
+"""Maximum seconds for a worker to import its plugin. This time is not part of a call's deadline."""
+KEPT_LINES = 12
+"""Number of last lines of a worker's output that the error about its death shows."""
+
+MOST_BYTES = 1 << 30
+"""Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
+memory of the run."""
+_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+class WorkerDied(Exception):
+    """The process ended without an answer, or sent an invalid one."""
+
+
+class Worker:
+    """One process that serves one plugin. After a failure of the process itself the worker stays dead, and the pool
+    starts another one.
+
+    ``error`` is the class of all raised errors. Their messages contain ``what``, by default the plugin and its
+    distribution. ``python``: the program that runs it, if it is not that of this process
+    (:mod:`rlhf_runtime.calls.isolation`).
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        config: ComponentConfig | None,
+        error: type[RlhfError],
+        label: str = "",
+        python: str | None = None,
+    ) -> None:
+        self.label, self.error, self.alive = label or str(resolved), error, True
+        self._resolved, self._python = resolved, python
+        self._build = (reference(resolved, error), None if config is None else config.model_dump_json())
+        self._socket, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
+        environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
+        end = str(theirs.fileno())
+        program = [sys.executable, "-P", "-m", "rlhf_runtime.calls.worker_process", end]
+        if python is not None:
+            environment = isolation.environment(python, environment)
+            program = isolation.command(resolved, python, end)
+        read_end, write_end = os.pipe()
+        self._process = Child(program, stdout=write_end, stderr=write_end, pass_fds=(theirs.fileno(),), env=environment)
+        theirs.close()
+        os.close(write_end)
+        self._socket.setblocking(False)
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._reader = threading.Thread(target=self._read_output, args=(read_end,), daemon=True)
+        self._reader.start()
+        _alive.add(self)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process itself is still running, between two calls."""
+        if not self.alive or self._process.returncode is not None:
+            return False
+        connection = select.poll()  # the end of the connection is seen before the exit code
+        connection.register(self._socket, select.POLLIN)
+        return not connection.poll(0)
+
+    async def start(self) -> None:
+        """Import the plugin in the process and build it with its config."""
+        if self._python is None:
+            await self.call("path", list(sys.path), deadline=START_DEADLINE)
+        else:
+            requirements = isolation.requirements(self._resolved)
+            here = f"{self._resolved.ref} --kind {self._resolved.kind}"
+            if missing := await self.call("unmet", requirements, isolation.EXTRA, deadline=START_DEADLINE):
+                raise self.error(
+                    f"{self.label}: {self._python} lacks what the plugin needs: {'; '.join(missing)}. Install it "
+                    f"there, or make another with `rlhf plugins isolate {here} --output DIR`."
+                )
+        await self.call("build", *self._build, deadline=START_DEADLINE)
+
+    async def call(self, method: str, *arguments: Any, deadline: float) -> Any:
+        """Call ``method`` in the process and return its result as JSON values. Raises ``error``. Kills the process
+        where it exceeds the deadline or breaks, or where this call is cancelled."""
+        doing = "starting" if method in ("path", "unmet", "build") else f"{method}()"
+        try:
+            answer = await within(self._exchange(request(method, arguments)), deadline)
+        except DeadlineExpired:
+            self.kill()
+            raise self.error(
+                f"{self.label}: {doing} took longer than its deadline of {deadline:g} s; its worker process was "
+                "killed. Make it faster or raise `deadline` in its section."
+            ) from None
+        except WorkerDied as death:
+            self.kill()
+            raise self.error(f"{self.label}: its worker process {death} during {doing}{self._output()}") from None
+        except BaseException:  # cancelled: the next call would read this call's answer
+            self.kill()
+            raise
+        if "raised" in answer:
+            raise self.error(f"{self.label}: {doing} raised {answer['raised']}")
+        if "invalid" in answer:
+            raise self.error(f"{self.label}: {doing} {answer['invalid']}")
+        return answer["reply"]
+
+    def kill(self) -> None:
+        """Kill the process and everything that it started. A second call does nothing."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._process.end()
+        self._process.wait()
+        self._socket.close()
+        self._reader.join(timeout=1.0)
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_sendall(self._socket, HEADER.pack(len(request)) + request)
+            size = HEADER.unpack(await self._exactly(loop, HEADER.size))[0]
+            if size > MOST_BYTES:
+                raise WorkerDied(f"announced an answer of {size} bytes, of at most {MOST_BYTES}, and was killed")
+            body = await self._exactly(loop, size)
+        except ConnectionError:
+            raise WorkerDied(await self._ending()) from None
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):  # not JSON, or a number or nesting that Python refuses to parse
+            answer = None
+        if not isinstance(answer, dict) or len(answer) != 1 or not answer.keys() <= {"reply", "raised", "invalid"}:
+            raise WorkerDied(f"sent an invalid answer ({shown(body)}) and was killed")
+        return answer
+
+    async def _exactly(self, loop: asyncio.AbstractEventLoop, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = await loop.sock_recv(self._socket, min(size - len(parts), 1 << 20))
+            if not part:
+                raise ConnectionError
+            parts += part
+        return bytes(parts)
+
+    async def _ending(self) -> str:
+        """How the process ended, in words."""
+        for _ in range(100):
+            if self._process.returncode is not None:
+                break
+            await asyncio.sleep(0.01)
+        code = self._process.returncode
+        if code is None:
+            return "closed its connection"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def _output(self) -> str:
+        lines = "\n  ".join(self._lines)
+        return f". Its last output:\n  {lines}" if lines else ""
+
+    def _read_output(self, descriptor: int) -> None:
+        """Show the plugin's output line by line, with the plugin's name, so that no ``print`` is lost."""
+        with open(descriptor, "rb") as stream:
+            while line := stream.readline(8192).decode(errors="replace"):
+                self._lines.append(line.rstrip())
+                with contextlib.suppress(ValueError, OSError):  # stderr closed at interpreter exit
+                    sys.stderr.write(f"[{self.label}] {line.rstrip()}\n")
+
+
+@atexit.register
+def _kill_all() -> None:
+    for worker in list(_alive):
+        worker.kill()
+
+
+class WorkerPool:
+    """At most ``size`` workers of one plugin. Callers that wait for a worker are served in order of arrival."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        config: ComponentConfig | None,
+        error: type[RlhfError],
+        size: int = 1,
+        label: str = "",
+        python: str | None = None,
+    ) -> None:
+        self.resolved, self.config, self.error, self.label, self.python = resolved, config, error, label, python
+        self._free = size
+        self._idle: list[Worker] = []
+        self._workers: list[Worker] = []
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def worker(self) -> AsyncIterator[Worker]:
+        """A worker for exclusive use. The time spent waiting for it is not part of any deadline."""
+        worker = await self.acquire()
+        try:
+            yield worker
+        finally:
+            self.release(worker)
+
+    async def acquire(self) -> Worker:
+        """A started worker that belongs to the caller until :meth:`release`."""
+        await self._permit()
+        try:
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.running:
+                    return worker
+                worker.kill()  # it died while idle, which is not a failure of this call
+                self._workers.remove(worker)
+            worker = Worker(self.resolved, self.config, self.error, self.label, self.python)
+            self._workers.append(worker)
+            try:
+                await worker.start()
+            except BaseException:
+                worker.kill()
+                self._workers.remove(worker)
+                raise
+            return worker
+        except BaseException:
+            self._pass_on()
+            raise
+
+    def release(self, worker: Worker) -> None:
+        """Return a worker to the pool. A dead one is replaced when the next one is needed."""
+        if worker.alive:
+            self._idle.append(worker)
+        else:
+            self._workers.remove(worker)
+        self._pass_on()
+
+    def close(self) -> None:
+        """Kill all workers."""
+        for worker in self._workers:
+            worker.kill()
+        self._idle.clear()
+
+    async def _permit(self) -> None:
+        if self._free and not self._waiting:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove(turn)
+            else:  # cancelled just after it received the permit
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+MOST_COPIED = 64 << 20
+"""Maximum bytes of a class defined in this process, with everything that it uses, when it is copied to a worker."""
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {Row: lambda row: (Row, (row.columns, row.source, row.index))}
+
+
+def request(method: str, arguments: tuple[Any, ...]) -> bytes:
+    """The bytes of a call. Rows are sent without their layout: only the run reads it, and another Python cannot import
+    its class."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump((method, arguments))
+    return buffer.getvalue()
+
+
+def reference(resolved: Resolved, error: type[RlhfError]) -> bytes:
+    """Bytes from which a worker process obtains the plugin's class: for an installed plugin its reference, by which the
+    worker imports it; for a class defined in this process the class itself with the code that it uses (cloudpickle)."""
+    cls = resolved.cls
+    if resolved.distribution != IN_PROCESS:
+        return pickle.dumps(resolved)
+    import cloudpickle
+
+    module = sys.modules.get(cls.__module__)
+    by_value = _is_local(cls.__module__) and cls.__module__ not in cloudpickle.list_registry_pickle_by_value()
+    try:
+        if by_value:
+            cloudpickle.register_pickle_by_value(module)
+        payload: bytes = cloudpickle.dumps(resolved)
+    except Exception as cause:  # pickle.PicklingError, TypeError, and whatever an object's __reduce__ raises
+        raise error(
+            f"{resolved}: it is plain `def`, so it runs in worker processes and is copied to them, and something that "
+            f"it uses cannot be copied: {type(cause).__name__}: {cause}. Make that inside of the function, or write "
+            "the function as `async def`: it is then called in this process."
+        ) from cause
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    if len(payload) > MOST_COPIED:
+        raise error(
+            f"{resolved}: it is plain `def`, so it is copied to worker processes, and it uses {len(payload) >> 20} MiB "
+            f"of data of this process; at most {MOST_COPIED >> 20} MiB are copied. Load the data inside of the "
+            "function, or write the function as `async def`: it is then called in this process."
+        )
+    return payload
+
+
+def _is_local(module: str) -> bool:
+    """Whether a module's code must be copied to worker processes: the code of a script, a notebook or a test, which
+    another process may not be able to import. False for installed packages, which workers import, and for ``__main__``,
+    which cloudpickle always copies."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = module.partition(".")[0] in sys.stdlib_module_names or "site-packages" in Path(file or "").parts
+    return module in sys.modules and module != "__main__" and not installed

@@ -1,0 +1,173 @@
+"""Metrics of samples: the statistics of an evaluation (pass@k, avg@k, reward, length, truncation), and each reward
+source by itself, because the total reward of several sources does not show what each one gave."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from rlhf.types import Group, Trajectory
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k answers passes, where the k are drawn without replacement from n answers and
+    c of the n pass.
+
+    1 - C(n - c, k) / C(n, k), as a product that cannot overflow. Unbiased estimate of pass@k
+    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} answers with {c} passing is undefined; needs 0 <= c <= n and 1 <= k <= n")
+    if n - c < k:
+        return 1.0
+    missed = 1.0
+    for i in range(n - c + 1, n + 1):
+        missed *= 1.0 - k / i
+    return 1.0 - missed
+
+
+def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: float | None = 1.0) -> dict[str, float]:
+    """The numbers of one evaluation.
+
+    Args:
+        groups: one per prompt, with its answers.
+        samples: answers requested per prompt. It is the k of avg@k and the largest k of pass@k (1, 2, 4, ..., samples).
+        threshold: an answer passes if its reward is at least this; None: no reward says that an answer passes.
+
+    Returns these metrics over all prompts. Where the prompts have several data sources, it also returns them for each
+    source, with the prefix ``<source>/``:
+
+    ``pass@k``     mean over prompts of the unbiased estimate; with a threshold only
+    ``avg@k``      mean over prompts of the share of answers that pass (samples > 1; equals pass@1); likewise
+    ``reward``     mean over prompts of the mean reward of their answers
+    ``score``      the same mean of the scores; present where a score differs from its reward (a reward source that
+                   gives its own score, or step rewards that are placed at their tokens)
+    ``length``     sampled tokens per answer; ``truncated``: share of answers cut at the token budget
+    ``unscored``   share of answers without a reward (failed, or no source applied)
+    ``failed``     share of answers whose rollout or scoring failed; present where at least one did
+    ``prompts``    number of prompts
+    ``env/KEY``    and ``rollout/KEY``: means of the numbers in ``Trajectory.info``
+
+    An answer without a reward does not count as wrong: it is left out of its prompt's statistics, and a prompt with
+    fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
+    A metric without values is absent, never zero.
+    """
+    metrics = _of(groups, samples, threshold)
+    sources = sorted({group.row.source for group in groups})
+    if len(sources) > 1:
+        for source in sources:
+            part = _of([g for g in groups if g.row.source == source], samples, threshold)
+            metrics |= {f"{source}/{name}": value for name, value in part.items()}
+    return metrics
+
+
+def metric_names(samples: int, sources: Collection[str], scored: bool, passes: bool = True) -> list[str]:
+    """Every name that :func:`evaluation_metrics` can give, but those of ``Trajectory.info``, which no run file knows.
+
+    Args:
+        sources: data sources of the prompts.
+        scored: whether answers get a reward.
+        passes: whether an answer can pass by its reward.
+    """
+    names = ["length", "truncated", "unscored", "prompts"]
+    if scored:
+        names += ["reward", "score", *(f"pass@{k}" for k in _ks(samples) if passes)]
+        names += [f"avg@{samples}"] if samples > 1 and passes else []
+    return [*names, *(f"{source}/{name}" for source in sorted(sources) for name in names if len(sources) > 1)]
+
+
+def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[str, float]:
+    answers = [t for group in groups for t in group.trajectories]
+    apart = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
+        if not rewards:
+            continue
+        if apart:
+            scored = [t for t in group.trajectories if _scored(t)]
+            values["score"].append(_mean((t.reward if t.score is None else t.score) or 0.0 for t in scored))
+        values["reward"].append(_mean(rewards))
+        if threshold is None:
+            continue
+        n, passed = len(rewards), sum(r >= threshold for r in rewards)
+        if samples > 1:
+            values[f"avg@{samples}"].append(passed / n)
+        for k in _ks(samples):
+            if k <= n:
+                values[f"pass@{k}"].append(pass_at_k(n, passed, k))
+    metrics = {name: _mean(column) for name, column in values.items()}
+    own_answers = [t for t in answers if any(turn.sampled for turn in t.turns)]
+    if own_answers:
+        metrics["length"] = _mean(t.sampled_tokens for t in own_answers)
+        metrics["truncated"] = _mean(t.truncated for t in own_answers)
+    if answers:
+        metrics["unscored"] = _mean(not _scored(t) for t in answers)
+        if any(t.status == "failed" for t in answers):
+            metrics["failed"] = _mean(t.status == "failed" for t in answers)
+    metrics["prompts"] = float(len(groups))
+    return metrics | info_metrics(groups)
+
+
+def _scored(trajectory: Trajectory) -> bool:
+    return trajectory.status != "failed" and trajectory.reward is not None
+
+
+def _ks(samples: int) -> list[int]:
+    """1, 2, 4, ... and ``samples`` itself."""
+    ks = [1]
+    while ks[-1] * 2 <= samples:
+        ks.append(ks[-1] * 2)
+    return ks if ks[-1] == samples else [*ks, samples]
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = [float(v) for v in values]
+    return sum(numbers) / len(numbers)
+
+
+ENV = "env"
+
+
+def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them."""
+    numbers: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        for name, value in trajectory.info.items():
+            numbers[name].append(value)
+    return {name: math.fsum(column) / len(column) for name, column in sorted(numbers.items())}
+
+
+def failure_metrics(groups: Iterable[Group], failed: float) -> dict[str, float]:
+    """``reward/mean_with_failed``: the mean reward where failed samples count with the lowest reward, which is at most
+    0. The mean of the other samples rises if a policy makes its reward fail where it would be low."""
+    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    if not failed or not rewards:
+        return {}
+    lowest = min(0.0, *rewards)
+    return {"reward/mean_with_failed": (math.fsum(rewards) + failed * lowest) / (len(rewards) + failed)}
+
+
+def source_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """``reward/SOURCE/mean`` and ``/std`` (population) of the unweighted values, over the samples to which the source
+    applied; ``reward/SOURCE/info/KEY``, the mean of each finite number in ``RewardResult.info`` (a bool is 1 or 0).
+    The source ``env`` stands for the environment; its value is the sum of the rewards of a sample's turns."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    infos: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in (t for group in groups for t in group.trajectories):
+        turns = [turn.reward for turn in trajectory.turns if turn.reward is not None]
+        if turns:
+            values[ENV].append(math.fsum(turns))
+        for source, result in trajectory.rewards.items():
+            if result.value is not None:
+                values[source].append(result.value)
+            for key, value in result.info.items():
+                if isinstance(value, bool | int | float) and math.isfinite(value):
+                    infos[f"{source}/info/{key}"].append(float(value))
+    metrics = {}
+    for source, column in values.items():
+        mean = math.fsum(column) / len(column)
+        metrics[f"reward/{source}/mean"] = mean
+        metrics[f"reward/{source}/std"] = math.sqrt(math.fsum((v - mean) ** 2 for v in column) / len(column))
+    return metrics | {f"reward/{name}": math.fsum(column) / len(column) for name, column in infos.items()}

@@ -1,0 +1,363 @@
+"""The run directory: one run, one folder, one process at a time.
+
+config.toml  manifest.json  metrics.jsonl  timeline.json  rollouts/step-000012.arrow  checkpoints/step-000012/
+evaluations/step-000012.jsonl  exports/step-000012/  skipped/  model/  model-best/  workers/
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import CheckpointError, shown
+from rlhf.saved import Saved, SavedPart, validated
+from rlhf.secrets import redact
+
+from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
+from rlhf_runtime.checkpoint.json_values import read_json, write_json
+from rlhf_runtime.checkpoint.store import BEST, SavedBest
+from rlhf_runtime.output.folder_lock import FolderLock
+from rlhf_runtime.output.metrics import MetricsLog
+from rlhf_runtime.output.run_folder import clear, require_free, require_place, unmade
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+
+
+SCHEMA = 1
+"""Version of the layout of ``manifest.json``. A reader refuses other versions."""
+GIVEN = "given"
+"""The folder of the rows and models that were given in Python (:mod:`rlhf_runtime.python.given_files`)."""
+_GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
+_STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
+_OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
+"""Folders whose files are named by steps."""
+SKIPPED_KEPT = 20
+"""Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
+fill the disk."""
+
+
+class SavedPrecision(Saved):
+    bf16: bool
+    note: str
+
+
+class SavedStart(SavedPart):
+    """The fields of a start in ``manifest.json`` that a resume or an export reads."""
+
+    hub: dict[str, str] = {}
+    on_processor: SavedPrecision | None = None
+    images: bool = False
+    total_steps: int = 0
+
+
+class SavedRun(SavedPart):
+    """``manifest.json`` of a run directory."""
+
+    starts: list[SavedStart]
+
+
+class RunDirectory:
+    """The folder of one run. :meth:`create` makes and locks it; the lock lasts until :meth:`close` or the end of the
+    process."""
+
+    def __init__(self, path: Path, lock: FolderLock, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self.metrics = MetricsLog(path / "metrics.jsonl")
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path | str, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+        """Make ``path`` the folder of one run and lock it. An earlier run there is deleted if it finished no step or if
+        ``overwrite`` is set. Only files that runs write are deleted. Without ``overwrite`` the folder ``precomputed``
+        is kept, because the new run can use it.
+
+        Raises ConfigError where another process is running in ``path``; where ``path`` already holds a run and neither
+        ``resume`` nor ``overwrite`` is set; where its content is not recognised as a run; and where ``resume`` is set
+        and it holds no run.
+        """
+        path = Path(path)
+        require_place(path, resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as cause:
+            raise unmade(path, cause) from cause
+        lock = FolderLock(path)
+        try:
+            require_free(path, resume, overwrite)
+            if not resume:
+                clear(path, () if overwrite else ("precomputed",))
+            for folder in (path, *(path / name for name in (*_OF_STEPS, "precomputed"))):
+                remove_leftovers(folder)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock, resume)
+
+    # ------------------------------------------------------------------------------------- records
+
+    def write_config(self, toml: str) -> None:
+        """Write ``config.toml``, the resolved run file. A new run deletes the folder ``given`` of an earlier run (rows
+        and models given in Python), except the files that the new run reads itself."""
+        write_atomic(self.path / "config.toml", toml)
+        files = [] if self.resumed else sorted((self.path / GIVEN).glob("*"))
+        for old in files:
+            if _GIVEN_NAME.fullmatch(old.name) and old.name not in toml:
+                _remove(old)
+
+    def write_manifest(self, seed: int, plugins: Sequence[Mapping[str, Any]], first_step: int, **more: Any) -> None:
+        """Write ``manifest.json``: seed, plugins with versions, hardware, software and code revision. A resume appends
+        its start to the list of starts."""
+        start = {
+            "time": _now(),
+            "first_step": first_step,
+            "seed": seed,
+            "plugins": [dict(p) for p in plugins],
+            "environment": environment(),
+            **more,
+        }
+        write_json(self.path / "manifest.json", {"schema": SCHEMA, "starts": [*self.starts(), start]}, nonfinite="mark")
+
+    def write_end(self, status: str, why: str) -> None:
+        """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
+
+        Args:
+            status: ``finished``, ``stopped`` or ``failed``.
+            why: the signal, the exhausted patience or the error; empty where the run finished.
+        """
+        path = self.path / "manifest.json"
+        manifest = read_json(path)
+        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why)}
+        write_json(path, manifest, nonfinite="mark")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """The entries of the manifest about the starts before this one."""
+        return _starts(self.path / "manifest.json") if self.resumed else []
+
+    @staticmethod
+    def last_start(path: Path | str) -> dict[str, Any]:
+        """The manifest's entry about the last start of the run in ``path``; empty where there is no manifest."""
+        starts = _starts(Path(path) / "manifest.json")
+        return starts[-1] if starts else {}
+
+    def cut(self, step: int | None) -> None:
+        """Delete what was recorded after the checkpoint of ``step``; called at a resume. None: there is no checkpoint,
+        so the records of all steps are deleted."""
+        last = -1 if step is None else step
+        self.metrics.cut(last)
+        for folder in _OF_STEPS:
+            for number, path in _numbered(self.path / folder):
+                if number > last:
+                    _remove(path)
+        if (self.exported_best() or 0) > last:
+            discard_folder(self.best_model)
+
+    # --------------------------------------------------------------------------------------- places
+
+    def rollouts(self, step: int) -> Path:
+        """File for the samples that ``step`` was trained on; its folder exists."""
+        (self.path / "rollouts").mkdir(exist_ok=True)
+        return self.rollouts_of(self.path, step)
+
+    @staticmethod
+    def rollouts_of(folder: Path, step: int) -> Path:
+        """File for the samples that ``step`` of the run in ``folder`` was trained on."""
+        return folder / "rollouts" / f"step-{step:06d}.arrow"
+
+    def evaluations(self, step: int) -> Path:
+        """File for the answers of the evaluation after ``step``; its folder exists."""
+        (self.path / "evaluations").mkdir(exist_ok=True)
+        return self.path / "evaluations" / f"step-{step:06d}.jsonl"
+
+    def exports(self, step: int) -> Path:
+        """Folder for the model after ``step``. :meth:`export` fills it atomically."""
+        return self.path / "exports" / f"step-{step:06d}"
+
+    @property
+    def timeline(self) -> Path:
+        """The file for the run's timeline."""
+        return self.path / "timeline.json"
+
+    @property
+    def model(self) -> Path:
+        """Folder for the final model. :meth:`publish_model` fills it atomically."""
+        return self.path / "model"
+
+    @property
+    def best_model(self) -> Path:
+        """Folder for the model of the best evaluation so far."""
+        return self.model_of("best")
+
+    def exported_best(self) -> int | None:
+        """The step of :attr:`best_model`, None where there is none."""
+        file = self.best_model / BEST
+        return validated(SavedBest, read_json(file), file).step if file.is_file() else None
+
+    def publish_best(self, step: int, about: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+        """Call ``write`` to fill :attr:`best_model` atomically, and add ``best.json``: the step and ``about``."""
+
+        def write_both(folder: Path) -> None:
+            write(folder)
+            write_json(folder / BEST, {"step": step, **about})
+
+        publish_folder(self.best_model, write_both)
+
+    def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
+        """Call ``write`` to fill the export of ``step`` atomically, if it does not exist yet. Only the ``keep`` newest
+        exports are kept (None: all)."""
+        if not self.exports(step).exists():
+            publish_folder(self.exports(step), write)
+        if keep is not None:
+            for _, path in _numbered(self.path / "exports")[:-keep]:
+                _remove(path)
+        return self.exports(step)
+
+    def model_of(self, role: str) -> Path:
+        """Folder for the final model of a role other than the policy."""
+        return self.path / f"model-{role}"
+
+    def publish_model(self, write: Callable[[Path], None], role: str | None = None) -> Path:
+        """Call ``write`` to fill ``model/``, or the folder of ``role``, atomically."""
+        folder = self.model if role is None else self.model_of(role)
+        publish_folder(folder, write)
+        return folder
+
+    def keep_batch(self, step: int, reason: str, batch: Batch) -> Path:
+        """Save the batch of a skipped optimizer step of ``step`` as safetensors, for debugging: ``tok.<column>``,
+        ``seq.<column>``, ``unit.<column>`` and the layout. Returns the file."""
+        from safetensors.torch import save_file
+
+        folder = self.path / "skipped"
+        folder.mkdir(exist_ok=True)
+        tensors = {name: getattr(batch, name) for name in ("ids_N", "lens_B", "unit_B", "role_B")}
+        for level in ("tok", "seq", "unit"):
+            tensors |= {f"{level}.{name}": values for name, values in getattr(batch, level).items()}
+        number = 1 + sum(saved_step == step for saved_step, _ in _numbered(folder))
+        path = folder / f"step-{step:06d}-{number:04d}.safetensors"
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, path, {"reason": reason})
+        for _, old in _numbered(folder)[:-SKIPPED_KEPT]:
+            old.unlink()
+        return path
+
+    # ---------------------------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """Release the lock of the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _starts(manifest: Path) -> list[dict[str, Any]]:
+    """Raises CheckpointError where the manifest is not one of a run."""
+    if not manifest.exists():
+        return []
+    saved: dict[str, Any] = read_json(manifest)
+    validated(SavedRun, saved, manifest)
+    if (layout := saved.get("schema", SCHEMA)) != SCHEMA:
+        raise CheckpointError(
+            f"the layout of {manifest} is version {shown(layout)}, this release reads version {SCHEMA}. Continue with "
+            "the release that wrote it. Nothing was changed."
+        )
+    starts: list[dict[str, Any]] = saved["starts"]
+    return starts
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    paths = folder.iterdir() if folder.is_dir() else []
+    return sorted((int(m[1]), p) for p in paths if (m := _STEP.fullmatch(p.name)))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        discard_folder(path)
+    else:
+        path.unlink()
+
+
+_PACKAGES = ("torch", "transformers", "datasets", "safetensors", "pydantic", "pluggy")
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, software versions and code revisions, for ``manifest.json``. The names of the machine and its user are
+    not recorded. Does not import torch and needs no device."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "gpus": _gpus(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "code": {
+            "rlhf": git_revision(Path(__file__).parent),
+            "working_directory": git_revision(Path.cwd()),
+        },
+    }
+
+
+def git_revision(folder: Path) -> str | None:
+    """Commit of the git repository that contains ``folder``, with ``+changes`` where tracked files differ. None outside
+    of a repository, and for a package in ``site-packages``."""
+    if "site-packages" in folder.parts:
+        return None
+    revision = _output("git", "-C", str(folder), "rev-parse", "HEAD")
+    if not revision:
+        return None
+    changed = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
+    return revision + ("+changes" if changed else "")
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _gpus() -> list[str]:
+    """Names and memory as the driver reports them; asking torch would start CUDA in this process."""
+    text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str:
+    """A program's output. Empty where the program is not installed, fails or hangs: none of these may stop a run."""
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return process.stdout.strip() if process.returncode == 0 else ""

@@ -1,0 +1,173 @@
+"""How samples get their turns from the generator: in waves, or each request as soon as it is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlhf.errors import RlhfError, WorkerError
+from rlhf.interfaces import Generator
+from rlhf.types import GenerationRequest, Turn
+
+from rlhf_runtime.calls.deadlines import cause
+from rlhf_runtime.calls.main_thread import MainThread
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: tuple[int, ...]
+    request: GenerationRequest
+    future: asyncio.Future[Turn] = field(compare=False)
+
+
+class Waves:
+    """A wave starts when every sample under way waits for tokens. It holds all waiting requests, in index order. So the
+    composition of every generated batch depends on counters only, never on timing: the same seed gives the same run.
+
+    Used from the event loop only. Each sample awaits :meth:`enter` once, :meth:`generate` any number of times and calls
+    :meth:`leave` once.
+
+    Args:
+        samples: index of every sample that will enter; samples are admitted in this order.
+        limit: largest number of samples under way (an environment's concurrency). A further sample is admitted when
+            one leaves.
+    """
+
+    def __init__(
+        self, generator: Generator, main: MainThread, samples: Sequence[tuple[int, ...]], limit: int | None = None
+    ) -> None:
+        self._generator, self._main = generator, main
+        self._turnstile = {order: asyncio.Event() for order in samples}
+        self._queue = deque(samples)
+        self._busy = 0
+        self._waiting: list[_Waiting] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        for _ in range(len(samples) if limit is None else min(limit, len(samples))):
+            self._admit_next()
+
+    async def enter(self, order: tuple[int, ...]) -> None:
+        """Wait until the sample is admitted."""
+        await self._turnstile[order].wait()
+
+    def leave(self) -> None:
+        """Report that an admitted sample has ended, successfully or not."""
+        self._busy -= 1
+        if self._queue:
+            self._admit_next()
+        self._start_if_all_wait()
+
+    def _admit_next(self) -> None:
+        self._turnstile[self._queue.popleft()].set()
+        self._busy += 1
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
+        """The sampled turn. Generation starts when all other samples under way wait too."""
+        waiting = _Waiting(order, request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._busy -= 1
+        self._start_if_all_wait()
+        return await waiting.future
+
+    async def settled(self) -> None:
+        """Wait until no wave is under way. A wave can end after all of its samples have ended or failed."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start_if_all_wait(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        wave = sorted(self._waiting, key=lambda w: w.order)
+        self._waiting = []
+        self._busy += len(wave)
+        task = asyncio.get_running_loop().create_task(self._run(wave))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, wave: list[_Waiting]) -> None:
+        """Give each sample its turn as soon as the turn is complete, while the rest of the wave goes on."""
+
+        def hand_over(waiting: _Waiting, turn: Turn) -> None:
+            if not waiting.future.done():
+                waiting.future.set_result(turn)
+
+        def job() -> None:
+            for position, turn in self._generator.generate([w.request for w in wave]):
+                self._main.from_main(lambda w=wave[position], t=turn: hand_over(w, t))  # type: ignore[misc]
+
+        broken: Exception | None = None
+        try:
+            await self._main.call(job)
+        except RlhfError as error:
+            broken = error
+        except Exception as error:  # raised by the generator itself, not by a sample, rollout or environment
+            broken = WorkerError(f"generator {self._generator.name!r} raised {cause(error)}")
+            broken.__cause__ = error
+        unanswered = [waiting for waiting in wave if not waiting.future.done()]
+        if unanswered and broken is None:
+            broken = WorkerError(
+                f"generator {self._generator.name!r} was asked for {len(wave)} turns but returned "
+                f"{len(wave) - len(unanswered)}; it must return one for each request"
+            )
+        for waiting in unanswered:
+            assert broken is not None
+            waiting.future.set_exception(broken)
+
+
+class SingleRequests:
+    """Each request is answered when it is done, whatever the other samples do. Used from the event loop only, by the
+    same three calls as :class:`Waves`.
+
+    Args:
+        generator: has the capability ``answers``.
+        limit: samples that may be live at once (an environment's concurrency).
+    """
+
+    def __init__(self, generator: Generator, limit: int | None = None) -> None:
+        self._generator = generator
+        self._places = None if limit is None else asyncio.Semaphore(limit)
+        self._under_way = 0
+        """Requests that are not answered."""
+        self._open, self._quiet = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._quiet.set()
+
+    async def enter(self, order: tuple[int, ...]) -> None:
+        """Wait until a place is free."""
+        if self._places is not None:
+            await self._places.acquire()
+
+    def leave(self) -> None:
+        """A sample has ended."""
+        if self._places is not None:
+            self._places.release()
+
+    async def generate(self, order: tuple[int, ...], request: GenerationRequest) -> Turn:
+        """The sampled turn."""
+        while not self._open.is_set():  # it may be held again before this coroutine goes on
+            await self._open.wait()
+        self._under_way += 1
+        self._quiet.clear()
+        try:
+            return await self._generator.answer(request)
+        except RlhfError:
+            raise
+        except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
+            raise WorkerError(f"generator {self._generator.name!r} raised {cause(error)}") from error
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._quiet.set()
+
+    def hold(self) -> asyncio.Event:
+        """The generator gets no further request before :meth:`release`. Returns an event that is set once every earlier
+        request is answered."""
+        self._open.clear()
+        return self._quiet
+
+    def release(self) -> None:
+        """The generator gets the requests that were held, and further ones."""
+        self._open.set()
+
+    async def settled(self) -> None:
+        """Nothing is under way once every sample has left."""

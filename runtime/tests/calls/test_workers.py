@@ -1,0 +1,391 @@
+"""Worker processes: real kills, real deaths, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+from rlhf.errors import EnvError, RewardError
+from rlhf.plugins import Resolved
+from rlhf.types import RewardResult, Row
+from rlhf_runtime.calls.worker import Worker, WorkerPool
+from rlhf_runtime.config.sections import EnvSection
+from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
+from rlhf_runtime.samples.episodes import Episodes
+
+from tests import orphans
+
+REWARD = """
+import os, sys, time, ctypes, subprocess
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Act(Reward):
+    def score(self, group):
+        action = group.row["act"]
+        if action == "print":
+            print("hello from the plugin")
+            os.write(1, b"raw bytes\\n")
+        elif action == "loop":
+            while True: pass
+        elif action == "exit":
+            print("cannot go on")
+            os._exit(3)
+        elif action == "segfault":
+            ctypes.string_at(0)
+        elif action == "memory":
+            raise MemoryError("no room")
+        elif action == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            open(group.row["pid"], "w").write(str(child.pid))
+            time.sleep(600)
+        info = {"pid": os.getpid(), "torch": "torch" in sys.modules, "order": list({str(n) for n in range(50)})}
+        return [RewardResult(1.0, info=info) for t in group.trajectories]
+"""
+
+
+def gone(pid: int) -> bool:
+    for _ in range(200):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def call(resolved: Resolved, group, deadline: float = 20.0) -> Any:
+    worker = Worker(resolved, None, RewardError)
+    try:
+        await worker.start()
+        return await worker.call("score", group, deadline=deadline)
+    finally:
+        worker.kill()
+
+
+def test_a_worker_imports_no_torch_and_what_it_prints_is_shown_not_parsed(from_file, make_group, capfd) -> None:
+    results = asyncio.run(call(from_file("reward", REWARD), make_group("2", act="print")))
+    assert results[0]["value"] == 1.0
+    assert results[0]["info"]["torch"] is False
+    assert gone(results[0]["info"]["pid"])
+    assert results[0]["info"]["pid"] != os.getpid()
+    shown = capfd.readouterr().err
+    assert "hello from the plugin" in shown
+    assert "raw bytes" in shown
+    assert "[reward 'reward_0' (file)]" in shown
+
+
+def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group) -> None:
+    """The samples of a group run in different workers. An environment that draws from a set must give them one task."""
+    resolved = from_file("reward", REWARD)
+    orders = [asyncio.run(call(resolved, make_group("2", act="set")))[0]["info"]["order"] for _ in range(2)]
+    assert orders[0] == orders[1]
+
+
+def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:
+    resolved = from_file("reward", REWARD)
+
+    async def scenario() -> tuple[Worker, float]:
+        worker = Worker(resolved, None, RewardError)
+        await worker.start()
+        begin = time.monotonic()
+        with pytest.raises(RewardError, match=r"score\(\) took longer than its deadline of 0.5 s; .* was killed"):
+            await worker.call("score", make_group("2", act="loop"), deadline=0.5)
+        return worker, time.monotonic() - begin
+
+    worker, seconds = asyncio.run(scenario())
+    assert 0.5 <= seconds < 3.0
+    assert not worker.running
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("exit", r"worker process exited with code 3 during score\(\). Its last output:\n  cannot go on"),
+        ("segfault", r"(?s)worker process was killed by SIGSEGV during score\(\).*Segmentation fault"),
+        ("memory", r"score\(\) raised MemoryError: no room \(.*reward_0.py:\d+\)"),
+    ],
+)
+def test_the_error_for_a_death_or_an_exception_names_its_first_cause(
+    from_file, make_group, act: str, message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act=act)))
+
+
+def test_a_kill_reaches_what_the_plugin_has_started(from_file, make_group, tmp_path) -> None:
+    pid_file = tmp_path / "child.pid"
+    with pytest.raises(RewardError, match="deadline"):
+        asyncio.run(call(from_file("reward", REWARD), make_group("2", act="child", pid=str(pid_file)), deadline=2.0))
+    assert gone(int(pid_file.read_text()))
+
+
+LEAVES = """
+import re
+def score(prompt, completion, row):
+    {leaving}
+    if row["act"] == "backtrack":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # one C call that never lets go of the interpreter
+    return 1.0
+"""
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: elsewhere only the group of a worker is known")
+
+
+@LINUX
+@pytest.mark.parametrize("act", ["return", "backtrack"])
+def test_processes_that_a_worker_started_in_another_session_end_with_it(from_file, make_group, tmp_path, act) -> None:
+    """At its deadline, and at the end of the run."""
+    pids = tmp_path / "pids"
+    resolved = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids)))
+
+    async def scenario() -> None:
+        worker = Worker(resolved, None, RewardError)
+        try:
+            await worker.start()
+            await worker.call("score", make_group("2", act=act), deadline=60.0 if act == "return" else 2.0)
+            assert orphans.left(pids)[0].is_running()
+        finally:
+            worker.kill()
+
+    with pytest.raises(RewardError, match="deadline") if act == "backtrack" else contextlib.nullcontext():
+        asyncio.run(scenario())
+    assert orphans.end(orphans.left(pids))
+
+
+def test_the_pool_replaces_a_dead_worker_and_serves_in_order(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+    order: list[int] = []
+
+    async def use(number: int, act: str) -> int:
+        async with pool.worker() as worker:
+            order.append(number)
+            result = await worker.call("score", make_group("2", act=act), deadline=0.5 if act == "loop" else 20.0)
+            return result[0]["info"]["pid"]
+
+    async def scenario() -> list[object]:
+        return await asyncio.gather(
+            use(0, "ok"), use(1, "loop"), use(2, "ok"), use(3, "exit"), use(4, "ok"), return_exceptions=True
+        )
+
+    try:
+        pids = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert order == [0, 1, 2, 3, 4]
+    assert isinstance(pids[1], RewardError)
+    assert isinstance(pids[3], RewardError)
+    assert len({pids[0], pids[2], pids[4]}) == 3
+    assert all(gone(pid) for pid in (pids[0], pids[2], pids[4]))
+
+
+def test_a_worker_that_died_while_nobody_used_it_fails_no_call(from_file, make_group) -> None:
+    """Killed from outside, for its memory say: the next call is served by another."""
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def pid() -> int:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act="ok"), deadline=20.0))[0]["info"]["pid"]
+
+    async def scenario() -> tuple[int, int, int]:
+        first = await pid()
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        return first, await pid(), await pid()
+
+    try:
+        first, second, third = asyncio.run(scenario())
+    finally:
+        pool.close()
+    assert first != second == third
+    assert gone(second)
+
+
+def test_a_cancelled_call_kills_its_worker_and_frees_its_place(from_file, make_group) -> None:
+    pool = WorkerPool(from_file("reward", REWARD), None, RewardError, size=1)
+
+    async def use(act: str) -> float:
+        async with pool.worker() as worker:
+            return (await worker.call("score", make_group("2", act=act), deadline=20.0))[0]["value"]
+
+    async def scenario() -> float:
+        await use("ok")  # started
+        hanging, waiting = asyncio.create_task(use("loop")), asyncio.create_task(use("loop"))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        hanging.cancel()
+        await asyncio.gather(hanging, waiting, return_exceptions=True)
+        return await use("ok")
+
+    try:
+        assert asyncio.run(asyncio.wait_for(scenario(), 20)) == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_class_of_this_process_only_is_copied_with_what_it_uses(make_group) -> None:
+    from rlhf.interfaces import Reward
+
+    class Local(Reward):
+        name = "local"
+
+        def score(self, group):
+            return [RewardResult(float(gone(os.getpid() + 10**7)), info={"pid": os.getpid()})]
+
+    resolved = Resolved("reward", "local", Local, "in process", "", "in process/local")
+    results = asyncio.run(call(resolved, make_group("2")))
+    assert results[0]["value"] == 1.0
+    assert gone(results[0]["info"]["pid"])
+
+
+def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:
+    text = "import sys\nassert 'worker_process' not in str(sys.argv), 'only in workers'\n" + REWARD
+    with pytest.raises(RewardError, match=r"starting raised PluginImportFailed.*only in workers"):
+        asyncio.run(call(from_file("reward", text), None))
+
+
+ANSWERS = """
+import os, sys, time
+from rlhf_runtime.calls.worker_process import HEADER
+from rlhf.interfaces import Env, Reward
+from rlhf.types import EnvStep
+
+def send(text):
+    body = text.encode()
+    os.write(int(sys.argv[1]), HEADER.pack(len(body)) + body)
+    time.sleep(60)
+
+class Answering(Reward):
+    def score(self, group):
+        if group.row["act"] == "huge":
+            os.write(int(sys.argv[1]), HEADER.pack(1 << 60))
+            time.sleep(60)
+        if group.row["act"] == "fork" and os.fork() == 0:
+            return []
+        if group.row["act"] == "fork":
+            os.wait()
+            raise ValueError("this is the parent")
+        send(group.row["act"])
+
+class Speaking(Env):
+    def reset(self, row, seed):
+        self.row = row
+        if row["at"] == "reset":
+            send(row["act"])
+        return ""
+
+    def step(self, action):
+        send(self.row["act"])
+"""
+
+
+def reply(text: str) -> str:
+    return '{"reply": ' + text + "}"
+
+
+RESULT = '{"value": 1.0, "score": null, "steps": [], "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("[1.0]", r"worker process sent an invalid answer \(bytes b'\[1.0\]'\) and was killed during score\(\)"),
+        ("1" * 5000, "sent an invalid answer"),
+        ("no JSON", "sent an invalid answer"),
+        ("[" * 100000, "sent an invalid answer"),
+        ('{"answer": 1}', "sent an invalid answer"),
+        ("huge", "announced an answer of 1152921504606846976 bytes, of at most 1073741824, and was killed"),
+        ('{"reply": 1.0}', "was answered by its worker process with float 1.0; allowed: a list"),
+        ('{"reply": []}', "returned 0 results for 1 trajectories"),
+        ('{"reply": [[1.0]]}', r"was answered by its worker process with list \[1.0\]; allowed: value, score, steps"),
+        ('{"reply": [{"value": 1.0, "more": 2}]}', "allowed: value, score, steps and info"),
+        (reply("[" + RESULT.replace("1.0", "1" + "0" * 1000) + "]"), r"RewardResult\(value=int 1000"),
+        (reply("[" + RESULT.replace("1.0", "[1.0]") + "]"), r"RewardResult\(value=list \[1.0\]\)"),
+        (reply("[" + RESULT.replace("1.0", "NaN") + "]"), r"RewardResult\(value=nan\)"),
+        (reply("[" + RESULT.replace("[]", "7") + "]"), r"RewardResult\(steps=int 7\)"),
+        ("fork", "raised ValueError: this is the parent"),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_the_answer_of_a_worker_is_checked_on_arrival(from_file, make_group, act: str, message: str) -> None:
+    resolved, group = from_file("reward", ANSWERS), make_group("2", act=act)
+
+    async def scenario() -> None:
+        scorer = Scorer([ActiveReward("r", resolved, resolved.cls(None), deadline=20.0)], workers=1)
+        try:
+            await scorer.setup()
+            await scorer.score(group)
+        finally:
+            scorer.close()
+
+    asyncio.run(scenario())
+    (trajectory,) = group.trajectories
+    assert trajectory.status == "failed"
+    assert re.match("RewardError: reward 'r' ", trajectory.error)
+    assert re.search(message, trajectory.error)
+
+
+STEP = '{"observation": "", "reward": 0.5, "done": true, "sampling": null, "info": {}}'
+
+
+@pytest.mark.parametrize(
+    ("at", "act", "message"),
+    [
+        ("reset", '{"reply": 3}', r'reset\(\) returned int 3; allowed: text, "" for nothing'),
+        (
+            "step",
+            '{"reply": [1]}',
+            r"step\(\) was answered by its worker process with list \[1\]; allowed: observation",
+        ),
+        ("step", '{"reply": {"reward": 1}, "raised": ""}', "sent an invalid answer"),
+        ("step", '{"reply": {"gain": 1}}', "allowed: observation, reward, done, sampling, info"),
+        ("step", reply(STEP.replace("0.5", "1" + "0" * 1000)), r"EnvStep\(reward=int 1000"),
+        ("step", reply(STEP.replace("true", "1")), r"EnvStep\(done=int 1\)"),
+        ("step", reply(STEP.replace("null", "[1]")), "with dict {'observation'"),
+        ("step", reply(STEP.replace("{}", "[1]")), r"EnvStep\(info=list \[1\]\); allowed: a dict"),
+    ],
+)
+def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act: str, message: str) -> None:
+    async def scenario() -> None:
+        episodes = Episodes(from_file("env", ANSWERS), None, EnvSection(use="x", deadline=20.0))
+        try:
+            episode = episodes.open()
+            await episode.reset(Row({"at": at, "act": act}, "unit", 0), 0)
+            await episode.step("go")
+        finally:
+            episodes.close()
+
+    with pytest.raises(EnvError, match=message):
+        asyncio.run(scenario())
+
+
+DRIVER = """
+import asyncio, sys
+from rlhf_runtime.calls.worker import Worker
+from rlhf.errors import RewardError
+from rlhf.plugins import Plugins
+from rlhf.types import Group, Row, Trajectory, Turn
+async def main():
+    reward, python = sys.argv[1:]
+    worker = Worker(Plugins.discover().resolve("reward", reward), None, RewardError, python=python or None)
+    await worker.start()
+    row = Row({"prompt": "1+1=", "act": "backtrack"}, "s", 0)
+    turns = [Turn([1], sampled=False, text="1+1="), Turn([2], sampled=True, text="2", finish="stop")]
+    await worker.call("score", Group(row, 0, [Trajectory(row, turns, (0, 0))]), deadline=600)
+asyncio.run(main())
+"""
+
+
+@LINUX
+@pytest.mark.parametrize("python", ["", sys.executable], ids=["own", "another"])
+def test_nothing_outlives_a_driver_that_is_killed(from_file, tmp_path, python: str) -> None:
+    """Neither a worker that holds the interpreter's lock nor what it started in another session."""
+    pids = tmp_path / "pids"
+    reference = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids))).ref
+    assert orphans.end_with(subprocess.Popen([sys.executable, "-c", DRIVER, reference, python]), pids)

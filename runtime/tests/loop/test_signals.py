@@ -1,0 +1,72 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from rlhf_runtime.loop.signals import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_for_a_stop_and_handlers_come_back(number, capfd):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.reason == signal.Signals(number).name
+        os.kill(os.getpid(), signal.SIGTERM)  # a second SIGTERM changes nothing
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: stopping after this step, with a checkpoint" in capfd.readouterr().err
+
+
+def test_a_promise_is_shown_and_a_function_called_at_the_first_request(capfd):
+    called = []
+    with StopRequest("ending soon", then=lambda: called.append(1)) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.request("again")
+    assert called == [1]
+    assert "SIGTERM: ending soon (Ctrl-C: at once)" in capfd.readouterr().err
+
+
+def test_the_second_ctrl_c_stops_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="second Ctrl-C"), StopRequest():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_in_a_thread_only_code_can_ask():
+    seen = []
+
+    def run():
+        with StopRequest() as stop:
+            stop.request("test")
+            seen.append((stop.requested, stop.reason, signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(True, "test", before)]
+
+
+def test_a_real_process_finishes_its_step():
+    program = (
+        "import time; from rlhf_runtime.loop.signals import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    step = 0\n"
+        "    while not stop.requested:\n"
+        "        print('begin', flush=True); time.sleep(0.2); step += 1; print('end', flush=True)\n"
+        "print('saved', flush=True)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.terminate()
+    out, _ = process.communicate(timeout=20)
+    assert out.split()[-2:] == ["end", "saved"]
+    assert process.returncode == 0

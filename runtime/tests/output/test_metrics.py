@@ -1,0 +1,56 @@
+import json
+import math
+
+import pytest
+from rlhf.errors import CheckpointError
+from rlhf_runtime.output.metrics import MetricsLog, read_metrics
+
+
+def test_lines_are_exact_and_in_order(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(0, {"eval/pass@1": 1 / 3})
+    log.append(1, {"loss": 0.1 + 0.2, "grad_norm": math.nan, "time/step": 0.5})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]) == {"step": 0, "eval/pass@1": 1 / 3}
+    assert "NaN" not in lines[1]  # other JSON readers stop at it
+    (_, line) = read_metrics(log.path)
+    assert line["loss"] == 0.1 + 0.2
+    assert math.isnan(line["grad_norm"])
+    assert read_metrics(tmp_path / "missing") == []
+
+
+def test_a_step_is_logged_once(tmp_path):
+    MetricsLog(tmp_path / "m").append(2, {"a": 1.0})
+    with pytest.raises(CheckpointError, match=r"already holds step 2; step 2 cannot be added"):
+        MetricsLog(tmp_path / "m").append(2, {"a": 1.0})
+    with pytest.raises(CheckpointError, match="a metric is named 'step'"):
+        MetricsLog(tmp_path / "m").append(3, {"step": 1.0})
+    with pytest.raises(CheckpointError, match=r"metrics of step 3\.a is a list|metrics of step 3\.a is a object"):
+        MetricsLog(tmp_path / "m").append(3, {"a": object()})
+
+
+def test_cut_drops_later_lines_and_a_half_written_one(tmp_path):
+    log = MetricsLog(tmp_path / "m")
+    for step in (1, 2, 3):
+        log.append(step, {"a": step / 7, "b": math.inf})
+    kept = (tmp_path / "m").read_text().splitlines(keepends=True)[:2]
+    with (tmp_path / "m").open("a") as file:
+        file.write('{"step": 4, "a": 0.')
+    again = MetricsLog(tmp_path / "m")
+    assert [line["step"] for line in read_metrics(again.path)] == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="ends in the middle of a line"):
+        again.append(4, {})
+    assert again.cut(2) == 1
+    assert (tmp_path / "m").read_text() == "".join(kept)  # byte for byte
+    again.append(3, {"a": 3 / 7})
+    assert [line["step"] for line in read_metrics(again.path)] == [1, 2, 3]
+    assert MetricsLog(tmp_path / "missing").cut(0) == 0
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "m").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"m:2 is not valid JSON"):
+        read_metrics(tmp_path / "m")
+    (tmp_path / "m").write_text('{"a": 1}\n')
+    with pytest.raises(CheckpointError, match=r"m:1 is not a step's metrics"):
+        read_metrics(tmp_path / "m")
