@@ -22,7 +22,6 @@ NOT_YET = (
     "plugins/backends/deepspeed",
     "plugins/backends/fsdp",
     "plugins/backends/vllm",
-    "runtime",
 )
 """Distributions that still have such names."""
 ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}

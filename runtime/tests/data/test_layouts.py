@@ -129,23 +129,23 @@ def test_named_columns_have_precedence():
     row = {"prompt": "a", "q": "b", "response": "c", "r": "d", "messages": [USER, BOT], "ok": True, "label": "x"}
     demonstrations = {"prompt": "prompt", "response": "response"}
     assert found("demonstrations", row, chat=True) == (demonstrations, "")
-    assert found("demonstrations", row, chat=True, named={"prompt": "q"}) == ({**demonstrations, "prompt": "q"}, "")
-    assert found("demonstrations", row, named={"response": "r"}) == ({**demonstrations, "response": "r"}, "")
-    assert found("demonstrations", row, chat=True, named={"messages": "messages"}) == ({"messages": "messages"}, "")
-    assert found("labels", row, named={"label": "ok"}) == ({**demonstrations, "label": "ok"}, "")
+    assert found("demonstrations", row, chat=True, names={"prompt": "q"}) == ({**demonstrations, "prompt": "q"}, "")
+    assert found("demonstrations", row, names={"response": "r"}) == ({**demonstrations, "response": "r"}, "")
+    assert found("demonstrations", row, chat=True, names={"messages": "messages"}) == ({"messages": "messages"}, "")
+    assert found("labels", row, names={"label": "ok"}) == ({**demonstrations, "label": "ok"}, "")
     assert found("labels", row)[0]["label"] == "label"  # by its default name, whatever it holds: said row by row
     # a column that is named and not there is never replaced by another
     with pytest.raises(
         DataError,
         match=r"no column 'answr'; columns present: prompt, answer\. Did you mean 'answer'\? Name .* --data\.response",
     ):
-        found("demonstrations", {"prompt": "a", "answer": "b"}, named={"response": "answr"})
+        found("demonstrations", {"prompt": "a", "answer": "b"}, names={"response": "answr"})
     # naming a column keeps its conversion, and takes no further column along
     row = {"talk": [HUMAN, GPT], "system": "s"}
-    assert found("demonstrations", row, chat=True, named={"messages": "talk"}) == ({"messages": "talk"}, "turns")
+    assert found("demonstrations", row, chat=True, names={"messages": "talk"}) == ({"messages": "talk"}, "turns")
     # whole conversations beside a prompt that is named: taken by its word
     row = {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO]}
-    assert "prompt" in found("pairs", row, chat=True, named={"prompt": "prompt"})[0]
+    assert "prompt" in found("pairs", row, chat=True, names={"prompt": "prompt"})[0]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
     assert f"({ways}) " in message
     assert f"({ways + 1}) " not in message
     assert "Name those to use, e.g. --data." in message
-    columns, _ = found(form, row, chat=True, named=naming)
+    columns, _ = found(form, row, chat=True, names=naming)
     assert naming.items() <= columns.items()
 
 

@@ -39,25 +39,25 @@ class ChatMessages:
         """A whole conversation, which the policy can answer."""
         return self._tokens.ids(self._chat.text(messages, answer=True, tools=tools))
 
-    def encode_following(self, asked: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
+    def encode_following(self, messages: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
         """What the template writes after an answer. The tokens up to its end are kept as they are.
 
         Args:
-            asked: the messages up to the answer, which is the last one.
+            messages: the messages up to the answer, which is the last one.
             new: the messages after it.
             closed: whether the sampled answer ended with its end token. If not, the tokens begin with it.
 
-        Returns: None if the template writes ``asked`` otherwise once other messages follow, so that the tokens so far
-            are not what the template would show the policy.
+        Returns: None if the template writes ``messages`` otherwise once other messages follow, so that the tokens
+            so far are not what the template would show the policy.
         """
-        opened = self._chat.text(asked[:-1], answer=True, tools=tools)
-        answered = self._chat.text(asked, answer=False, tools=tools)
-        whole = self._chat.text([*asked, *new], answer=True, tools=tools)
+        opened = self._chat.text(messages[:-1], answer=True, tools=tools)
+        answered = self._chat.text(messages, answer=False, tools=tools)
+        whole = self._chat.text([*messages, *new], answer=True, tools=tools)
         if not answered.startswith(opened) or not whole.startswith(answered):
             return None
-        written = answered[len(opened) :].rstrip()  # a line break may follow the end token
-        end = max((e for e in self._ends if written.endswith(e)), key=len, default="")
-        added = whole[len(opened) + len(written) - len(end) :] if end else whole[len(answered) :]
+        answer = answered[len(opened) :].rstrip()  # a line break may follow the end token
+        end = max((e for e in self._ends if answer.endswith(e)), key=len, default="")
+        added = whole[len(opened) + len(answer) - len(end) :] if end else whole[len(answered) :]
         if not end:  # some templates write the end token only once another message follows
             end = max((e for e in self._ends if added.lstrip().startswith(e)), key=len, default="")
         if not closed or not end:
@@ -149,12 +149,12 @@ class ParsedAnswers:
             [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
         )
         before = next((text for text in (opened, closed) if answered.startswith(text)), "")
-        written = answered[len(before) :]
-        message = self.parse(tokens.ids(written), tokens.ids(before), "", [_PROBE_TOOL])
+        call_text = answered[len(before) :]
+        message = self.parse(tokens.ids(call_text), tokens.ids(before), "", [_PROBE_TOOL])
         calls = [call["function"] for call in message.get("tool_calls", ())]
         if [(c["name"], _value(c["arguments"])) for c in calls] != [("forecast", _PROBE_ARGUMENTS)]:
             raise DataError(
-                f"the chat template writes the call forecast(city='Paris', days=3) as {written[-200:]!r}; read "
+                f"the chat template writes the call forecast(city='Paris', days=3) as {call_text[-200:]!r}; read "
                 f"from this as an answer: {calls or 'no call'}, so tools would never be called. "
                 "Calls are read by the tokenizer's response_template, else in the forms of docs/how-to/tools.md, such "
                 "as JSON with name and arguments in <tool_call> ... </tool_call>. Add a response_template to "
@@ -191,8 +191,8 @@ class ParsedAnswers:
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text without special tokens, except tags."""
-        shown = [i for i in ids if i not in self._hidden]
-        text: str = self._tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        visible_ids = [i for i in ids if i not in self._hidden]
+        text: str = self._tokenizer.decode(visible_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 
@@ -273,8 +273,8 @@ def _listed(text: str, types: Types) -> list[Call]:
     if separator:
         return _object({"name": name.strip(), "arguments": _decoded(arguments)})
     calls = _decoded(text)
-    read = [_object(call) for call in calls] if isinstance(calls, list) else []
-    return [call for found in read for call in found] if all(read) else []
+    results = [_object(call) for call in calls] if isinstance(calls, list) else []
+    return [call for result in results for call in result] if all(results) else []
 
 
 def _separated(text: str, types: Types) -> list[Call]:
@@ -314,8 +314,8 @@ def read_calls(text: str, forms: Sequence[tuple[str, re.Pattern[str], Reader]], 
         calls: list[Call] = []
         rest, position = [], 0
         for match in pattern.finditer(text):
-            if read := reader(match[1], types):
-                calls += read
+            if calls_of_match := reader(match[1], types):
+                calls += calls_of_match
                 rest.append(text[position : match.start()])
                 position = match.end()
         if calls:

@@ -99,10 +99,10 @@ class ChatTemplate:
             before = messages[m - 1]["role"] if m else ""
             forms.setdefault((source, m in trained, before, m < last_user, form_of(message)), m)
         if new := forms.keys() - self._checked:
-            called = {forms[form] for form in new}
+            messages_of_forms = {forms[form] for form in new}
             # A template that marks its answers says that its earlier ones are trained on without their reasoning.
             reasoning = trained[-1:] if self._template.has_generation else trained
-            check_parts(lambda other: self._written(other, trained), messages, trained, called, reasoning)
+            check_parts(lambda other: self._written(other, trained), messages, trained, messages_of_forms, reasoning)
             self._checked |= new
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
@@ -121,10 +121,10 @@ class ChatTemplate:
         last = {text.message: number for number, text in enumerate(texts)}
         starts, ends = dict[int, int](), dict[int, int]()
         for m in trained:
-            asked = messages if as_asked else None
+            conversation = messages if as_asked else None
             mine = [i for i, number in enumerate(order) if texts[number].message == m]
             if mine:
-                starts[m] = self._start(text, pieces[2 * mine[0]], places[mine[0]][0], m, asked)
+                starts[m] = self._start(text, pieces[2 * mine[0]], places[mine[0]][0], m, conversation)
                 tail = tails[m] if order[mine[-1]] == last[m] else ""
                 ends[m] = places[mine[-1]][1] + tail_length(pieces[2 * mine[-1] + 2], tail, m)
             else:  # tool calls only
@@ -176,8 +176,8 @@ class ChatTemplate:
             return ""
         missing = [] if self.answer_end else ["an answer"]
         with suppress(DataError):  # it has no place for calls
-            called = self.render([_USER, _CALL], [1], as_asked=False)
-            if self.answer_end and not self.is_ended(called.text[: called.answers[0][1]]):
+            call_render = self.render([_USER, _CALL], [1], as_asked=False)
+            if self.answer_end and not self.is_ended(call_render.text[: call_render.answers[0][1]]):
                 missing.append("a tool call")
         if missing:
             return (
@@ -307,24 +307,24 @@ class ChatTemplate:
             self._head = ready[len(without) :] if ready.startswith(without) else ""
         return self._head
 
-    def _start(self, text: str, piece: str, position: int, message: int, asked: Sequence[Message] | None) -> int:
+    def _start(self, text: str, piece: str, position: int, message: int, conversation: Sequence[Message] | None) -> int:
         """Start of an answer whose text is preceded by ``piece``, which ends at ``position`` of the render. The answer
         starts after the generation prompt, so text that the template adds between it and the answer's text (an empty
         think block) is part of the answer. Without a generation prompt it starts after the text that the policy is
         given, so a space or a tag before the text is part of the answer.
 
         Args:
-            asked: the whole conversation, if the answer is trained on. The answer must then follow the same text that
-                the policy is given when it answers.
+            conversation: the whole conversation, if the answer is trained on. The answer must then follow the same text
+                that the policy is given when it answers.
 
         Raises DataError: it follows another text (Qwen3 without thinking: only the last answer has the empty block), so
             the policy would never answer in this context.
         """
         head = self._generation_head()
         at = piece.rfind(head) if head else -1
-        if at >= 0 or asked is None:
+        if at >= 0 or conversation is None:
             return position if at < 0 else position - len(piece) + at + len(head)
-        return self._prompt_end(text, asked, message, piece, position)
+        return self._prompt_end(text, conversation, message, piece, position)
 
     def _prompt_end(
         self, text: str, messages: Sequence[Message], message: int, piece: str = "", position: int = -1
@@ -339,9 +339,9 @@ class ChatTemplate:
         if text.startswith(prompt) and (not piece or position - len(piece) <= len(prompt) <= position):
             return len(prompt)
         head, before = self._generation_head(), piece or text[: len(prompt)]
-        what = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
+        opening = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
         raise DataError(
-            f"the policy is given {what} before it answers, but the chat template writes message {message} "
+            f"the policy is given {opening} before it answers, but the chat template writes message {message} "
             f"(assistant) after {before[-60:]!r}: it would be trained in a context that it never sees. Train on the "
             'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
             "template with {% generation %} ... {% endgeneration %}."
@@ -361,9 +361,9 @@ def _places(text: str, pieces: Sequence[str], texts: Sequence[Text], trained: Se
         forms = [value.text]
         if value.message not in trained:
             forms.append(json.dumps(value.text, ensure_ascii=False)[1:-1])
-        written = next((f for f in forms if text.startswith(f + pieces[number + 1], position)), value.text)
-        places.append((position, position + len(written)))
-        position += len(written)
+        form = next((f for f in forms if text.startswith(f + pieces[number + 1], position)), value.text)
+        places.append((position, position + len(form)))
+        position += len(form)
     if len(places) == len(texts) and text[position:] == pieces[-1]:
         return places
     raise DataError(

@@ -112,10 +112,10 @@ def marked_steps(values: Values, chat: bool) -> Values:
     labels = values.get("step_labels")
     if isinstance(labels, str):
         labels = _labels_in_place(pieces, labels)
-    problem, found, first = pieces[0].partition("Step 1:")
-    if not found:
+    problem, start, first = pieces[0].partition("Step 1:")
+    if not start:
         raise DataError(f"no 'Step 1:' before the first mark {MARK!r}, so the end of the problem cannot be found")
-    steps = [found + first, *pieces[1:]]
+    steps = [start + first, *pieces[1:]]
     return {**values, "prompt": problem, "steps": [s.strip() for s in steps], "step_labels": labels}
 
 
@@ -140,13 +140,13 @@ def prm800k(values: Values, chat: bool) -> Values:
         completions, chosen, own = step.get("completions") or [], step.get("chosen_completion"), step.get(_OWN)
         if not isinstance(completions, list) or not all(isinstance(c, Mapping) for c in (*completions, own or {})):
             raise DataError(f"step {number}: completions must be {{text, rating}} each, got {shown(completions)}")
-        taken = completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own
-        if taken is None and number == len(label["steps"]) and completions:
-            taken = completions[0]
-        if taken is None:
+        completion = completions[chosen] if isinstance(chosen, int) and 0 <= chosen < len(completions) else own
+        if completion is None and number == len(label["steps"]) and completions:
+            completion = completions[0]
+        if completion is None:
             raise DataError(f"step {number}: no completion was chosen")
-        texts.append(taken.get("text"))
-        labels.append(1 if taken is own else _rating(taken.get("rating")))
+        texts.append(completion.get("text"))
+        labels.append(1 if completion is own else _rating(completion.get("rating")))
     return {"prompt": question.get("problem"), "steps": texts, "step_labels": labels}
 
 
@@ -215,10 +215,10 @@ def is_prm800k(question: Any, label: Any) -> bool:
 
 def repeats(conversations: list[Any], prompt: Any) -> bool:
     """Whether every conversation contains the prompt: a text (white space around it aside), or messages."""
-    read = [read_messages(c) for c in conversations]
+    chats = [read_messages(c) for c in conversations]
     if isinstance(prompt, list):
-        return all(c[: len(prompt)] == read_messages(prompt) for c in read)
-    return all(any(text_of(m["content"]).strip() == str(prompt).strip() for m in c) for c in read)
+        return all(c[: len(prompt)] == read_messages(prompt) for c in chats)
+    return all(any(text_of(m["content"]).strip() == str(prompt).strip() for m in c) for c in chats)
 
 
 # ---------------------------------------------------------------------------------------- inside

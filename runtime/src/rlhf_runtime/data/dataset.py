@@ -154,10 +154,10 @@ class TrainData:
 
     def examples(self, rows: Sequence[Row]) -> list[Example]:
         """Rows of this data as tokens with their masks (offline forms)."""
-        found = [self._examples.get((r.source, r.index)) for r in rows]
+        examples_of_rows = [self._examples.get((r.source, r.index)) for r in rows]
         return [
             e if e is not None and e.row is r else self.template.encode(self.form, r)
-            for e, r in zip(found, rows, strict=True)
+            for e, r in zip(examples_of_rows, rows, strict=True)
         ]
 
     def eval_rows(self, most: int | None = None) -> list[Row]:
@@ -174,20 +174,20 @@ class TrainData:
         return [row for _, rows in of_sources for row in itertools.islice(rows, most)]
 
     def _usable_for_evaluation(self) -> list[Row]:
-        kept: list[Row] = []
+        usable: list[Row] = []
         self.eval_dropped = self.eval_bad_rows = 0
         for row in (source[i] for source in self._eval for i in range(len(source))):
             if self._fits(row, self._eval):
-                kept.append(row)
+                usable.append(row)
             self.eval_dropped += self._why.kind == "too_long"
             self.eval_bad_rows += self._why.kind == "bad_rows"
         self._examples = {}
-        if self._eval and not kept:
+        if self._eval and not usable:
             raise DataError(
                 f"no row of data.eval is left to evaluate on: {self.eval_dropped} are too long and "
                 f"{self.eval_bad_rows} bad. The last one: {self._why.text}"
             )
-        return kept
+        return usable
 
     def judge(self, row: Row, answered: bool = False) -> Verdict:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
@@ -221,10 +221,10 @@ class TrainData:
 
     def row(self, source: str, index: int) -> Row:
         """The training row that a checkpoint names. Raises DataError if there is none."""
-        found = self._source(self._train, source)
-        if not 0 <= index < len(found):
-            raise DataError(f"data source {source!r} has no row {index}; it has {len(found)}")
-        return found[index]
+        train_source = self._source(self._train, source)
+        if not 0 <= index < len(train_source):
+            raise DataError(f"data source {source!r} has no row {index}; it has {len(train_source)}")
+        return train_source[index]
 
     def state_dict(self) -> dict[str, Any]:
         return {"order": self.order.state_dict(), "dropped": self.dropped, "bad_rows": self.bad_rows}

@@ -37,43 +37,43 @@ def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
     Left out: prompts with fewer than two scored answers, prompts whose scores differ by no more than ``min_gap`` (by
     default: tie), and pairs of equal texts.
     """
-    made = Export()
-    for group in _scored(groups, made):
+    export = Export()
+    for group in _scored(groups, export):
         if len(group) < 2:
-            made.left_out["prompts with fewer than two scored answers"] += 1
+            export.left_out["prompts with fewer than two scored answers"] += 1
             continue
         best, worst = _ranked(group)[0], min(group, key=lambda a: (_score(a), a.sample))
         if not _score(best) - _score(worst) > min_gap:
-            made.left_out["prompts whose answers tie"] += 1
+            export.left_out["prompts whose answers tie"] += 1
         elif best.completion == worst.completion:
-            made.left_out["prompts whose best and worst answers are equal texts"] += 1
+            export.left_out["prompts whose best and worst answers are equal texts"] += 1
         else:
             chosen, rejected = _completion(best), _completion(worst)
             row = {"prompt": best.prompt, "chosen": chosen, "rejected": rejected}
-            made.rows.append({**row, "score_chosen": _score(best), "score_rejected": _score(worst)})
-    return made
+            export.rows.append({**row, "score_chosen": _score(best), "score_rejected": _score(worst)})
+    return export
 
 
 def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> Export:
     """The ``keep`` best answers of each prompt (of equal ones, the lower sample numbers): ``prompt``, ``completion``,
     ``reward``. Equal texts count as one answer. Answers below ``min_reward`` are not kept."""
-    made = Export()
-    for group in _scored(groups, made):
+    export = Export()
+    for group in _scored(groups, export):
         passing = [a for a in group if min_reward is None or _score(a) >= min_reward]
-        kept: dict[str, Answer] = {}
+        answers: dict[str, Answer] = {}
         for answer in _ranked(passing):
-            kept.setdefault(answer.completion, answer)
-        if group and not kept:
-            made.left_out["prompts without an answer that reaches min_reward"] += 1
-        made.rows += [{**_row(a), "reward": _score(a)} for a in [*kept.values()][:keep]]
-    return made
+            answers.setdefault(answer.completion, answer)
+        if group and not answers:
+            export.left_out["prompts without an answer that reaches min_reward"] += 1
+        export.rows += [{**_row(a), "reward": _score(a)} for a in [*answers.values()][:keep]]
+    return export
 
 
 def labels(groups: Groups, threshold: float = 1.0) -> Export:
     """Every scored answer: ``prompt``, ``completion``, ``label`` (whether its reward is at least ``threshold``)."""
-    made = Export()
-    made.rows = [{**_row(a), "label": _score(a) >= threshold} for group in _scored(groups, made) for a in group]
-    return made
+    export = Export()
+    export.rows = [{**_row(a), "label": _score(a) >= threshold} for group in _scored(groups, export) for a in group]
+    return export
 
 
 def demonstrations(groups: Groups) -> Export:
@@ -83,9 +83,9 @@ def demonstrations(groups: Groups) -> Export:
 
 def scored(groups: Groups) -> Export:
     """Every scored answer: ``prompt``, ``completion``, ``reward``."""
-    made = Export()
-    made.rows = [{**_row(a), "reward": _score(a)} for group in _scored(groups, made) for a in group]
-    return made
+    export = Export()
+    export.rows = [{**_row(a), "reward": _score(a)} for group in _scored(groups, export) for a in group]
+    return export
 
 
 def conditional(groups: Groups, condition: str = CONDITION) -> Export:
@@ -96,21 +96,21 @@ def conditional(groups: Groups, condition: str = CONDITION) -> Export:
 
     Raises ConfigError (the condition) or DataError (fewer than two rewards, or all rewards are equal).
     """
-    made = Export()
-    answers = [a for group in _scored(groups, made) for a in group]
+    export = Export()
+    answers = [a for group in _scored(groups, export) for a in group]
     rewards = [_score(a) for a in answers]
     if len(set(rewards)) < 2:
-        what = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
+        amount = "1 reward" if len(rewards) == 1 else f"{len(rewards)} rewards{', all equal,' if rewards else ''}"
         raise DataError(
-            f"{what} cannot be normalised: a reward in the prompt tells answers apart only where they differ. "
+            f"{amount} cannot be normalised: a reward in the prompt tells answers apart only where they differ. "
             "Score with another reward, or draw more samples."
         )
     mean, deviation = math.fsum(rewards) / len(rewards), statistics.stdev(rewards)
     for answer, reward in zip(answers, rewards, strict=True):
         z = (reward - mean) / deviation
         prompt = conditioned(answer.prompt, z, condition)
-        made.rows.append({"prompt": prompt, "completion": _completion(answer), "reward": z})
-    return made
+        export.rows.append({"prompt": prompt, "completion": _completion(answer), "reward": z})
+    return export
 
 
 def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Prompt:
@@ -135,8 +135,8 @@ def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Pr
     return [{"role": "system", "content": text}, *prompt]
 
 
-def _scored(groups: Groups, made: Export) -> list[list[Answer]]:
-    made.left_out["answers without a reward"] = sum(a.reward is None for group in groups for a in group)
+def _scored(groups: Groups, export: Export) -> list[list[Answer]]:
+    export.left_out["answers without a reward"] = sum(a.reward is None for group in groups for a in group)
     return [[a for a in group if a.reward is not None] for group in groups]
 
 

@@ -19,20 +19,22 @@ COLUMNS = ("response", "responses", "completion", "completions", "answers")
 """Columns that are recognised as answers. ``answer`` is not one of them: beside a prompt it is often the solution."""
 
 
-def answer_columns(source: Source, named: Sequence[str]) -> tuple[str, ...]:
+def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
     """The columns with a source's answers: the named ones, or else the one of :data:`COLUMNS` that it has.
 
     Raises DataError: a named column does not exist, or the source has none or several of :data:`COLUMNS`.
     """
     title, present = f"{source.name!r} ({source.section.path})", f"columns present: {', '.join(source.columns)}."
-    for column in named:
+    for column in names:
         if column not in source.columns:
             raise DataError(f"{title} has no column {column!r}; {present}{did_you_mean(column, source.columns)}")
-    found = [c for c in COLUMNS if c in source.columns]
-    if not named and len(found) != 1:
-        problem = f"has answers in {' and '.join(found)}" if found else f"has none of the columns {', '.join(COLUMNS)}"
+    defaults = [c for c in COLUMNS if c in source.columns]
+    if not names and len(defaults) != 1:
+        problem = (
+            f"has answers in {' and '.join(defaults)}" if defaults else f"has none of the columns {', '.join(COLUMNS)}"
+        )
         raise DataError(f"{title} {problem}; {present} Name the columns with the answers: --answers COLUMN.")
-    return tuple(named or found)
+    return tuple(names or defaults)
 
 
 class GivenAnswers:
@@ -91,7 +93,7 @@ def _texts(columns: Mapping[str, Any], name: str) -> list[str]:
     """The answers in a column. Raises DataError if the column holds none."""
     value = columns.get(name)
     several = isinstance(value, list) and not _is_message_list(value)
-    texts = [_text(one, name) for one in (value if several and isinstance(value, list) else [value])]
+    texts = [_text(item, name) for item in (value if several and isinstance(value, list) else [value])]
     if not texts:
         raise DataError(f"column {name!r} holds no answer")
     return texts

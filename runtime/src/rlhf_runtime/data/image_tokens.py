@@ -57,16 +57,16 @@ class ImageTokens:
             )
         if not images:
             return ids, list(mask), ()
-        made, kept, placed, end = array.array("i"), list[bool](), list[Image](), 0
+        new_ids, new_mask, placed, end = array.array("i"), list[bool](), list[Image](), 0
         for position, data in zip(at, images, strict=True):
             tokens = self.of_size(*image_size(data))
-            made += array.array("i", ids[end:position])
-            placed.append(Image(data, len(made), len(tokens), [self.placeholder]))
-            made += array.array("i", tokens)
-            kept += [*mask[end:position], *(False for _ in tokens)]
+            new_ids += array.array("i", ids[end:position])
+            placed.append(Image(data, len(new_ids), len(tokens), [self.placeholder]))
+            new_ids += array.array("i", tokens)
+            new_mask += [*mask[end:position], *(False for _ in tokens)]
             end = position + 1
-        made += array.array("i", ids[end:])
-        return made, [*kept, *mask[end:]] if mask else [], tuple(placed)
+        new_ids += array.array("i", ids[end:])
+        return new_ids, [*new_mask, *mask[end:]] if mask else [], tuple(placed)
 
     @property
     def text(self) -> str:
@@ -133,13 +133,13 @@ def _processed(processor: Any, text: str, width: int, height: int) -> tuple[int,
 
     blank = PIL.Image.new("RGB", (width, height))
     try:
-        made = processor(images=[blank], text=[text], add_special_tokens=False)
+        encoding = processor(images=[blank], text=[text], add_special_tokens=False)
     except Exception as error:  # of many kinds: a side that is too short, too thin an image
         raise DataError(
             f"the model's processor refuses an image of {width}x{height} pixels: {type(error).__name__}: {error}"
         ) from None
-    return tuple(int(i) for i in made["input_ids"][0])
+    return tuple(int(i) for i in encoding["input_ids"][0])
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -19,25 +19,25 @@ def template_columns(template: str) -> tuple[str, ...]:
 
     Raises ConfigError: it is not a format string, it has a field without a name, or it names no column.
     """
-    asked = f"data.input_template = {template!r}"
+    option = f"data.input_template = {template!r}"
     try:
         fields = list(_fields(template))
     except ValueError as error:
-        raise ConfigError(f"{asked} is not a format string: {error}. {BRACES}") from None
+        raise ConfigError(f"{option} is not a format string: {error}. {BRACES}") from None
     names: list[str] = []
     for field, conversion in fields:
         name = re.split(r"[.\[]", field, maxsplit=1)[0]
         if not name or name.isdigit():
             raise ConfigError(
-                f"{asked} has the place {{{field}}} without the name of a column. Write one, e.g. {{question}}. "
+                f"{option} has the place {{{field}}} without the name of a column. Write one, e.g. {{question}}. "
                 f"{BRACES}"
             )
         if conversion not in (None, "r", "s", "a"):
-            raise ConfigError(f"{asked}: {{{field}!{conversion}}} has an unknown conversion; allowed: !r, !s, !a.")
+            raise ConfigError(f"{option}: {{{field}!{conversion}}} has an unknown conversion; allowed: !r, !s, !a.")
         names.append(name)
     if not names:
         raise ConfigError(
-            f"{asked} names no column, so every row would have the same prompt. Write the names of columns in braces, "
+            f"{option} names no column, so every row would have the same prompt. Write the names of columns in braces, "
             "e.g. {question}."
         )
     return tuple(dict.fromkeys(names))

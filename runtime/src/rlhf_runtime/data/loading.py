@@ -47,11 +47,11 @@ def load_source(section: SourceSection, commits: Commits | None = None) -> Sourc
                 ".arrow"
             )
         if section.subset is not None or section.split != "train":
-            asked = f"subset = {section.subset!r}" if section.subset is not None else f"split = {section.split!r}"
-            raise DataError(f"{path}: {asked}, but a file has neither subsets nor splits; name the file that holds it")
+            option = f"subset = {section.subset!r}" if section.subset is not None else f"split = {section.split!r}"
+            raise DataError(f"{path}: {option}, but a file has neither subsets nor splits; name the file that holds it")
         source = open_file(section, path, kind)
-    elif (named := hub_name(section.path)) is not None and file_kind(path) is None:
-        source = open_hub(section, named, commits or Commits())
+    elif (dataset := hub_name(section.path)) is not None and file_kind(path) is None:
+        source = open_hub(section, dataset, commits or Commits())
     else:
         raise DataError(_missing(path))
     if not len(source):
@@ -62,8 +62,8 @@ def load_source(section: SourceSection, commits: Commits | None = None) -> Sourc
 def _saved(section: SourceSection, path: Path) -> Source:
     if not ((path / "dataset_dict.json").exists() or (path / "dataset_info.json").exists()):
         files = sorted(p.name for p in path.iterdir() if p.is_file() and file_kind(p) is not None)
-        there = f" Name one of its files: {', '.join(files[:20])}." if files else " It holds no data file either."
-        raise DataError(f"{path} is a folder, but not one that `datasets` saved (save_to_disk).{there}")
+        advice = f" Name one of its files: {', '.join(files[:20])}." if files else " It holds no data file either."
+        raise DataError(f"{path} is a folder, but not one that `datasets` saved (save_to_disk).{advice}")
     return DatasetSource(section, load_saved(path, section))
 
 
@@ -72,8 +72,8 @@ def _missing(path: Path) -> str:
     if not folder.is_dir():
         return f"no data file {path}: the folder {folder} does not exist"
     beside = sorted(p.name for p in folder.iterdir() if file_kind(p) is not None)
-    there = f"are: {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "are no data files."
-    return f"no data file {path}. In {folder} there {there}"
+    listing = f"are: {', '.join(beside[:20])}.{did_you_mean(path.name, beside)}" if beside else "are no data files."
+    return f"no data file {path}. In {folder} there {listing}"
 
 
 FILE_KINDS = ("jsonl", "json", "csv", "parquet", "arrow")
@@ -132,17 +132,17 @@ class JoinedSource(Source):
         return self._parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source:
+def open_hub(section: SourceSection, dataset: HubName, commits: Commits) -> Source:
     """The rows of a subset and split, at the run's commit of the name.
 
     Raises DataError: the name exists neither locally nor on the hub, there is no such subset or split, or the files are
     of kinds that cannot be read.
     """
     try:
-        commit = commits.of("dataset", asked)
-        there = files_of("dataset", asked, commit)
-        names, form = _files(section, asked, commit, there)
-        folder = download("dataset", asked, commit, [glob.escape(name) for name in names])
+        commit = commits.of("dataset", dataset)
+        files = files_of("dataset", dataset, commit)
+        names, form = _files(section, dataset, commit, files)
+        folder = download("dataset", dataset, commit, [glob.escape(name) for name in names])
     except HubError as error:
         raise DataError(
             f"there is no file or folder {section.path} here, so it is taken as a hub name; {error}"
@@ -151,57 +151,59 @@ def open_hub(section: SourceSection, asked: HubName, commits: Commits) -> Source
     for name in names:
         kind = file_kind(Path(name))
         assert kind is not None
-        shown = f"{asked.name}@{commit[:7]}/{name}"
-        own = section.model_copy(update={"path": shown, "max_rows": None})
+        path = f"{dataset.name}@{commit[:7]}/{name}"
+        own = section.model_copy(update={"path": path, "max_rows": None})
         parts.append(open_file(own, folder / name, kind, form))
     return JoinedSource(section, parts)
 
 
-def _files(section: SourceSection, asked: HubName, commit: str, there: list[str]) -> tuple[list[str], CsvForm]:
+def _files(section: SourceSection, dataset: HubName, commit: str, files: list[str]) -> tuple[list[str], CsvForm]:
     """(the files of the subset and split, in their order; how they are written, if they are csv)."""
     import datasets
 
-    what = f"the dataset {asked} of the hub"
-    cards = [name for name in CARDS if name in there]
+    title = f"the dataset {dataset} of the hub"
+    cards = [name for name in CARDS if name in files]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place).resolve()
         if cards:
-            here = download("dataset", asked, commit, cards)
-        for name in there:
+            here = download("dataset", dataset, commit, cards)
+        for name in files:
             if not (folder / name).resolve().is_relative_to(folder):
-                raise DataError(f"{what} has a file {name!r} outside of the repository: the dataset is not read")
+                raise DataError(f"{title} has a file {name!r} outside of the repository: the dataset is not read")
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes((here / name).read_bytes() if name in cards else b"")
         try:
             builder = datasets.load_dataset_builder(str(folder), section.subset)
         except Exception as error:  # several kinds: no data files, several subsets, a subset that is not there
-            said = " ".join(str(error).replace(str(folder), asked.name).replace(folder.name, asked.name).split())
-            raise DataError(f"{what}, subset {section.subset!r}: {said.partition(' Example of usage')[0]}") from error
+            reason = " ".join(str(error).replace(str(folder), dataset.name).replace(folder.name, dataset.name).split())
+            raise DataError(
+                f"{title}, subset {section.subset!r}: {reason.partition(' Example of usage')[0]}"
+            ) from error
         splits = {str(k): [str(f) for f in v] for k, v in (builder.config.data_files or {}).items()}
         if section.split not in splits:
             raise DataError(
-                f"{what} has no split {section.split!r}; it has {', '.join(splits) or 'none'}."
+                f"{title} has no split {section.split!r}; it has {', '.join(splits) or 'none'}."
                 f"{did_you_mean(section.split, splits)}"
             )
         names = [Path(f).resolve().relative_to(folder).as_posix() for f in splits[section.split]]
     other = [name for name in names if file_kind(Path(name)) is None]
     if other:
         raise DataError(
-            f"{what}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
+            f"{title}, split {section.split!r}, has files like {other[0]!r}; read are {', '.join(FILE_KINDS)}, the "
             "first three also with .gz. Load it with `datasets`, and name the folder of its save_to_disk."
         )
-    usual = type(builder.config)()
+    defaults = type(builder.config)()
     changed = {
         f.name: getattr(builder.config, f.name)
         for f in dataclasses.fields(builder.config)
-        if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(usual, f.name)
+        if f.name not in _OF_FILES and getattr(builder.config, f.name) != getattr(defaults, f.name)
     }
     of_csv = all(file_kind(Path(name)) == "csv" for name in names)
     form = _csv_form(changed) if of_csv else None if changed else USUAL
     if form is None:
         set_here = sorted(f"{name} = {value!r}" for name, value in changed.items())
         raise DataError(
-            f"{what} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
+            f"{title} asks to be read with {', '.join(set_here)}, which is not done here. Load it with `datasets`, and "
             "name the folder of its save_to_disk."
         )
     return names, form

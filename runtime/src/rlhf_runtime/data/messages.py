@@ -50,8 +50,8 @@ def as_template_reads(messages: Messages) -> tuple[list[dict[str, Any]], list[An
 
 def as_shown(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
     """A message of :func:`read_messages` as templates get it. ``images`` gets its images."""
-    shown = {field: value for field, value in message.items() if field != UNTRAINED}
-    return {**shown, "content": take_images(message["content"], images)}
+    fields = {field: value for field, value in message.items() if field != UNTRAINED}
+    return {**fields, "content": take_images(message["content"], images)}
 
 
 def as_api_writes(messages: Messages) -> list[dict[str, Any]]:
@@ -87,18 +87,18 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
             f"{others}.{did_you_mean(str(name), ROLES)}"
         )
-    read: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
+    result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
     for field, value in message.items():
         if field not in ("role", "content", "tool_calls", *_WEIGHTS) and isinstance(value, str) and value:
-            read[field] = value
+            result[field] = value
     if role == "assistant" and not _is_trained(where, message):
-        read[UNTRAINED] = 0
+        result[UNTRAINED] = 0
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: tool_calls must be a list, got {shown(calls)}")
     if calls:
-        read["tool_calls"] = [_call(where, call) for call in calls]
-    return read
+        result["tool_calls"] = [_call(where, call) for call in calls]
+    return result
 
 
 def _is_trained(where: str, message: Mapping[str, Any]) -> bool:

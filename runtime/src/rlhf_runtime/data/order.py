@@ -32,12 +32,12 @@ class RowOrder:
             raise DataError("data.train: no training data is named. Set --data FILE.")
         self.sources = list(sources)
         self.seed, self.shuffle = seed, shuffle
-        given = [s.probability for s in sources if s.probability is not None]
-        if given and (len(given) != len(sources) or abs(sum(given) - 1) > 1e-6):
-            raise DataError(f"probabilities are given for all sources or for none and sum to 1, got {given}")
-        self._cumulative = np.cumsum(given) if given else None
+        probabilities = [s.probability for s in sources if s.probability is not None]
+        if probabilities and (len(probabilities) != len(sources) or abs(sum(probabilities) - 1) > 1e-6):
+            raise DataError(f"probabilities are given for all sources or for none and sum to 1, got {probabilities}")
+        self._cumulative = np.cumsum(probabilities) if probabilities else None
         # A pool is a set of rows with one permutation: each source alone, or all sources concatenated.
-        self._pools = [[s] for s in self.sources] if given else [self.sources]
+        self._pools = [[s] for s in self.sources] if probabilities else [self.sources]
         self._drawn = [0] * len(self._pools)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -89,13 +89,13 @@ class RowOrder:
                 raise CheckpointError(
                     f"the checkpoint's order of rows was made with {key} = {state[key]}, this run has {mine[key]}"
                 )
-        drawn = list(state["drawn"])
-        if len(drawn) != len(self._pools):
+        counts = list(state["drawn"])
+        if len(counts) != len(self._pools):
             raise CheckpointError(
-                f"the checkpoint's order of rows counts the rows drawn of {len(drawn)} sources, this run draws from "
+                f"the checkpoint's order of rows counts the rows drawn of {len(counts)} sources, this run draws from "
                 f"{len(self._pools)}. Restore state.json from a copy, or start a new run."
             )
-        self._drawn = drawn
+        self._drawn = counts
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -153,16 +153,16 @@ class UsableRows(TrainingRows):
 
     def __init__(self, sources: Sequence[Source], usable: Mapping[str, Sequence[int]], seed: int) -> None:
         self._seed = seed
-        kept = [source for source in sources if usable[source.name]]
-        self._sources = {source.name: source for source in kept}
-        self._indices = {source.name: usable[source.name] for source in kept}
-        made, first = [], 0
-        for source in kept:
+        usable_sources = [source for source in sources if usable[source.name]]
+        self._sources = {source.name: source for source in usable_sources}
+        self._indices = {source.name: usable[source.name] for source in usable_sources}
+        row_sources, first = [], 0
+        for source in usable_sources:
             rows = len(usable[source.name])
-            made.append(RowSource(source.name, first, rows, tuple(source.columns), source.probability))
+            row_sources.append(RowSource(source.name, first, rows, tuple(source.columns), source.probability))
             first += rows
-        self.sources = tuple(made)
-        self._firsts = [source.first for source in made]
+        self.sources = tuple(row_sources)
+        self._firsts = [source.first for source in row_sources]
 
     def values(self, column: str) -> Iterator[object]:
         for name, source in self._sources.items():
@@ -186,12 +186,12 @@ class UsableRows(TrainingRows):
 
     def position(self, row: Row) -> int:
         """The position of a row of this data."""
-        found = next(source for source in self.sources if source.name == row.source)
-        return found.first + bisect_left(self._indices[row.source], row.index)
+        row_source = next(source for source in self.sources if source.name == row.source)
+        return row_source.first + bisect_left(self._indices[row.source], row.index)
 
     def _at(self, position: int) -> tuple[Source, int]:
-        found = self.sources[bisect_left(self._firsts, position + 1) - 1]
-        return self._sources[found.name], self._indices[found.name][position - found.first]
+        row_source = self.sources[bisect_left(self._firsts, position + 1) - 1]
+        return self._sources[row_source.name], self._indices[row_source.name][position - row_source.first]
 
 
 class ChosenOrder(RowOrder):
@@ -282,8 +282,8 @@ class ChosenOrder(RowOrder):
             )
         return position
 
-    def _refused(self, n: int, step: int, what: str) -> PluginError:
+    def _refused(self, n: int, step: int, problem: str) -> PluginError:
         return PluginError(
-            f"choose({n}, {step}) of {self._name} {what}. This is a fault of the plugin: `rlhf plugins check "
+            f"choose({n}, {step}) of {self._name} {problem}. This is a fault of the plugin: `rlhf plugins check "
             f"{self.curriculum.name}` shows it; report it to its author."
         )

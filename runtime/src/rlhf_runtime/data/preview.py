@@ -31,7 +31,7 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
     ``margin`` if it has them, and ``sequences`` (:func:`_sequence`).
     """
     decode = decoder_of(data.template.tokenizer)
-    shown = [
+    row_reports = [
         _row(data, use, source, source[index], decode)
         for use, sources in data.sources.items()
         for source in sources
@@ -43,27 +43,27 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
         "template": "plain" if data.template.chat is None else "chat",
         "end_note": data.end_note,
         "sources": [_source(data, use, source) for use, sources in data.sources.items() for source in sources],
-        "shown": shown,
+        "shown": row_reports,
     }
 
 
 def survey(data: TrainData) -> dict[str, Any]:
     """Counts over all rows: for ``train`` and ``eval``, the number of rows that are used (``ok``), too long
     (``too_long``) and bad (``bad_rows``), the tokens of the longest row, and the first unused rows with the reason."""
-    found = {}
+    summary = {}
     for use, sources in data.sources.items():
         counts: Counter[str] = Counter()
-        longest, named = 0, list[str]()
+        longest, examples = 0, list[str]()
         for source in sources:
             for index in range(len(source)):
                 verdict = data.judge(source[index], data.answers and use == "train")
                 counts[verdict.kind or "ok"] += 1
                 longest = max(longest, verdict.tokens)
-                if verdict.kind and len(named) < _NAMED:
-                    named.append(f"{source.where(index)}: {verdict.text}")
+                if verdict.kind and len(examples) < _NAMED:
+                    examples.append(f"{source.where(index)}: {verdict.text}")
         kinds = {kind: counts[kind] for kind in ("ok", "too_long", "bad_rows")}
-        found[use] = {**kinds, "longest": longest, "named": named}
-    return found
+        summary[use] = {**kinds, "longest": longest, "named": examples}
+    return summary
 
 
 def token_texts(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
@@ -102,16 +102,16 @@ def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
 def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     answered = data.answers and use == "train"
     verdict = data.judge(row, answered)
-    shown: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
+    entry: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
     example = verdict.example
     if data.form == "prompts" and verdict.kind != "bad_rows":
-        shown["sequences"] = [_prompt(data, row, decode), *([_given(data, row, decode)] if answered else [])]
+        entry["sequences"] = [_prompt(data, row, decode), *([_given(data, row, decode)] if answered else [])]
     elif example is not None:
-        shown |= {k: v for k, v in example.values.items() if k != "steps"}
-        shown["sequences"] = list(_sequences(example, decode))
+        entry |= {k: v for k, v in example.values.items() if k != "steps"}
+        entry["sequences"] = list(_sequences(example, decode))
     else:
-        shown["sequences"] = []
-    return shown
+        entry["sequences"] = []
+    return entry
 
 
 def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:

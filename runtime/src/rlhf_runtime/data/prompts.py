@@ -138,8 +138,8 @@ class Prompts:
             return self._turn(self.tokens.ids_after(ANCHORS[0], self.images.marks(added) + text), images)
         frame = self._history(added)
         before = frame.before.partition(frame.end)[2] if closed and frame.end else frame.before
-        shown = f"{before}{text}{frame.after}"
-        ids = self.tokens.ids_after(frame.end, shown) if closed else self.tokens.ids(shown)
+        turn_text = f"{before}{text}{frame.after}"
+        ids = self.tokens.ids_after(frame.end, turn_text) if closed else self.tokens.ids(turn_text)
         return self._turn(ids, images, (("user", text),))
 
     def check_multi_turn(self) -> None:
@@ -157,18 +157,18 @@ class Prompts:
         """A conversation of the OpenAI chat API, which the policy can answer. Raises DataError."""
         if tools:
             self.check_tools()
-        read, images = as_template_reads(messages)
+        conversation, images = as_template_reads(messages)
         files = self.images.files(images)
-        return self._turn(self._conversations[0].encode(read, tools), files, as_people_read(read))
+        return self._turn(self._conversations[0].encode(conversation, tools), files, as_people_read(conversation))
 
     def encode_following(
         self, before: Messages, answer: Mapping[str, Any], following: Messages, tools: Tools = (), closed: bool = True
     ) -> Turn | None:
         """What the template writes after a sampled answer (:meth:`ChatMessages.encode_following`)."""
         new, images = as_template_reads(following)
-        asked, _ = as_template_reads([*before, answer])
+        conversation, _ = as_template_reads([*before, answer])
         files = self.images.files(images)
-        ids = self._conversations[0].encode_following(asked, new, tools, closed)
+        ids = self._conversations[0].encode_following(conversation, new, tools, closed)
         return None if ids is None else self._turn(ids, files, as_people_read(new))
 
     def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Tools = ()) -> dict[str, Any]:
@@ -375,16 +375,16 @@ def frame(chat: ChatTemplate, images: int = 0) -> Frame:
     reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
     template's render.
     """
-    shown = with_images(mark(2), images) if images else mark(2)
-    user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": shown}
+    content = with_images(mark(2), images) if images else mark(2)
+    user, after = {"role": "user", "content": mark(0)}, {"role": "user", "content": content}
     prompt = chat.text([user], answer=True)
     for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
         text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
         if not text.startswith(prompt + answer) or mark(2) not in text:
-            what = "drops its reasoning" if "think" in answer else "writes it otherwise"
+            change = "drops its reasoning" if "think" in answer else "writes it otherwise"
             raise DataError(
                 "the chat template rewrites history: once a message follows an answer, it "
-                f"{what}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
+                f"{change}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
                 "trained on a context that the template never shows it. Give the tokenizer a chat template that "
                 'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
             )

@@ -59,7 +59,7 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
 
     Raises DataError naming file and line.
     """
-    found = Recorded()
+    record = Recorded()
     for path in (file for source in sources for file in _files(source)):
         groups: dict[int, list[Answer]] = {}
         where = str(path)
@@ -69,10 +69,10 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                 members = groups.setdefault(line["group"], [])
                 if line["sample"] is None:
                     continue
-                found.answers += 1
+                record.answers += 1
                 why = _unusable(line, truncated)
                 if why:
-                    found.left_out[why] += 1
+                    record.left_out[why] += 1
                     continue
                 prompt = _with_images(line["prompt"], line["turns"][0])
                 members.append(Answer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
@@ -81,8 +81,8 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
         except (KeyError, IndexError, TypeError) as cause:
             why = f"it has no {cause}" if isinstance(cause, KeyError) else f"{type(cause).__name__}: {cause}"
             raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
-        found.groups += groups.values()
-    return found
+        record.groups += groups.values()
+    return record
 
 
 def _with_images(prompt: Prompt, turn: Mapping[str, Any]) -> Prompt:

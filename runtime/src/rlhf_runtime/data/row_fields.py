@@ -110,10 +110,10 @@ class Cells:
 
     def label(self) -> bool:
         """A boolean, 0 or 1, or one of the texts of :data:`LABELS`."""
-        found = as_label(value := self.value("label"))
-        if found is None:
+        label = as_label(value := self.value("label"))
+        if label is None:
             raise DataError(f"{self.name('label')}: a label is true or false, 1 or 0, '+' or '-', got {shown(value)}")
-        return found
+        return label
 
     def margin(self) -> float:
         """How much better the chosen answer is: a finite number, which may be given as text."""
@@ -142,14 +142,14 @@ class Cells:
         if not isinstance(value, list):
             raise DataError(f"{name}: must be a list with a label for each step, got {shown(value)}")
         labels = []
-        for number, one in enumerate(value, 1):
-            hard = as_label(one)
-            if hard is None and (not isinstance(one, int | float) or not 0 <= one <= 1):
+        for number, item in enumerate(value, 1):
+            hard = as_label(item)
+            if hard is None and (not isinstance(item, int | float) or not 0 <= item <= 1):
                 raise DataError(
                     f"{name}, step {number}: a label is true or false, '+' or '-', or a number from 0 to 1, "
-                    f"got {shown(one)}"
+                    f"got {shown(item)}"
                 )
-            labels.append(float(one if hard is None else hard))
+            labels.append(float(item if hard is None else hard))
         return labels
 
 

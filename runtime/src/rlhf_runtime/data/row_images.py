@@ -62,25 +62,28 @@ class RowImages:
         The images of the row's column belong to the places without an image of their own, in order: parts of messages,
         and placeholders in texts. Where there are no such places, they come before the text of the first user message.
         """
-        found: list[Any] = []
-        read = [self._read(message, found) for message in messages]
-        column, free = self._column(cells), [n for n, image in enumerate(found) if image is None or image is MARKED]
-        user = next((i for i, m in enumerate(read) if m["role"] == "user"), None)
+        images: list[Any] = []
+        conversation = [self._read(message, images) for message in messages]
+        column, free = self._column(cells), [n for n, image in enumerate(images) if image is None or image is MARKED]
+        user = next((i for i, m in enumerate(conversation) if m["role"] == "user"), None)
         if column and not free and user is not None:
-            before = places(read[:user])
-            read[user] = {**read[user], "content": with_images(read[user]["content"], len(column))}
-            found[before:before] = column
+            before = places(conversation[:user])
+            conversation[user] = {
+                **conversation[user],
+                "content": with_images(conversation[user]["content"], len(column)),
+            }
+            images[before:before] = column
         elif len(free) == len(column):
             for n, image in zip(free, column, strict=True):
-                found[n] = image
-        elif None in found:
+                images[n] = image
+        elif None in images:
             raise DataError(
-                f"{found.count(None)} image parts of the messages hold no image, and "
+                f"{images.count(None)} image parts of the messages hold no image, and "
                 f"{cells.name('images')} holds {len(column)}; they must be equal"
             )
         else:  # :meth:`place` will say how a placeholder is spelt
-            found = [*(image for image in found if image is not MARKED), *column]
-        return read, self._within(self._files(found, cells))
+            images = [*(image for image in images if image is not MARKED), *column]
+        return conversation, self._within(self._files(images, cells))
 
     def files(self, images: Sequence[Any]) -> list[bytes]:
         """Files of images that an environment or a program gives: bytes or ``data:`` URLs."""
@@ -94,10 +97,10 @@ class RowImages:
 
     def places_in(self, answer: str | Sequence[Mapping[str, Any]]) -> int:
         """Number of places in an answer, a text or messages of a row, that hold no image of their own."""
-        found: list[Any] = []
+        images: list[Any] = []
         for message in [{"content": answer}] if isinstance(answer, str) else answer:
-            self._read(message, found)
-        return sum(image is None or image is MARKED for image in found)
+            self._read(message, images)
+        return sum(image is None or image is MARKED for image in images)
 
     def marks(self, count: int) -> str:
         """The placeholders of ``count`` images in plain text."""
@@ -111,18 +114,18 @@ class RowImages:
             return self._tokens.place(ids, images, mask)
         return ids, list(mask), ()
 
-    def _read(self, message: Mapping[str, Any], found: list[Any]) -> dict[str, Any]:
-        """A message as chat templates read it. ``found`` gets the image of each of its places: None for a part that
+    def _read(self, message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+        """A message as chat templates read it. ``images`` gets the image of each of its places: None for a part that
         holds none, :data:`MARKED` for a placeholder in a text."""
         own = list[Any]()
-        read = as_shown(message, own)
-        content = read["content"]
+        result = as_shown(message, own)
+        content = result["content"]
         rest = iter(own)
         for part in content if isinstance(content, list) else [{"text": content}]:
             text = "" if part == PLACE else part["text"] or ""
             marks = text.count(self._mark) if self._mark is not None else 0
-            found += [next(rest)] if part == PLACE else [MARKED] * marks
-        return read
+            images += [next(rest)] if part == PLACE else [MARKED] * marks
+        return result
 
     def _column(self, cells: Cells) -> list[Any]:
         """The values in the row's column of images. In a run without images the column ``image`` may hold other texts,
@@ -199,15 +202,15 @@ def with_image_files(source: Source, columns: Mapping[str, str]) -> str:
     folder = image_folder(source)
     if folder is None:
         return source.fingerprint
-    known: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     digest = hashlib.sha256(source.fingerprint.encode())
     for field in FIELDS:
         for value in source.values(columns[field]) if field in columns else ():
             for path in _paths(value, field == "images"):
-                if path not in known:
-                    known[path] = _content_hash(folder / Path(path).expanduser())
-                digest.update(known[path].encode())
-    return digest.hexdigest() if known else source.fingerprint
+                if path not in hashes:
+                    hashes[path] = _content_hash(folder / Path(path).expanduser())
+                digest.update(hashes[path].encode())
+    return digest.hexdigest() if hashes else source.fingerprint
 
 
 def _content_hash(file: Path) -> str:
@@ -222,8 +225,8 @@ def _content_hash(file: Path) -> str:
 def _paths(value: Any, images: bool) -> Iterator[str]:
     """The paths of images in a value of a column."""
     if images:
-        for one in value if isinstance(value, list) else [value]:
-            if path := image_path(one):
+        for item in value if isinstance(value, list) else [value]:
+            if path := image_path(item):
                 yield path
     else:
         yield from filter(None, (image_path(image_of(part)) for part in _image_parts(value)))

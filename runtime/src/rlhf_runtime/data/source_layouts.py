@@ -64,12 +64,12 @@ def set_layouts(
 def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> list[str]:
     """Problems of columns that the run file names but no source uses."""
     layouts = [s.layout for several in sources.values() for s in several if s.layout is not None]
-    read = {field for layout in layouts for field in layout.columns}
-    unread = {f: c for f, c in named_columns(section).items() if layouts and f not in read}
-    made = section.input_template is not None
+    fields = {field for layout in layouts for field in layout.columns}
+    unread = {f: c for f, c in named_columns(section).items() if layouts and f not in fields}
+    has_template = section.input_template is not None
     return [
         f"data.{field} = {column!r}: nothing reads it, as "
-        + ("data.input_template makes the prompt. " if made else f"the rows are read as {layouts[0]}. ")
+        + ("data.input_template makes the prompt. " if has_template else f"the rows are read as {layouts[0]}. ")
         + "Remove it."
         for field, column in unread.items()
     ]
@@ -83,21 +83,21 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
         form,
         source.columns,
         source.read(0),
-        named=named_columns(section),
+        names=named_columns(section),
         chat=chat,
         prompt="made" if section.input_template is not None else "optional" if whole else "needed",
     )
     if section.input_template is not None:
         columns, first = [*source.columns, *layout.columns], source.read(0)
-        made = _converted(first, layout)
-        check_template(section.input_template, [*columns, *made], {**made, **first})
+        fields = _converted(first, layout)
+        check_template(section.input_template, [*columns, *fields], {**fields, **first})
     if "text" in layout.columns and (section.template == "chat" or section.system is not None):
         key = "system" if section.system is not None else 'template = "chat"'
         raise DataError(f"has texts to continue, which are tokenised as they are; data.{key} is not for these")
     if "text" in layout.columns and answered:
         raise DataError("has texts to continue, without prompts to answer.")
-    named = {"images", ONE_IMAGE} & {*layout.columns, *layout.columns.values()}
-    if ONE_IMAGE in source.columns and not named:  # a run without images refuses rows that have one
+    image_columns = {"images", ONE_IMAGE} & {*layout.columns, *layout.columns.values()}
+    if ONE_IMAGE in source.columns and not image_columns:  # a run without images refuses rows that have one
         layout = replace(layout, columns={**layout.columns, "images": ONE_IMAGE})
     return layout
 
@@ -125,7 +125,7 @@ def recognise(
     columns: Sequence[str],
     row: Mapping[str, Any],
     *,
-    named: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
     chat: bool = False,
     prompt: Literal["needed", "optional", "made"] = "needed",
 ) -> Layout:
@@ -137,24 +137,24 @@ def recognise(
     Args:
         columns: columns of the source.
         row: its first row.
-        named: {field: column} as the run file names them.
+        names: {field: column} as the run file names them.
         chat: whether a chat template is used.
         prompt: whether a column with a prompt is needed; ``made``: a template makes it from other columns.
 
     Raises DataError: no layout fits (with what is missing), several fit (with all of them), or the layout needs a chat
     template.
     """
-    case = _Case(form, columns, row, dict(named or {}), chat, prompt)
-    found = _widest(list(case.layouts()))
-    if not found and case.text():
-        found = [Layout({"text": "text"}, given=False)]
-    if len(found) == 1:
-        return _with_tools(_with_images(_with_system(found[0], case), case), case)
-    if found:
+    case = _Case(form, columns, row, dict(names or {}), chat, prompt)
+    layouts = _widest(list(case.layouts()))
+    if not layouts and case.text():
+        layouts = [Layout({"text": "text"}, given=False)]
+    if len(layouts) == 1:
+        return _with_tools(_with_images(_with_system(layouts[0], case), case), case)
+    if layouts:
         raise DataError(
             "the columns can be read in several ways: "
-            + "; ".join(f"({i}) {layout}" for i, layout in enumerate(found, 1))
-            + f"; {case.present()} Name those to use, e.g. {_flags(found[0])}."
+            + "; ".join(f"({i}) {layout}" for i, layout in enumerate(layouts, 1))
+            + f"; {case.present()} Name those to use, e.g. {_flags(layouts[0])}."
         )
     raise DataError(case.problem())
 
@@ -185,8 +185,8 @@ class _Case:
 
     def text(self) -> bool:
         """Whether the rows are texts to continue, without prompts; used only if no other layout fits."""
-        asked = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
-        return self.form == "demonstrations" and not asked and isinstance(self.row.get("text"), str)
+        has_prompt = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
+        return self.form == "demonstrations" and not has_prompt and isinstance(self.row.get("text"), str)
 
     def problem(self) -> str:
         if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
@@ -230,10 +230,10 @@ class _Case:
                 fronts = [{"messages": c} for c in self.columns if convert.is_turns(self.row.get(c))]
                 yield from self._join([both.columns], fronts if self.chat else [], how="answers_in_turns")
             elif all(map(convert.is_whole, values)):
-                said = self.row.get("prompt")
+                prompt = self.row.get("prompt")
                 if "prompt" in self.named:
                     yield from self._join([*self._prompts()], [both.columns])
-                elif said and not convert.repeats(values, said):
+                elif prompt and not convert.repeats(values, prompt):
                     raise DataError(
                         "has whole conversations to compare and a column 'prompt' that they do not repeat; name it "
                         "(--data.prompt prompt) to put it before them, or take it out"
@@ -297,13 +297,13 @@ class _Case:
     def _has_history(self) -> bool:
         return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
 
-    def _choices(self, field: str, usual: Sequence[str]) -> list[str]:
+    def _choices(self, field: str, common_names: Sequence[str]) -> list[str]:
         """Columns that a field may mean: the named one, else the default one, else those with common names."""
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
         if DEFAULTS.get(field) in self.columns:
             return [DEFAULTS[field]]
-        return [c for c in usual if c in self.columns]
+        return [c for c in common_names if c in self.columns]
 
     def _beside(self, field: str) -> Mapping[str, str]:
         """The default column of a field, if the source has it."""
@@ -326,8 +326,8 @@ class _Case:
             if len(set(columns.values())) != len(columns):
                 continue
             conversion = how or ("context" if {"context", "history"} & set(columns) else "")
-            known = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
-            yield Layout(columns, conversion, self.chat, given=known and not conversion)
+            is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
+            yield Layout(columns, conversion, self.chat, given=is_default and not conversion)
 
     def _as_chat(self) -> tuple[Any, ...]:
         return self.form, self.columns, self.row, self.named, True, self.prompt
@@ -336,11 +336,11 @@ class _Case:
         return f"columns present: {', '.join(self.columns)}."
 
 
-def _widest(found: Sequence[Layout]) -> list[Layout]:
+def _widest(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts without duplicates, and without those whose columns are a subset of another's."""
-    found = [layout for i, layout in enumerate(found) if layout not in found[:i]]
-    sets = [set(layout.columns.values()) for layout in found]
-    return [layout for layout, mine in zip(found, sets, strict=True) if not any(mine < other for other in sets)]
+    layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
+    sets = [set(layout.columns.values()) for layout in layouts]
+    return [layout for layout, mine in zip(layouts, sets, strict=True) if not any(mine < other for other in sets)]
 
 
 def _with_system(layout: Layout, case: _Case) -> Layout:

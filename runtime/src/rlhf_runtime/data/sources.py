@@ -25,8 +25,8 @@ class Source(ABC):
         self.name = section.label
         self.columns = columns
         """All columns that occur in any row."""
-        kept = f"{fingerprint} {section.max_rows}"
-        self.fingerprint = hashlib.sha256(kept.encode()).hexdigest()
+        content = f"{fingerprint} {section.max_rows}"
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         """SHA-256 (hexadecimal) of the content. Equal data has an equal fingerprint."""
         self.layout: Layout | None = None
         """How the columns of its rows are read; None: as the run file names them."""

@@ -14,12 +14,12 @@ class NotStrictError(ValueError):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise NotStrictError(f"the key {twice!r} comes twice in one object, and only one of its values would be read")
-    return found
+    return table
 
 
 def _constant(text: str) -> NoReturn:

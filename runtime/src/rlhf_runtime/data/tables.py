@@ -36,8 +36,8 @@ class DatasetSource(Source):
     """A ``datasets.Dataset``; its features decode rows."""
 
     def __init__(self, section: SourceSection, dataset: Any) -> None:
-        kept = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
-        self._dataset = with_files_of_images(kept)
+        flat = dataset.flatten_indices(keep_in_memory=True) if dataset._indices is not None else dataset
+        self._dataset = with_files_of_images(flat)
         super().__init__(section, list(dataset.column_names), content_hash(self._dataset.data.table))
 
     def rows(self) -> int:

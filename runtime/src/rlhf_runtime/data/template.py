@@ -202,14 +202,14 @@ class Template(Prompts):
 
     def _sequence(self, ids: Sequence[int], mask: Sequence[bool], images: Sequence[bytes]) -> TokenSequence:
         """A sequence of tokens with a placeholder for each image."""
-        whole, kept, placed = self.images.place(ids, images, mask)
-        return TokenSequence(whole, kept, images=placed)
+        whole, new_mask, placed = self.images.place(ids, images, mask)
+        return TokenSequence(whole, new_mask, images=placed)
 
-    def _conversation(self, given: Sequence[Message], cells: Cells) -> TokenSequence:
+    def _conversation(self, row_messages: Sequence[Message], cells: Cells) -> TokenSequence:
         chat = self._chat_of(cells)
-        messages, images = self._read(given, cells)
+        messages, images = self._read(row_messages, cells)
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        untrained = {i for i, m in enumerate(given) if UNTRAINED in m}
+        untrained = {i for i, m in enumerate(row_messages) if UNTRAINED in m}
         _check_weights(untrained, answers, self.section.loss_on)
         if self.section.loss_on == "all":
             chat.check(messages, source=cells.row.source)

@@ -53,10 +53,10 @@ def uses_chat(tokenizer: Any, section: DataSection) -> bool:
     chat = has and section.template != "plain"
     only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}
     only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
-    for key, given in (only_plain if chat else only_chat).items():
-        if given and chat:
+    for key, is_set in (only_plain if chat else only_chat).items():
+        if is_set and chat:
             raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")
-        if given:
+        if is_set:
             why = "data.template = 'plain'" if section.template == "plain" else "the tokenizer has no chat template"
             raise ConfigError(f"data.{key} needs a chat template, but {why}")
     return chat

@@ -43,19 +43,19 @@ def with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     message. White space around a text and tags such as ``<think>`` are kept, because templates act on them."""
     marked, texts, tails = [], list[Text](), dict[int, str]()
     for m, message in enumerate(messages):
-        read = dict(message)
+        marked_message = dict(message)
         for field in _REASONING:
             if isinstance(reasoning := message.get(field), str):
-                read[field] = _marked(m, reasoning, texts, tails, end=len(reasoning))
+                marked_message[field] = _marked(m, reasoning, texts, tails, end=len(reasoning))
         content = message.get("content")
         if isinstance(content, list):  # parts, some of them images
-            read["content"] = [
+            marked_message["content"] = [
                 {**p, "text": _marked(m, p["text"], texts, tails)} if "text" in p else p for p in content
             ]
         elif "content" in message:
             end = (content or "").rfind("</think>") if message.get("role") == "assistant" else -1
-            read["content"] = _marked(m, content or "", texts, tails, end)
-        marked.append(read)
+            marked_message["content"] = _marked(m, content or "", texts, tails, end)
+        marked.append(marked_message)
     return marked, texts, tails
 
 

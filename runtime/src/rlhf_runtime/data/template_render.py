@@ -77,9 +77,9 @@ class TemplateRender:
         """
         kwargs = {**self.kwargs, "tools": [dict(t) for t in tools]} if tools else self.kwargs
 
-        def apply(read: list[dict[str, Any]]) -> str:
+        def apply(conversation: list[dict[str, Any]]) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                read, tokenize=False, add_generation_prompt=answer, **{_CLOCK: self.day.strftime, **kwargs}
+                conversation, tokenize=False, add_generation_prompt=answer, **{_CLOCK: self.day.strftime, **kwargs}
             )
             return text
 
@@ -89,9 +89,9 @@ class TemplateRender:
         """The render, and the characters of each ``{% generation %}`` block. Raises DataError, as :meth:`text`."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        def apply(read: list[dict[str, Any]]) -> tuple[str, list[Span]]:
+        def apply(conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
             rendered: Any = render_jinja_template(
-                [read], chat_template=self._source, return_assistant_tokens_mask=True,
+                [conversation], chat_template=self._source, return_assistant_tokens_mask=True,
                 **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self.kwargs},
             )  # fmt: skip
             texts, spans = rendered
@@ -127,10 +127,10 @@ class TemplateRender:
         return self.text(messages, answer=True)
 
     def _check_kwargs(self) -> None:
-        if taken := sorted(_NOT_OF_TEMPLATES & set(self.kwargs)):
+        if reserved := sorted(_NOT_OF_TEMPLATES & set(self.kwargs)):
             raise ConfigError(
-                f"data.template_kwargs: {', '.join(taken)} controls how the template is applied, which is fixed here; "
-                "allowed are variables that the template itself reads (enable_thinking, tools, ...)."
+                f"data.template_kwargs: {', '.join(reserved)} controls how the template is applied, which is fixed "
+                "here; allowed are variables that the template itself reads (enable_thinking, tools, ...)."
             )
         names = sorted(self.variables - _NOT_OF_TEMPLATES - {"raise_exception", _CLOCK})
         for name in self.kwargs:
@@ -142,15 +142,15 @@ class TemplateRender:
 
     def _require_content(self) -> None:
         """Raises ConfigError if the template writes the same text for every user message."""
-        asked = [[{"role": "user", "content": content}] for content in ("one", "two")]
+        questions = [[{"role": "user", "content": content}] for content in ("one", "two")]
         try:
-            first, second = (self.text(messages, answer=True) for messages in asked)
+            first, second = (self.text(messages, answer=True) for messages in questions)
         except DataError:  # it needs other messages; an error about a row will say which
             return
         if first == second:
             self._parts_only = True
             with suppress(DataError):  # it reads no parts either
-                first, second = (self.text(messages, answer=True) for messages in asked)
+                first, second = (self.text(messages, answer=True) for messages in questions)
         if first == second:
             raise ConfigError(
                 f"the chat template writes {first[:60]!r} for every user message, so every row would have the same "

@@ -129,14 +129,14 @@ class CsvSource(Source):
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=form.separator, strict=True)
         self._path, self._rows, self._lines = path, list[list[str]](), array("q")
         header, heads = list(form.names), form.header
-        named = "the dataset's card names" if header else "the header has"
+        subject = "the dataset's card names" if header else "the header has"
         line = 1
         try:
             for cells in reader:
                 header = header or cells
                 if cells and len(cells) != len(header):
                     raise DataError(
-                        f"{path}, line {line}: {len(cells)} cells, but {named} {len(header)}: {', '.join(header)}"
+                        f"{path}, line {line}: {len(cells)} cells, but {subject} {len(header)}: {', '.join(header)}"
                     )
                 if cells and not heads:
                     self._rows.append(cells)

@@ -65,8 +65,8 @@ class TextTokens:
         """
         if not before or not self._writes_a_space:
             return self.ids(text)
-        known = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        special = max((t for t in known if before.endswith(t)), key=len, default="")
+        special_tokens = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
+        special = max((t for t in special_tokens if before.endswith(t)), key=len, default="")
         for anchor in [special] if special else ANCHORS:
             front, whole = self.ids(anchor), self.ids(anchor + text)
             if whole[: len(front)] == front:

@@ -176,11 +176,11 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
     ours: dict[str, int] = tokenizer.get_vocab()
     own_rows = embedding_rows(tokenizer)
     largest = max(i for i in ours.values() if own_rows is None or i < own_rows)  # rows with other tokens are refused
-    seen = {policy.path}
+    paths = {policy.path}
     for spec in others:
-        if spec.path in seen:
+        if spec.path in paths:
             continue
-        seen.add(spec.path)
+        paths.add(spec.path)
         role = f"role {spec.role.name!r} ({spec.path})"
         remedy = "Every role reads the policy's tokens, so its model must have been trained on the same ones."
         rows = vocabulary_size(spec.path)
@@ -216,5 +216,5 @@ def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
             f"the tokenizer of role {spec.role.name!r} ({spec.path}) cannot be loaded, so nobody knows whether it is "
             f"the policy's: {type(error).__name__}: {error}. Mend it, or copy the policy's files there."
         ) from error
-    found: dict[str, int] = tokenizer.get_vocab()
-    return found
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary

@@ -25,10 +25,10 @@ def form_of(message: Message) -> tuple[Any, ...]:
 
 
 def check_parts(
-    written: Written,
+    writer: Written,
     messages: Sequence[Message],
     trained: Collection[int],
-    called: Collection[int],
+    messages_with_calls: Collection[int],
     reasoning: Collection[int],
 ) -> None:
     """Raises DataError: the template leaves out a part of a message.
@@ -37,19 +37,19 @@ def check_parts(
 
     Args:
         trained: messages that are trained on.
-        called: messages whose tool calls are checked.
+        messages_with_calls: messages whose tool calls are checked.
         reasoning: messages whose reasoning must be written too.
     """
     marked, texts, _ = with_markers(messages)
-    after = _attempt(written, marked)
+    after = _attempt(writer, marked)
     for number, text in enumerate(texts if after else ()):
         forms = mark(number), json.dumps(mark(number))[1:-1]
         if not any(form in after[text.message] for form in forms) and (not text.reasoning or text.message in reasoning):
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
-    before = written(messages)
+    before = writer(messages)
     for m, message in enumerate(messages):
-        for part, other in _with_other_calls(message) if m in called else ():
-            after = _attempt(written, [*messages[:m], other, *messages[m + 1 :]])
+        for part, other in _with_other_calls(message) if m in messages_with_calls else ():
+            after = _attempt(writer, [*messages[:m], other, *messages[m + 1 :]])
             if after and after[m] == before[m]:
                 raise _left_out(m, messages, trained, part)
 
@@ -77,10 +77,10 @@ def check_options(text: Callable[..., str], section: DataSection) -> None:
                 )
 
 
-def _attempt(written: Written, messages: Sequence[Message]) -> Sequence[str]:
+def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:
     """What is written of changed messages; nothing if the template refuses them, because then it reads the change."""
     try:
-        return written(messages)
+        return writer(messages)
     except DataError:
         return ()
 
