@@ -170,7 +170,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str,
 
 
 def _meant(key: str, value: Any) -> Any:
-    """``use = "plugin:math"`` and ``use = "math"`` name the same plugin."""
+    """The value as it is compared: ``use = "plugin:math"`` and ``use = "math"`` name the same plugin."""
     return value.removeprefix("plugin:") if key.endswith(".use") and isinstance(value, str) else value
 
 

@@ -83,7 +83,7 @@ EARLIER_SCHEMAS = [
     SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn))) for turn in EARLIER_TURNS
 ]
 NO_PROMPTS = {b"prompts": b"none"}
-"""Metadata of a file whose samples do not say what they were asked."""
+"""Metadata of a file that does not hold the prompts of its samples."""
 SUFFIX = ".arrow"
 AT_ONCE = 2**18
 """Tokens that are written as one batch of rows, so that a file needs little memory."""

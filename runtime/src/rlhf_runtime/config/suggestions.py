@@ -76,7 +76,7 @@ class Suggestions:
 
     @cached_property
     def _values(self) -> dict[str, list[str]]:
-        """{value that an option of the algorithm allows: the options}: what other frameworks have as a switch."""
+        """{value: the options of the algorithm that allow it}. Other frameworks have options named like values."""
         options: dict[str, list[str]] = {}
         for kind, where, choice in self._choices:
             if kind == "algorithm":

@@ -186,7 +186,7 @@ def _models(run: RunFile, algorithm: Algorithm, needs: Needs, reward_roles: Coll
 
 
 def equal_answers(run: RunFile) -> list[str]:
-    """Whether several answers to a row are asked for that cannot differ."""
+    """The problem of an evaluation that asks for several answers to a row, which are all equal at temperature 0."""
     if run.eval.samples <= 1 or run.eval.temperature > 0 or run.env is not None:
         return []
     return [

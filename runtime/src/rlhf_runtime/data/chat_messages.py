@@ -213,7 +213,7 @@ Call = tuple[str, str]
 Types = Mapping[tuple[str, str], Any]
 """{(function, argument): its type in the schema of the function}."""
 Reader = Callable[[str, Types], list[Call]]
-"""The calls in what a form's pattern found; none if it is no call."""
+"""Reads the calls in a text that matches the pattern of a form; none if the text is no call."""
 
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCE = re.compile(r"```json\n(.*?)\n?```", re.DOTALL)
@@ -299,13 +299,13 @@ FORMS: Sequence[tuple[str, re.Pattern[str], Reader]] = (
      _separated),
     ('"parameters": ', re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL), _bare),
 )  # fmt: skip
-"""(text of the chat template that shows that it writes calls so, pattern of one call in an answer, its reader)."""
+"""(text that is in each chat template with this form, pattern of a call in an answer, reader of what it matches)."""
 TAGS = (
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
     *("<｜tool▁calls▁begin｜>", BEGIN, SEPARATOR, END, "<｜tool▁calls▁end｜>"),
 )
-"""Tokens that forms consist of, which tokenizers may call special."""
+"""The tags of these forms. Some tokenizers have them among their special tokens."""
 
 
 def read_calls(text: str, forms: Sequence[tuple[str, re.Pattern[str], Reader]], types: Types) -> tuple[str, list[Call]]:

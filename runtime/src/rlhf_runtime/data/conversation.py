@@ -80,7 +80,7 @@ class ChatTemplate:
         return chat
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
-        """A copy that shows other tools. It shares what is known of messages that were checked."""
+        """A copy that shows other tools. The two share the results of checks of messages."""
         chat = copy.copy(self)
         chat._template = self._template.with_tools(tools)
         chat.text = chat._template.text
@@ -171,7 +171,7 @@ class ChatTemplate:
 
     @property
     def end_note(self) -> str:
-        """What is done about an end token that the template does not write or mark; empty if it does."""
+        """What the user should know about an end token that the template does not write or mark; empty if it does."""
         if self._short is None:
             return ""
         missing = [] if self.answer_end else ["an answer"]
@@ -195,7 +195,7 @@ class ChatTemplate:
     # ------------------------------------------------------------------------------------- inside
 
     def _written(self, messages: Sequence[Message], trained: Sequence[int]) -> list[str]:
-        """For each message, the text in which its parts must be."""
+        """For each message, the rendered text that must contain its parts."""
         if not trained:
             return [self.text(messages, answer=messages[-1]["role"] != "assistant")] * len(messages)
         render = self.render(messages, trained, as_asked=False)
@@ -238,7 +238,7 @@ class ChatTemplate:
 
     @property
     def _plain_end(self) -> str:
-        """What ends an answer that is text: :attr:`answer_end`, with what the template writes before it."""
+        """What ends an answer without tool calls: :attr:`answer_end`, with what the template writes before it."""
         return self._end(self._short.text.rpartition(mark(0))[2]) if self._short is not None else ""
 
     def _end(self, following: str) -> str:
@@ -252,7 +252,7 @@ class ChatTemplate:
 
     @cached_property
     def _known(self) -> frozenset[str]:
-        """Special and added tokens."""
+        """All special and added tokens of the tokenizer."""
         return frozenset([*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()])
 
     def _check(

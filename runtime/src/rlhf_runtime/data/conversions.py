@@ -156,7 +156,7 @@ CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
 
 
 def describe(conversion: str) -> str:
-    """For messages."""
+    """The conversion in words, for messages."""
     return {
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",

@@ -66,7 +66,7 @@ class TrainData:
         that the chat template does not write."""
         chat = self.template.chat
         self.end_note = chat.end_note if chat is not None and (form in _ENDED or answers) else ""
-        """What is done about an end token that the chat template does not write."""
+        """What the user should know about an end token that the chat template does not write; empty if it does."""
         self.notes += filter(None, [self.end_note])
         if form == "labels" and self._train:
             columns = [s.layout.columns["label"] for s in self._train if s.layout is not None]

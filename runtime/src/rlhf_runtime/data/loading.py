@@ -101,7 +101,7 @@ CARDS = ("README.md", ".huggingface.yaml")
 _OF_FILES = {"name", "version", "data_dir", "data_files", "description", "features"}
 """Fields of a builder's config that are ignored: they do not change how a file is read here."""
 _OF_CSV = {"sep", "delimiter", "header", "names", "column_names"}
-"""Fields that :func:`_csv_form` reads, of which the second and the last are other names of the first and the fourth."""
+"""Fields that :func:`_csv_form` reads. ``delimiter`` is another name of ``sep``, ``column_names`` of ``names``."""
 
 
 class JoinedSource(Source):

@@ -259,12 +259,12 @@ class ChosenOrder(RowOrder):
         return groups
 
     def tell(self, groups: Sequence[FinishedGroup]) -> None:
-        """What became of the rows of a batch, right before it is trained on."""
+        """Tell the curriculum what became of the rows of a batch, right before the batch is trained on."""
         with boundary(PluginError, f"finished() of {self._name}"):
             self.curriculum.finished(groups)
 
     def metrics(self) -> dict[str, float]:
-        """Of the batch that was chosen last, named as in ``metrics.jsonl``."""
+        """The curriculum's metrics of the batch that was chosen last, named as in ``metrics.jsonl``."""
         with boundary(PluginError, f"metrics() of {self._name}"):
             return {f"curriculum/{key}": float(value) for key, value in self.curriculum.metrics().items()}
 

@@ -33,7 +33,7 @@ from rlhf_runtime.data.written_parts import check_options
 
 _CACHED_PROMPTS = 4096
 _CACHED_BYTES = 2**28
-"""Of images in cached prompts."""
+"""Largest number of bytes of images in cached prompts."""
 EMPTY = "the prompt is empty"
 TEXT_OR_MESSAGES = "text or a list of {role, content} messages"
 

@@ -38,7 +38,7 @@ class Cells:
         return field in self.values
 
     def name(self, field: str) -> str:
-        """For messages."""
+        """The column of a field, as messages name it."""
         return f"column {self.layout.name(field)!r}"
 
     def value(self, field: str) -> Any:

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf_runtime.config.data_section import DataSection
 
 LARGEST = 2**20
-"""Bytes of a chat template."""
+"""Largest number of bytes of a chat template."""
 
 
 def named_template(section: DataSection) -> str:

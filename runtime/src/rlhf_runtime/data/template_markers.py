@@ -31,7 +31,7 @@ class Text:
     message: int
     text: str
     reasoning: bool
-    """Of an assistant, before its answer. Templates may leave it out of earlier messages."""
+    """Whether it is an assistant's reasoning before its answer. Templates may leave that out of earlier messages."""
 
 
 def mark(number: int) -> str:

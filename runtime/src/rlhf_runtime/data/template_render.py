@@ -122,7 +122,7 @@ class TemplateRender:
         return [{**m, "content": content} for m, content in zip(messages, parts, strict=True)]
 
     def _try(self, messages: Sequence[Message]) -> str:
-        """What this process does with the template: jinja2 computes constants also where it only looks for names."""
+        """Look up names and render, as this process will. jinja2 computes constants already for the names."""
         _variables(self._tokenizer.chat_template)
         return self.text(messages, answer=True)
 
@@ -188,10 +188,10 @@ def _with_json(message: dict[str, Any]) -> dict[str, Any]:
 
 
 SECONDS = 10
-"""Of computing, which does not hang on what else the machine does."""
+"""Seconds of processor time, which do not depend on what else the machine does."""
 MEMORY = 2**30
 LENGTH = 10_000_000
-"""Characters that a template writes for a short conversation."""
+"""Largest number of characters that a template may write for a short conversation."""
 _PATIENCE = 120.0
 """Seconds of waiting for the child process, if the machine gives it no time to compute."""
 _TOO_MUCH_MEMORY, _TOO_LONG = 3, 4

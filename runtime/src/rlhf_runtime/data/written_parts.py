@@ -19,7 +19,7 @@ Written = Callable[[Sequence[Message]], Sequence[str]]
 
 
 def form_of(message: Message) -> tuple[Any, ...]:
-    """What a template may branch on. Messages of one form are written alike."""
+    """The properties of a message that a template may branch on. Messages with equal ones are written alike."""
     fields = tuple(sorted(key for key, value in message.items() if value))
     return message["role"], fields, isinstance(message.get("content"), list), len(message.get("tool_calls") or ())
 
@@ -78,7 +78,7 @@ def check_options(text: Callable[..., str], section: DataSection) -> None:
 
 
 def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:
-    """What is written of changed messages; nothing if the template refuses them, because then it reads the change."""
+    """What the template writes of changed messages; nothing if it refuses them, because then it reads the change."""
     try:
         return writer(messages)
     except DataError:
@@ -86,7 +86,7 @@ def _attempt(writer: Written, messages: Sequence[Message]) -> Sequence[str]:
 
 
 def _with_other_calls(message: Message) -> Iterator[tuple[str, Message]]:
-    """Each part of the message's tool calls, and the message with another one in its place."""
+    """(name of a part of the message's tool calls, the message with another value in its place), for every part."""
     calls = list(message.get("tool_calls") or ())
     for n, call in enumerate(calls):
         function = call["function"]

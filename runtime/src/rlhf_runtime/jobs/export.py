@@ -27,7 +27,7 @@ from rlhf_runtime.setup.plugins import RunPlugins, device_here, join, run_plugin
 from rlhf_runtime.setup.prepare import on_processor, total_steps
 
 Which = int | Literal["best", "average"]
-"""A step, the best checkpoint, or the mean of all."""
+"""Which weights to export: those of a step, of the best checkpoint, or the mean of all checkpoints."""
 
 
 def choose(run: Path, choice: Which) -> list[Checkpoint]:

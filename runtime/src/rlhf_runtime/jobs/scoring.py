@@ -30,7 +30,7 @@ from rlhf_runtime.setup.prepare import Placed, on_processor
 
 
 class Score(Algorithm):
-    """Learns nothing and holds no policy."""
+    """The algorithm of a job that only scores answers. It learns nothing and holds no policy."""
 
     name = "score"
     data = "demonstrations"

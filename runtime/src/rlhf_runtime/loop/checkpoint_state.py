@@ -45,7 +45,7 @@ class SavedSource(Saved):
 
 
 class SavedOrder(Saved):
-    """:class:`rlhf_runtime.data.order.RowOrder`."""
+    """The state of a :class:`rlhf_runtime.data.order.RowOrder`."""
 
     drawn: list[Counter]
     seed: int
@@ -55,7 +55,7 @@ class SavedOrder(Saved):
 
 
 class SavedData(Saved):
-    """:class:`rlhf_runtime.data.dataset.TrainData`."""
+    """The state of a :class:`rlhf_runtime.data.dataset.TrainData`."""
 
     order: SavedOrder
     dropped: Counter
@@ -63,7 +63,7 @@ class SavedData(Saved):
 
 
 class SavedGroup(Saved):
-    """:class:`rlhf.interfaces.curriculum.FinishedGroup`."""
+    """The fields of a :class:`rlhf.interfaces.curriculum.FinishedGroup`."""
 
     row: Counter
     number: Counter
@@ -77,12 +77,12 @@ class SavedBatch(Saved):
     counts: dict[str, float]
     groups: Counter
     finished: list[SavedGroup] = []
-    """For the curriculum, as ``chosen``; absent without one."""
+    """What the curriculum is told of the batch's groups. Absent without a curriculum, as ``chosen`` is."""
     chosen: dict[str, float] = {}
 
 
 class SavedStream(Saved):
-    """:class:`rlhf_runtime.samples.wave_stream.WaveStream`."""
+    """The state of a :class:`rlhf_runtime.samples.wave_stream.WaveStream`."""
 
     rows: SavedData
     generated: Counter
@@ -95,11 +95,11 @@ class SavedPending(Saved):
     scored: bool
     finished: Counter
     logs: list[list[list[Counter]]] = []
-    """Of each sample, for each of its turns: its number and the checksum of its context."""
+    """For each sample, for each of its turns: its number and the checksum of its context."""
 
 
 class SavedChosenRows(Saved):
-    """:class:`rlhf_runtime.samples.continuous_stream.ChosenRows`."""
+    """The state of a :class:`rlhf_runtime.samples.continuous_stream.ChosenRows`."""
 
     step: Counter
     rejected: list[SavedGroup]
@@ -107,7 +107,7 @@ class SavedChosenRows(Saved):
 
 
 class SavedContinuousStream(Saved):
-    """:class:`rlhf_runtime.samples.continuous_stream.ContinuousStream`."""
+    """The state of a :class:`rlhf_runtime.samples.continuous_stream.ContinuousStream`."""
 
     rows: SavedData
     next_number: Counter
@@ -117,19 +117,19 @@ class SavedContinuousStream(Saved):
     counts: dict[str, float]
     pending: list[SavedPending]
     unfinished_tokens: Counter
-    """Of turns that were being sampled. A resume samples them again."""
+    """Number of tokens of turns that were being sampled. A resume samples these turns again."""
     chosen: SavedChosenRows | None = None
     """Absent without a curriculum."""
 
 
 class SavedRecordedStream(Saved):
-    """:class:`rlhf_runtime.samples.stream.RecordedStream`."""
+    """The state of a :class:`rlhf_runtime.samples.stream.RecordedStream`."""
 
     taken: Counter
 
 
 class SavedBest(Saved):
-    """:class:`rlhf_runtime.loop.best_value.BestTracker`."""
+    """The state of a :class:`rlhf_runtime.loop.best_value.BestTracker`."""
 
     metric: str | None
     mode: Literal["max", "min"]

@@ -94,7 +94,7 @@ class Control(RunControl):
         return save
 
     def restore(self, changed: Mapping[str, Any]) -> None:
-        """At a resume: the options as they were when the checkpoint was saved."""
+        """At a resume, set the options to what they were when the checkpoint was saved."""
         for option, value in changed.items():
             self.change(option, value)
         self.apply()

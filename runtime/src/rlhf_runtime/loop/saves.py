@@ -162,7 +162,7 @@ class ModelFiles:
     def __init__(self, config: RunFile, algorithm: Algorithm, template: Prompts) -> None:
         self._config, self._algorithm, self._template = config, algorithm, template
         self._end_tokens: tuple[int, ...] = ()
-        """Those that end an answer of the data, in addition to the model's."""
+        """Tokens that end an answer of the data, in addition to those of the model."""
         with suppress(DataError):  # a template may refuse a conversation without a system message; rows have theirs
             self._end_tokens = template.end_token_ids
 

@@ -28,7 +28,7 @@ def assemble(
 
 
 def _require_images(algorithm: Algorithm, examples: Sequence[Group] | Sequence[Example], batch: Batch | None) -> None:
-    """Without its images, a model would read the tokens that stand for them as words."""
+    """Refuse a batch without the images of its examples: a model would read the tokens that stand for them as words."""
     rows = [e for e in examples if isinstance(e, Example)]
     if batch is not None and not batch.images_B and rows and all(s.images for e in rows for s in e.sequences):
         raise PluginInvalid(

@@ -53,7 +53,7 @@ class Table:
         return ~known_B
 
     def look_up(self, batch: Batch, head: Head, view: str) -> Tensor | None:
-        """[N] or [B]; None if a sequence is missing."""
+        """The head's values for the batch, [N] or [B]; None if those of a sequence are missing."""
         values = [self.values.get(key) for key in keys(batch, head, view)]
         return torch.cat(values) if all(f is not None for f in values) else None  # type: ignore[arg-type]
 

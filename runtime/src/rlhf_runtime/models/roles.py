@@ -115,7 +115,7 @@ class Role:
         return gradients
 
     def every(self, method: str, *arguments: Any) -> list[Any]:
-        """The same call on every rank."""
+        """Call a method on every rank with the same arguments. Returns the result of each rank."""
         return self.group.call(method, [arguments] * self.group.size)
 
     def _call(self, method: str, per_share: Sequence[tuple[Any, ...]]) -> list[Any]:

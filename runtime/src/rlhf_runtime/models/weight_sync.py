@@ -43,7 +43,7 @@ class _Reference:
 
     version: int
     marks: Callable[[], list[Any]]
-    """By rank; the first rank has the fingerprints."""
+    """The fingerprints of all tensors that were sent, from the first rank. The items of other ranks are not read."""
     canaries: list[Canary]
     outputs: Callable[[], dict[str, Tensor]] | None
     """Log-probs of the canaries, if there are any."""

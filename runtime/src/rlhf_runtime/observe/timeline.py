@@ -26,7 +26,7 @@ Kind = Literal["driver", "samples", "rewards", "events"]
 
 
 class Slice:
-    """A block of code that is under way; here of a run without a timeline."""
+    """A block of code that is timed. This class is for runs without a timeline: it records nothing."""
 
     def child(self, name: str, **arguments: Any) -> AbstractContextManager[Slice]:
         """A block inside of this one."""
@@ -40,7 +40,7 @@ _NOTHING = nullcontext(Slice())
 
 
 class Timeline:
-    """What a run calls; here of a run without a timeline."""
+    """What a run calls to record when it did what. This class is for runs without a timeline: it records nothing."""
 
     def step(self, step: int | None) -> None:
         """``step`` begins; None: the last step has ended."""
@@ -257,7 +257,7 @@ class TimelineFile(Timeline):
 
 
 def _open(path: Path) -> IO[bytes]:
-    """A file that events can be appended to: without the end of the array, and without a line that is not whole."""
+    """Open the file for further events: the end of the array and an incomplete last line are removed."""
     file = path.open("r+b" if path.exists() else "w+b")
     size = file.seek(0, 2)
     file.seek(max(0, size - 2**16))

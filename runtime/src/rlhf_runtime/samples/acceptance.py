@@ -22,7 +22,7 @@ class Acceptance:
     group_min: int = 1
     """Smallest number of samples in a group."""
     scored: bool = True
-    """Samples without a reward are left out."""
+    """Whether samples without a reward are left out."""
     timeline: Timeline = NO_TIMELINE
     """Gets an event for every group that is rejected."""
 

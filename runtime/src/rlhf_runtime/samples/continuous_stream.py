@@ -97,7 +97,7 @@ class ContinuousStream(Stream):
         self.batches_taken = 0
         """Batches taken so far."""
         self._counts = self._new_counts()
-        """Of the groups that ended since the last batch."""
+        """Counts about the groups that ended since the last batch."""
         self._rejected = 0
         """Groups that were rejected since the last batch."""
         self._finished = 0
@@ -108,7 +108,7 @@ class ContinuousStream(Stream):
     # ------------------------------------------------------------------------------ on the main thread
 
     def start(self, step: int) -> None:
-        """Start groups with the new weights. Nothing is waited for."""
+        """Start groups with the new weights. Does not wait for any."""
         if self._requests is None:
             self.rollouts.generator.idle()  # the share of idle time counts from here on
         self._run(self._begin())
@@ -216,7 +216,7 @@ class ContinuousStream(Stream):
         self._changed.set()
 
     def _ended(self, pending: Pending, group: Group) -> None:
-        """All samples of ``group`` are scored."""
+        """Called when all samples of ``group`` are scored."""
         filtered = self._counts["filtered"]
         accepted = self.acceptance.accept(group, self._counts)
         self._finished += 1
@@ -261,7 +261,7 @@ class ContinuousStream(Stream):
             await self.rollouts.main.call(self.rollouts.generator.repair)
 
     def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
-        """``batch`` if all of it keeps the promise of staleness. What does not is drawn again, and counted."""
+        """``batch`` if no token in it is older than the staleness allows; else None, and old groups are drawn again."""
         scored = [(pending, pending.group) for pending in batch or [] if pending.group is not None]
         old = [(pending, group) for pending, group in scored if (age(group, step) or 0) > self.pending.staleness]
         for pending, group in old:
@@ -285,11 +285,11 @@ class ContinuousStream(Stream):
 
     @property
     def _exhausted(self) -> bool:
-        """So many groups were rejected that the next batch is not refilled any more."""
+        """Whether so many groups were rejected that the next batch is not refilled any more."""
         return self._rejected > self.acceptance.refills * self.pending.batch_size
 
     async def _snapshot(self, beside: Callable[[], object]) -> tuple[dict[str, Any], list[Group]]:
-        """On the event loop, so that no sample ends meanwhile."""
+        """The result of :meth:`snapshot`. It is taken on the event loop, so that no sample ends meanwhile."""
         beside()
         saved = [pending.saved() for pending in self.pending]
         state = {
@@ -346,7 +346,7 @@ class ChosenRows:
         return rows
 
     def rejected(self, group: Group, fate: Fate) -> None:
-        """A group is not trained on."""
+        """Called when a group is rejected, so that it is not trained on."""
         self._rejected.append(self._order.finished_group(group, 0, fate))
 
     def finish(self, step: int, groups: Sequence[Group]) -> dict[str, float]:

@@ -20,16 +20,16 @@ Order = Literal["submission", "completion"]
 
 @dataclass(slots=True)
 class Pending:
-    """One group."""
+    """One group that was started."""
 
     number: int
     row: Row
     version: int
     """Weight version when it was started: none of its tokens is older."""
     logs: list[TurnLog]
-    """Of each sample the turns so far."""
+    """For each sample, the turns that were sampled so far."""
     group: Group | None = None
-    """What is trained on, once all samples are scored."""
+    """The group to train on; None until all samples are scored."""
     finished: int = 0
     """Position in the order of completion."""
     task: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -74,11 +74,11 @@ class PendingGroups:
         self.order, self.oversample = order, oversample
         self._groups: dict[int, Pending] = {}
         self._running: OrderedDict[int, Pending] = OrderedDict()
-        """Those whose samples are not all scored, in the same order."""
+        """The groups whose samples are not all scored, by number, in the order of their start."""
         self._in_front = 0
         """Scored groups that were started before the oldest that is running."""
         self._behind: list[int] = []
-        """Heap of the numbers of the others. Some may have been removed."""
+        """Heap of the numbers of the other scored groups. Some of these groups may have been removed."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -87,7 +87,7 @@ class PendingGroups:
         return iter(list(self._groups.values()))
 
     def add(self, pending: Pending) -> None:
-        """``pending`` was started after all others: its number is larger."""
+        """Add a group that was started after all others."""
         self._groups[pending.number] = pending
         if pending.group is None:
             self._running[pending.number] = pending
@@ -96,7 +96,7 @@ class PendingGroups:
         self._settle()
 
     def scored(self, pending: Pending, group: Group, finished: int) -> None:
-        """All samples of ``pending`` are scored, and ``group`` is trained on."""
+        """Called when all samples of ``pending`` are scored and ``group`` is to be trained on."""
         pending.group, pending.finished = group, finished
         if self._running.pop(pending.number, None) is not None:
             heappush(self._behind, pending.number)

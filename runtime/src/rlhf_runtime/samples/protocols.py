@@ -9,7 +9,7 @@ from rlhf.types import GenerationRequest, Group, Row, Turn
 
 Messages = Sequence[Mapping[str, Any]]
 Count = Callable[[int, int], None]
-"""Shows (what is done, all of it)."""
+"""Shows progress: called with (number done, number in all)."""
 
 
 def no_count(number: int, total: int) -> None:

@@ -170,4 +170,4 @@ class SingleRequests:
         self._open.set()
 
     async def settled(self) -> None:
-        """Nothing is under way once every sample has left."""
+        """Returns at once, because no request is under way once every sample has left."""

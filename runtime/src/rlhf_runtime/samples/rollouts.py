@@ -49,7 +49,7 @@ class Rollouts:
         self.limit = min((n for n in (limit, rollout.concurrency) if n is not None), default=None)
         """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
         self.single_requests = single_requests
-        """Each sample is answered by itself, in place of waves."""
+        """Whether each request is sent to the generator by itself, not in waves."""
         self.timeline = timeline
 
     def run(
@@ -135,7 +135,7 @@ class Rollouts:
         log: TurnLog,
         ended: Callable[[], None],
     ) -> Trajectory:
-        """A sample, once it may begin."""
+        """Make one sample, as soon as it may begin."""
         await requests.enter(index)
         try:
             about = {"group": index[0], "sample": index[1], "purpose": settings.purpose}

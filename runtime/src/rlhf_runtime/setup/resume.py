@@ -205,7 +205,7 @@ SECTIONS = (
     *("algorithm", "policy", "reference", "critic", "roles", "data", "sampling", "stream", "rollout", "env", "reward"),
     "curriculum",
 )
-"""What decides which samples are drawn and what is learnt from them."""
+"""Sections of the run file that decide which samples are drawn, and what is learnt from them."""
 
 
 def check_record(prepared: Prepared) -> None:
