@@ -90,8 +90,8 @@ class CheckpointError(RlhfError):
 
 
 class IntendedExit(SystemExit):
-    """The end of a process that this project intends: after ``--help``, or after the run that another process drives.
-    Any other SystemExit is a plugin's error."""
+    """The end of a process that this project intends, such as after ``--help``. Any other SystemExit is a plugin's
+    error."""
 
 
 @contextmanager

@@ -30,8 +30,6 @@ def when(*moments: str) -> pytest.MarkDecorator:
 def linked(request, make_launcher, tmp_path_factory):
     """A run that works again after every test."""
     launcher = make_launcher(max_restarts=20)
-    if request.param == "shared" and launcher.name == "torchrun":  # on two machines in these suites
-        pytest.skip("two machines share no memory")
     yield Run(launcher, tmp_path_factory.mktemp(request.param), transport=request.param)
     launcher.shutdown()
 

@@ -55,10 +55,6 @@ class TwoHosts:
         done = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=False)
         return [int(pid) for pid in done.stdout.split()]
 
-    def cut(self) -> None:
-        """No packet travels between the hosts from here on."""
-        _ip("-n", self.names[1], "link", "set", INTERFACE, "down")
-
     def _connect(self) -> None:
         ends = [f"v{os.getpid()}{end}" for end in "ab"]
         _ip("netns", "add", self.names[1])

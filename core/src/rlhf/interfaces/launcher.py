@@ -132,12 +132,6 @@ class Launcher(Component):
                 "Leave it out."
             )
 
-    @classmethod
-    def join(cls, config: Any) -> None:
-        """Called first in a run, before data or models are read, in a process that may be one of several for the same
-        run. In the process that drives the run it returns. In the others it works for the driver until the run has
-        ended, and raises SystemExit."""
-
     @abstractmethod
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         """Reserve devices; called once, before anything is launched.

@@ -44,7 +44,7 @@ def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"rank 1 of 2 that torchrun started.*--launcher.use torchrun"):
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 that torchrun started.*--launcher.use processes"):
         LocalLauncher.check(None, {"policy": Place()}, None, "auto")
     monkeypatch.setenv("WORLD_SIZE", "1")
     LocalLauncher.check(None, {"policy": Place()}, None, "auto")

@@ -1,5 +1,4 @@
-"""Launchers for the suites of `libraries/workers/tests`: `processes`, and `torchrun` with two machines. Workers get the
-import path of the driver."""
+"""Launchers for the suites of `libraries/workers/tests`. Workers get the import path of the driver."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_plugin_processes.config import ProcessesConfig
-from rlhf_plugin_processes.launcher import ProcessesLauncher
+from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher
 
 HERE = Path(__file__).parent
 SHARED = HERE.parents[3] / "libraries" / "workers" / "tests"
@@ -19,15 +17,10 @@ for suite in SHARED.glob("suite_*.py"):
     pytest.register_assert_rewrite(suite.stem)
 
 
-@pytest.fixture(scope="module", params=["processes", "torchrun"])
-def make_launcher(request: pytest.FixtureRequest) -> Callable[..., ProcessesLauncher]:
+@pytest.fixture(scope="module")
+def make_launcher() -> Callable[..., ProcessesLauncher]:
     """``make_launcher(**options)``: a launcher that counts four CPUs, whatever this machine has."""
-    if request.param == "processes":
-        return lambda **options: ProcessesLauncher(ProcessesConfig(cpus=4, **options))
-
-    from torchrun_machines import CPUS, MachinesLauncher
-
-    return lambda **options: MachinesLauncher(ProcessesConfig(cpus=CPUS, **options))
+    return lambda **options: ProcessesLauncher(ProcessesConfig(cpus=4, **options))
 
 
 @pytest.fixture

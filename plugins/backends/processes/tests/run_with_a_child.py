@@ -1,5 +1,5 @@
 """A driver with one rank that has a child of its own, run by test_ends.py. The first argument says how the driver
-ends, or is a statement that the rank executes; the second is ``torchrun`` for ranks on two machines."""
+ends, or is a statement that the rank executes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_plugin_processes.launcher import ProcessesLauncher
 from rlhf_testing.launcher import CountingTrainer
-from rlhf_workers.launcher import WorkerLauncher
 
 
 class Parent(CountingTrainer):
@@ -39,12 +38,13 @@ class Parent(CountingTrainer):
         os._exit(code)
 
 
-def main(how: str, launcher: WorkerLauncher, ranks: int) -> None:
-    launcher.place({"policy": Place(ranks)})
-    policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), "", world_size=ranks))
+def main(how: str) -> None:
+    launcher = ProcessesLauncher()
+    launcher.place({"policy": Place()})
+    policy = launcher.launch_trainer(Parent, None, ModelSpec(RoleSpec("policy"), ""))
     if how.startswith("exec"):
-        policy.call("executes", [(how,)] * ranks)
-    print(json.dumps([pid for pids in policy.call("starts", [()] * ranks) for pid in pids]), flush=True)
+        policy.call("executes", [(how,)])
+    print(json.dumps(policy.call("starts", [()])[0]), flush=True)
     sys.stdin.readline()
     if how == "raises":
         raise ValueError("a reward failed")
@@ -54,9 +54,4 @@ def main(how: str, launcher: WorkerLauncher, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["torchrun"]:
-        from torchrun_machines import MachinesLauncher
-
-        main(sys.argv[1], MachinesLauncher(), ranks=3)
-    else:
-        main(sys.argv[1], ProcessesLauncher(), ranks=1)
+    main(sys.argv[1])

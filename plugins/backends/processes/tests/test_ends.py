@@ -14,8 +14,7 @@ import pytest
 from rlhf.errors import WorkerError
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_processes.config import ProcessesConfig
-from rlhf_plugin_processes.launcher import ProcessesLauncher
+from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher
 from run_with_a_child import Parent
 
 from tests import orphans

@@ -12,11 +12,8 @@ from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR, ModelSpec, Place
 from rlhf.types import RoleSpec
-from rlhf_plugin_processes import this_machine
-from rlhf_plugin_processes.backend import ProcessesBackend
-from rlhf_plugin_processes.config import ProcessesConfig
-from rlhf_plugin_processes.devices import gpus_of
-from rlhf_plugin_processes.launcher import ProcessesLauncher
+from rlhf_plugin_processes import ProcessesBackend
+from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher, gpus_of
 from rlhf_plugin_processes.shared_values import SharedValue
 from rlhf_testing.backend import BackendContract
 from rlhf_testing.launcher import CountingGenerator
@@ -57,7 +54,7 @@ def test_more_ranks_than_devices_are_refused():
 def test_every_process_of_torchrun_would_be_a_whole_run(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"rank 1 of 4 that torchrun started.*--launcher.use torchrun"):
+    with pytest.raises(ConfigError, match=r"rank 1 of 4 that torchrun started.*--launcher.use ray"):
         ProcessesLauncher.check(ProcessesConfig(), {"policy": Place()}, None, "auto")
     with pytest.raises(ConfigError, match="torchrun"):
         ProcessesLauncher().place({"policy": Place()})
@@ -90,7 +87,7 @@ def test_generators_that_need_the_trainers_module_are_refused():
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    monkeypatch.setattr(this_machine, "visible_gpus", lambda: ["4", "5", "6", "7"])
+    monkeypatch.setattr("rlhf_plugin_processes.launcher.visible_gpus", lambda: ["4", "5", "6", "7"])
 
 
 def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
@@ -99,7 +96,7 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
     launcher.place(places)
     assert launcher._placed.cuda
     seen = {
-        role: [gpus_of(a, launcher._bundles, launcher._placed.nodes, ["4", "5", "6", "7"]) for a in allocations]
+        role: [gpus_of(a, launcher._bundles, ["4", "5", "6", "7"]) for a in allocations]
         for role, allocations in launcher._placed.allocations.items()
     }
     assert seen == {"policy": [["4"], ["5"]], "critic": [["4"], ["5"]], GENERATOR: [["6", "7"]]}
@@ -111,7 +108,7 @@ def test_gpus_are_given_in_order_and_shared_by_the_guests(four_gpus):
 
 def test_no_gpus_without_gpus():
     [allocation] = allocate({"policy": Place(1, 2)}, bundles_of({"policy": Place(1, 2)}, "CPU"), ["here"])["policy"]
-    assert gpus_of(allocation, [2], ["here"], []) is None
+    assert gpus_of(allocation, [2], []) is None
     assert allocation.threads == 2
 
 

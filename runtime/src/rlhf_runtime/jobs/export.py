@@ -23,7 +23,7 @@ from rlhf_runtime.loop.saves import ModelFiles
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.run_directory import RunDirectory
-from rlhf_runtime.setup.plugins import RunPlugins, device_here, join, run_plugins
+from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.prepare import on_processor, total_steps
 
 Which = int | Literal["best", "average"]
@@ -96,7 +96,6 @@ def export(
 @contextmanager
 def _policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
     """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
-    join(config, plugins)
     start = RunDirectory.last_start(run)
     parts = run_plugins(config, plugins, scored=False, commits=Commits(start.get("hub")))
     steps = start.get("total_steps") or total_steps(parts.config, 0)

@@ -24,7 +24,6 @@ from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.sample_metrics import source_metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.plugins import join
 from rlhf_runtime.setup.prepare import Prepared, prepare
 
 
@@ -46,7 +45,6 @@ class Answer(Algorithm):
 @contextmanager
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
-    join(config, plugins)
     plugins = plugins.extended("algorithm", Answer)
     config = _for_answers(config, plugins)
     prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)

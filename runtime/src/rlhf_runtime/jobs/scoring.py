@@ -24,7 +24,7 @@ from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.plugins import active_reward, device_here, join, model_of, run_plugins
+from rlhf_runtime.setup.plugins import active_reward, device_here, model_of, run_plugins
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Placed, on_processor
 
@@ -53,7 +53,6 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
     """
     if config.env is not None:
         raise ConfigError(f"env {config.env.use!r} is set, but given answers use no environment. Remove [env].")
-    join(config, plugins)
     plugins = plugins.extended("algorithm", Score)
     commits = Commits()
     rows = config.data.eval or (SourceSection(path="answers"),)  # the checks ask for data, where answers come later

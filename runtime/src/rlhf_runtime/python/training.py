@@ -27,7 +27,6 @@ from rlhf_runtime.python.components import observer_entries, reward_entries
 from rlhf_runtime.python.given_files import GivenFiles
 from rlhf_runtime.python.result import MetricRows, Result
 from rlhf_runtime.setup import build
-from rlhf_runtime.setup.plugins import join
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +135,6 @@ def train(
     arguments = {key: value for key, value in arguments.items() if value is not None}
     path = None if run_file is None else os.fspath(run_file)
     config = load(path, _overrides(arguments, options or {}), plugins)
-    join(config, plugins)
     with objects.write(config) as file_options:
         if file_options:
             config = load(path, _overrides({**arguments, **file_options}, options or {}), plugins)

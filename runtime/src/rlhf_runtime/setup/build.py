@@ -57,7 +57,7 @@ from rlhf_runtime.samples.sampling import (
 from rlhf_runtime.samples.stream import RecordedStream, Stream
 from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.plugins import join, where_trainer
+from rlhf_runtime.setup.plugins import where_trainer
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
 from rlhf_runtime.setup.resume import check_latest, check_observers, check_record, check_resume, restore
 from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
@@ -66,7 +66,6 @@ from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
     """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run."""
     plugins = plugins or Plugins.discover()
-    join(config, plugins)
     try:
         return _train(config, plugins)
     except SystemExit as end:  # of a plugin: it would end the command with any exit code, and without a word

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhf.errors import ConfigError, IntendedExit
+from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.sample_values import ENV
@@ -267,13 +267,3 @@ def _beside(config: RunFile, places: Mapping[str, Place], name: str, other: str)
     place, source = places[name], places[other]
     has_ranks = "ranks" in config.placement[name].model_fields_set
     return place.share in (other, source.share or other) and (not has_ranks or place.ranks == source.ranks)
-
-
-def join(config: RunFile, plugins: Plugins) -> None:
-    """Returns in the process that drives the run. In other processes of the same run it raises IntendedExit after the
-    run (:meth:`rlhf.interfaces.Launcher.join`)."""
-    launcher = select(plugins, "launcher", config.launcher, "launcher", config.origins)
-    try:
-        launcher.resolved.cls.join(launcher.config)
-    except SystemExit as end:
-        raise IntendedExit(end.code) from None

@@ -47,8 +47,8 @@ class LocalLauncher(Launcher):
         if "TORCHELASTIC_RUN_ID" in os.environ and ranks != "1":
             raise ConfigError(
                 f"this process is rank {os.environ.get('RANK', '?')} of {ranks} that torchrun started, and launcher "
-                "'local' trains in one process: every process of torchrun would be a whole run. Use --launcher.use "
-                "torchrun; or start the command once, without torchrun."
+                "'local' trains in one process: every process of torchrun would be a whole run. Start `rlhf "
+                "train` once, without torchrun; --launcher.use processes has several ranks, ray several machines."
             )
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The launchers ``processes`` (ranks and engines on one machine) and ``torchrun`` (on several), without Ray.
+"""The launcher ``processes``: ranks and engines are processes of one machine, without Ray.
 
 Importing this package does not import torch; the hook imports what it returns.
 """
@@ -8,21 +8,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.interfaces import Backend
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Backend, Launcher
+    from rlhf.interfaces import Launcher
+
+
+class ProcessesBackend(Backend):
+    """Processes on this machine with the trainer `deepspeed` and the generator `vllm`, which come from their own
+    distributions."""
+
+    name = "processes"
+    launcher = "processes"
+    trainer = "deepspeed"
+    generator = "vllm"
 
 
 @hookimpl
 def rlhf_register_launcher() -> list[type[Launcher]]:
     from rlhf_plugin_processes.launcher import ProcessesLauncher
-    from rlhf_plugin_processes.torchrun.launcher import TorchrunLauncher
 
-    return [ProcessesLauncher, TorchrunLauncher]
+    return [ProcessesLauncher]
 
 
 @hookimpl
 def rlhf_register_backend() -> list[type[Backend]]:
-    from rlhf_plugin_processes.backend import ProcessesBackend
-
     return [ProcessesBackend]

@@ -1,19 +1,17 @@
-"""Messages between the driver and another process: over a pair of Unix sockets, or over TCP to another machine.
-
-Between machines the content of shared memory is sent, and the receiver puts the content into shared memory of its own.
-"""
+"""Messages between the driver and a worker process, over a pair of Unix sockets. File descriptors go with them."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
 import socket
 import struct
 import threading
 from dataclasses import dataclass
 
-from rlhf_plugin_processes.shared_values import Descriptor, SharedValue, shared_memory
+from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
+
+LOOPBACK = "127.0.0.1"
+"""Where ranks, engines and the driver meet: on the loopback interface, which no other machine reaches."""
 
 ASK, ITEMS, BESIDE, ROOM = "ask", "items", "beside", "room"
 """Kinds of messages to a worker: a call; a call of a generator method; a call beside another call; an item of a stream
@@ -24,8 +22,6 @@ that could not be read or answered."""
 
 _HEADER = struct.Struct("!QI")
 """Bytes of the message, number of file descriptors."""
-_SIZE = struct.Struct("!Q")
-"""Bytes of the shared memory of one file descriptor."""
 _BATCH = 200
 """File descriptors of one packet; Linux allows 253."""
 
@@ -43,7 +39,6 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._local = end.family == socket.AF_UNIX
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -59,12 +54,8 @@ class Channel:
         numbers = [descriptor.number for descriptor in descriptors]
         with self._sending:
             self._end.sendall(_HEADER.pack(len(data), len(numbers)))
-            if self._local:
-                for start in range(0, len(numbers), _BATCH):
-                    socket.send_fds(self._end, [b"f"], numbers[start : start + _BATCH])
-            else:
-                for number in numbers:
-                    self._send_content(number)
+            for start in range(0, len(numbers), _BATCH):
+                socket.send_fds(self._end, [b"f"], numbers[start : start + _BATCH])
             self._end.sendall(data)
 
     def receive(self) -> Message | None:
@@ -73,13 +64,10 @@ class Channel:
             size, count = _HEADER.unpack(self._exactly(_HEADER.size))
             descriptors: list[Descriptor] = []
             while len(descriptors) < count:
-                if self._local:
-                    _, numbers, _, _ = socket.recv_fds(self._end, 1, min(_BATCH, count - len(descriptors)))
-                    if not numbers:
-                        return None
-                    descriptors += map(Descriptor, numbers)
-                else:
-                    descriptors.append(self._receive_content())
+                _, numbers, _, _ = socket.recv_fds(self._end, 1, min(_BATCH, count - len(descriptors)))
+                if not numbers:
+                    return None
+                descriptors += map(Descriptor, numbers)
             call, kind, sizes, content = pickle.loads(self._exactly(size))
         except OSError:
             return None
@@ -87,32 +75,15 @@ class Channel:
             return Message(call, kind, SharedValue(sizes, descriptors[-1], descriptors[:-1]))
         return Message(call, kind, SharedValue(sizes, content, descriptors))
 
-    def _send_content(self, number: int) -> None:
-        size, position = os.fstat(number).st_size, 0
-        self._end.sendall(_SIZE.pack(size))
-        while position < size:
-            position += os.sendfile(self._end.fileno(), number, position, size - position)
-
-    def _receive_content(self) -> Descriptor:
-        [size] = _SIZE.unpack(self._exactly(_SIZE.size))
-        descriptor = shared_memory(size)
-        with mmap.mmap(descriptor.number, size) as memory, memoryview(memory) as view:
-            self._fill(view)
-        return descriptor
-
     def _exactly(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)
-        self._fill(memoryview(data))
-        return bytes(data)
-
-    def _fill(self, view: memoryview) -> None:
-        filled = 0
-        while filled < len(view):
-            with view[filled:] as rest:
-                count = self._end.recv_into(rest)
+        view, filled = memoryview(data), 0
+        while filled < nbytes:
+            count = self._end.recv_into(view[filled:])
             if not count:
                 raise ConnectionError("the other process closed its end")
             filled += count
+        return bytes(data)
 
     def close(self) -> None:
         self._end.close()

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import cloudpickle
-from rlhf.errors import WorkerError
+from pydantic import Field
+from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.launcher import Placed, WorkerLauncher, divide_plugins
-from rlhf_workers.placement import Allocation, allocate, assign, bundles_of, check_fits, device_kind
+from rlhf_workers.options import WorkerOptions
+from rlhf_workers.placement import Allocation, Node, allocate, assign, bundles_of, check_fits, device_kind
 
-from rlhf_plugin_processes.child import Child
-from rlhf_plugin_processes.config import ProcessesConfig
-from rlhf_plugin_processes.devices import gpus_of
-from rlhf_plugin_processes.machine import Machine
+from rlhf_plugin_processes.output import OutputPrinter, open_log
 from rlhf_plugin_processes.references import ProcessCalls
-from rlhf_plugin_processes.refusals import refuse_other_systems, refuse_torchrun
-from rlhf_plugin_processes.this_machine import ThisMachine
+from rlhf_plugin_processes.worker_process import WorkerProcess
 
 LOGS = "workers"
 """Folder for the output of workers, in the folder of reports."""
+
+
+class ProcessesConfig(WorkerOptions):
+    cpus: Annotated[int, Field(ge=1)] | None = None
+    """Number of CPU cores that ranks and engines may be placed on, where this machine has no GPUs; where absent, those
+    that this process may use."""
 
 
 class ProcessesLauncher(WorkerLauncher):
@@ -37,44 +42,33 @@ class ProcessesLauncher(WorkerLauncher):
     name = "processes"
     capabilities: ClassVar[frozenset[str]] = frozenset({"processes", "ranks:many", "answers"})
     Config = ProcessesConfig
-    machines_are: ClassVar[str] = "this machine"
-    """What the machines are, for a message."""
 
     def __init__(self, config: ProcessesConfig | None = None) -> None:
         super().__init__(config)
         self._calls = ProcessCalls()
-        self._machines: dict[str, Machine] = {}
-        """By node id."""
+        self._gpus: list[str] = []
+        """Ids of the GPUs that this process may use."""
         self._bundles: list[int] = []
         """Number of devices of each bundle."""
         self._plugins: tuple[bytes, list[dict[str, str]]] = b"", []
         self._logs: Path | None = None
+        self._printer = OutputPrinter()
 
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
         super().check(config, places, generator, transport)
-        refuse_other_systems(cls.name)
-        cls._check_environment()
-
-    @classmethod
-    def _check_environment(cls) -> None:
-        refuse_torchrun(os.environ)
-
-    def _find_machines(self) -> list[Machine]:
-        """The machines of the run, this one first."""
-        return [ThisMachine(self.config.cpus)]
+        _check_this_process()
 
     def place(self, places: Mapping[str, Place], plugins: Sequence[Resolved] = (), reports: Path | None = None) -> None:
         self._begin_placing(reports)
-        refuse_other_systems(self.name)
-        self._check_environment()
+        _check_this_process()
         with self._or_nothing():
-            self._machines = {machine.node.id: machine for machine in self._find_machines()}
-            available = [machine.node for machine in self._machines.values()]
-            check_fits(places, available, label=self.machines_are)
-            kind = device_kind(available)
+            self._gpus = visible_gpus()
+            machine = [this_machine(self.config.cpus, self._gpus)]
+            check_fits(places, machine, label="this machine")
+            kind = device_kind(machine)
             bundles = bundles_of(places, kind)
-            nodes = assign(bundles, available)
+            nodes = assign(bundles, machine)
             self._bundles = [b.devices for b in bundles]
             self._logs = self._reports / LOGS if self.config.reports is not None or reports is not None else None
             self._placed = Placed(self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU")
@@ -83,36 +77,85 @@ class ProcessesLauncher(WorkerLauncher):
 
     def shutdown(self) -> None:
         with ExitStack() as last_first:
-            for machine in self._machines.values():
-                last_first.callback(machine.close)
+            last_first.callback(self._printer.close)
             self._end_workers(last_first)
 
-    # --------------------------------------------------------------------------------------- parts
-
     def _start(self, allocations: Mapping[str, Allocation]) -> list[WorkerHandle]:
-        nodes = self._reserved().nodes
         members, paths = list[WorkerHandle](), list[str]()
         for name, allocation in allocations.items():
-            env = {"OMP_NUM_THREADS": self._threads() or str(allocation.threads), **self.config.env}
-            machine = self._machines[nodes[allocation.bundle]]
-            devices = gpus_of(allocation, self._bundles, nodes, machine.gpus)
-            process, end, path = machine.start(name, env, devices, self._logs, self.config.show_output)
+            threads = os.environ.get("OMP_NUM_THREADS") or str(allocation.threads)
+            env = {"OMP_NUM_THREADS": threads, **self.config.env}
+            log, path = open_log(self._logs, name)
+            if self.config.show_output:
+                self._printer.add(name, path)
             paths.append(path)
-            members.append(Child(name, self._calls, process, end, env, devices, machine.address))
+            members.append(WorkerProcess(name, self._calls, env, gpus_of(allocation, self._bundles, self._gpus), log))
             members[-1].facts = {"stderr": path}  # a start that fails is explained there
             self._running.append(members[-1])
         described = [m.ask("describe", *self._plugins) for m in members]
         for member, path, facts in zip(members, paths, self._answers(members, described), strict=True):
             member.facts = facts | {"stderr": path}
-        self._check_described(members)
-        return members
-
-    def _threads(self) -> str:
-        """OMP_NUM_THREADS as the user set it for this process; empty if it is not set."""
-        return os.environ.get("OMP_NUM_THREADS", "")
-
-    def _check_described(self, members: Sequence[WorkerHandle]) -> None:
-        """Raises an error if a worker cannot resolve the run's plugins."""
         for member in members:
             if (problem := member.facts["problem"]) is not None:
                 raise problem.error(member.name, "describe", WorkerError)
+        return members
+
+
+def _check_this_process() -> None:
+    """Raises ConfigError where processes cannot be supervised and memory cannot be shared, and in a process that
+    torchrun started: a run has one driver, and under torchrun every process would be one."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"launcher 'processes' needs Linux, this is {sys.platform}. Use --launcher.use ray, or local."
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        ranks = os.environ.get("WORLD_SIZE", "several")
+        raise ConfigError(
+            f"this process is rank {os.environ.get('RANK', '?')} of {ranks} that torchrun started, and launcher "
+            "'processes' starts ranks and engines itself: every process of torchrun would start a whole run. Start "
+            "`rlhf train` once, without torchrun; for several machines use --launcher.use ray."
+        )
+
+
+# ------------------------------------------------------------------------------------------ devices
+
+
+def visible_gpus() -> list[str]:
+    """Ids of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them. No CUDA context is made."""
+    import torch
+
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    if listed is None:
+        return [str(n) for n in range(count)]
+    return [part.strip() for part in listed.split(",") if part.strip()][:count]
+
+
+def this_machine(cpus: int | None, gpus: Sequence[str]) -> Node:
+    """The devices of this machine: its GPUs, otherwise CPU cores.
+
+    Args:
+        cpus: number of CPU cores; None: those that this process may use.
+
+    Raises ConfigError if ``cpus`` is given beside GPUs, where cores are not counted.
+    """
+    if gpus and cpus is not None:
+        raise ConfigError(
+            f"launcher.cpus = {cpus}: ranks and engines are placed on the {len(gpus)} GPUs of this machine, and CPU "
+            'cores are not counted. Leave launcher.cpus out, or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
+        )
+    if gpus:  # one core for each rank at least, which check_fits asks for; cores are not reserved
+        return Node("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
+    return Node("here", "this machine", {"CPU": float(cpus or len(os.sched_getaffinity(0)))})
+
+
+def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str]) -> list[str] | None:
+    """The GPU ids of one worker; None without GPUs.
+
+    Args:
+        bundles: number of devices of each bundle. The GPUs are given to the bundles in order.
+        gpus: ids of the GPUs of this machine.
+    """
+    if not gpus:
+        return None
+    return [gpus[sum(bundles[:bundle]) + index] for bundle, index in allocation.slots]

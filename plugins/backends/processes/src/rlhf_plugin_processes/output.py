@@ -70,3 +70,4 @@ class OutputPrinter:
             for _, file in self._files:
                 file.close()
             self._thread, self._files = None, []
+            self._closed.clear()

@@ -11,8 +11,8 @@ from typing import Any
 from rlhf_workers.driver.calls import CallFailed, Calls
 from rlhf_workers.process.payload import Payload
 
+from rlhf_plugin_processes.channel import LOOPBACK
 from rlhf_plugin_processes.shared_values import SharedValue
-from rlhf_plugin_processes.this_machine import LOOPBACK
 
 
 class Reference:

@@ -32,13 +32,6 @@ class Descriptor:
         os.close(self.number)
 
 
-def shared_memory(nbytes: int) -> Descriptor:
-    """New shared memory without a name."""
-    descriptor = Descriptor(os.memfd_create("rlhf-value"))
-    os.ftruncate(descriptor.number, nbytes)
-    return descriptor
-
-
 class SharedValue(Stored):
     """A pickled value and its buffers, one after another. Reading it copies no buffer; the buffers are read-only."""
 
@@ -65,7 +58,8 @@ class SharedValue(Stored):
         if end < INLINE:
             memory = bytearray(end)
         else:
-            descriptor = shared_memory(end)
+            descriptor = Descriptor(os.memfd_create("rlhf-value"))
+            os.ftruncate(descriptor.number, end)
             memory = mmap.mmap(descriptor.number, end)
         for start, part in zip(starts, parts, strict=True):
             memory[start : start + part.nbytes] = part

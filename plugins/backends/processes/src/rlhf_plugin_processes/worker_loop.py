@@ -18,28 +18,20 @@ from typing import Any
 
 from rlhf_workers.process.worker import Worker
 
-from rlhf_plugin_processes.channel import ANSWER, ASK, BESIDE, END, FAILED, ITEM, ROOM, Channel, Message
+from rlhf_plugin_processes.channel import ANSWER, ASK, BESIDE, END, FAILED, ITEM, LOOPBACK, ROOM, Channel, Message
 from rlhf_plugin_processes.shared_values import SharedValue
 
 
 class ProcessWorker(Worker):
-    """A worker that is told its address."""
-
-    def __init__(self, address: str, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._address = address
-
     def address(self) -> str:
-        return self._address
+        return LOOPBACK
 
 
 class WorkerLoop:
     """Serves one driver until it closes its end."""
 
-    def __init__(
-        self, end: socket.socket, name: str, env: Mapping[str, str], devices: Sequence[str] | None, address: str
-    ) -> None:
-        self.worker, self.channel = ProcessWorker(address, name, os.getcwd(), env, devices), Channel(end)
+    def __init__(self, end: socket.socket, name: str, env: Mapping[str, str], devices: Sequence[str] | None) -> None:
+        self.worker, self.channel = ProcessWorker(name, os.getcwd(), env, devices), Channel(end)
         self._calls: SimpleQueue[Message] = SimpleQueue()
         self._room: dict[int, threading.Semaphore] = {}
         """{call: how many more items may wait for their reader}, of streams with a limit."""

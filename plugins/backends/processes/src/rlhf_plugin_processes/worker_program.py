@@ -24,7 +24,7 @@ def main(number: int) -> None:
 
     from rlhf_plugin_processes.worker_loop import WorkerLoop
 
-    WorkerLoop(end, start["name"], start["env"], start["devices"], start["address"]).run()
+    WorkerLoop(end, start["name"], start["env"], start["devices"]).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""One worker process as the driver starts and calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rlhf.children import Child
+from rlhf_workers.driver.calls import CallFailed
+from rlhf_workers.driver.handle import WorkerHandle
+
+from rlhf_plugin_processes.channel import ASK, BESIDE, FAILED, ITEM, ITEMS, ROOM, Channel, Message
+from rlhf_plugin_processes.references import ProcessCalls, Reference, Stream
+from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
+
+_PROGRAM = Path(__file__).parent / "worker_program.py"
+_END_SECONDS = 30.0
+"""Time for the end of a worker and all its descendants."""
+_NOTHING = SharedValue.of(None)
+
+
+class WorkerProcess(WorkerHandle):
+    """The worker ends when this process ends (:mod:`rlhf.children`). A thread reads its answers."""
+
+    def __init__(
+        self, name: str, calls: ProcessCalls, env: Mapping[str, str], devices: Sequence[str] | None, log: Descriptor
+    ) -> None:
+        """
+        Args:
+            env: environment variables beside those of the driver.
+            devices: ids of the visible GPUs; None where there are no GPUs.
+            log: where the output of the worker goes. It is kept open, because the message about the worker's death ends
+                with it.
+        """
+        super().__init__(name)
+        self._calls, self._log = calls, log
+        variables = {**os.environ, **env}
+        if devices is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        end, workers_end = socket.socketpair()
+        with workers_end:
+            number = workers_end.fileno()
+            program = [sys.executable, "-P", str(_PROGRAM), str(number)]
+            self._child = Child(program, stdout=log.number, stderr=log.number, pass_fds=[number], env=variables)
+        path = [os.path.abspath(p) for p in sys.path]
+        start = {"name": name, "env": dict(env), "devices": devices, "path": path}
+        with suppress(OSError):  # it is dead already, which the reading thread reports
+            end.sendall(json.dumps(start).encode() + b"\n")
+        self._numbers = count()
+        self._guard = threading.Lock()
+        self._waiting: dict[int, Reference | Stream] = {}
+        """Calls that have not ended."""
+        self._death: CallFailed | None = None
+        self._channel = Channel(end)
+        threading.Thread(target=self._read, name=f"messages of {name}", daemon=True).start()
+
+    def ask(self, method: str, *arguments: Any) -> Reference:
+        return self._question(ASK, method, arguments)
+
+    def beside(self, method: str) -> Reference:
+        return self._question(BESIDE, method, ())
+
+    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> Stream:
+        number = next(self._numbers)
+
+        def make_room() -> None:
+            if ahead is not None:
+                self._send(Message(number, ROOM, _NOTHING))
+
+        stream = Stream(self._calls, make_room)
+        self._begin(stream, number, ITEMS, (method, arguments, ahead))
+        return stream
+
+    def on_its_node(self, function: Callable[..., str], *arguments: Any) -> str:
+        return function(*arguments)
+
+    def kill(self) -> None:
+        """Returns when the process and all its descendants are gone."""
+        self._child.end()
+        self._child.ends_within(_END_SECONDS)  # a process may wait in the kernel for longer
+
+    # ---------------------------------------------------------------------------------- messages
+
+    def _question(self, kind: str, method: str, arguments: tuple[Any, ...]) -> Reference:
+        reference = Reference()
+        self._begin(reference, next(self._numbers), kind, (method, arguments))
+        return reference
+
+    def _begin(self, answer: Reference | Stream, number: int, kind: str, content: Any) -> None:
+        with self._guard:
+            death = self._death
+            if death is None:
+                self._waiting[number] = answer
+        if death is None:
+            self._send(Message(number, kind, SharedValue.of(content)))
+        else:
+            self._fail(answer, death)
+
+    def _send(self, message: Message) -> None:
+        with suppress(OSError):  # the worker is dead, which the reading thread reports
+            self._channel.send(message)
+
+    def _read(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            answer = self._waiting[message.call] if message.kind == ITEM else self._waiting.pop(message.call)
+            if message.kind == FAILED:
+                text, trace = message.value.value()
+                self._fail(answer, CallFailed(text, died=False, trace=trace))
+            elif isinstance(answer, Reference):
+                self._calls.settle(answer, message.value)
+            elif message.kind == ITEM:
+                self._calls.append(answer, message.value)
+            else:
+                self._calls.end(answer)
+        self._channel.close()
+        cause = _exit_cause(self._child.wait())
+        with self._guard:
+            self._death = CallFailed(cause, died=True)
+            lost, self._waiting = self._waiting, {}
+        for answer in lost.values():
+            self._fail(answer, self._death)
+
+    def _fail(self, answer: Reference | Stream, error: CallFailed) -> None:
+        if isinstance(answer, Reference):
+            self._calls.settle(answer, error)
+        else:
+            self._calls.append(answer, error)
+            self._calls.end(answer)
+
+
+def _exit_cause(status: int) -> str:
+    """``status``: as :attr:`subprocess.Popen.returncode` has it."""
+    if status == -signal.SIGKILL:
+        return "its process was killed by SIGKILL: by somebody, or by the kernel when memory ran out (`dmesg` shows it)"
+    if status < 0:
+        with suppress(ValueError):
+            return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with exit code {status}"
