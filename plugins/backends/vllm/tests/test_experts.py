@@ -15,8 +15,7 @@ from rlhf.errors import SyncError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf.weights.bucket import buckets
-from rlhf_plugin_local.config import TorchTrainerConfig
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.engine import engine
 from rlhf_testing.models import model_path
 from safetensors.torch import load_file

@@ -8,9 +8,8 @@ from rlhf.interfaces import ModelSpec
 from rlhf.ops.heads import resolve_head
 from rlhf.types import RoleSpec
 from rlhf_hub.processors import load_processor
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_runtime.config.sections import SyncSection

@@ -13,9 +13,8 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync

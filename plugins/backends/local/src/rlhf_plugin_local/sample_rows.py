@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from rlhf.errors import ModelError
 from rlhf.types import Finish, GenerationRequest, Turn
+from rlhf_modeling.stop_strings import StopScanner
 from torch import Tensor
 
-from rlhf_plugin_local.stop_strings import StopScanner
 from rlhf_plugin_local.token_sampling import Draw, Uniforms, draw
 
 COLUMNS = 64

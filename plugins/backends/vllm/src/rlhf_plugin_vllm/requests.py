@@ -10,8 +10,7 @@ from typing import Any
 from rlhf.errors import ConfigError, ModelError
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import Finish, GenerationRequest, Turn
-
-from rlhf_plugin_vllm.stop_strings import StopSearch
+from rlhf_modeling.stop_strings import StopScanner
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a lower one is asked for, and would report log-probs of it."""
@@ -87,7 +86,7 @@ class Sample:
         self._versions = [(0, version)]
         self._ids, self._logprobs = array("i"), array("f")
         stop = request.sampling.stop
-        self._search = StopSearch(stop, decode) if stop else None
+        self._scanner = StopScanner(stop, decode) if stop else None
 
     def continue_with(self, version: int, drawn: int) -> None:
         """Tokens after the first ``drawn`` are sampled with weights of ``version``."""
@@ -100,11 +99,13 @@ class Sample:
         """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must
         abort the request)."""
         part = output.outputs[0]
+        before = len(self._ids)
         self._ids.extend(part.token_ids)
         self._logprobs.extend(part.logprobs.logprobs)
-        end = self._search.end(self._ids) if self._search is not None else None
-        if end is not None:
-            return self._turn(end, "stop"), not output.finished
+        if self._scanner is not None:
+            for count, token in enumerate(part.token_ids, before + 1):
+                if self._scanner.feed(token):
+                    return self._turn(count, "stop"), not output.finished
         if not output.finished:
             return None
         if part.finish_reason not in ("stop", "length"):

@@ -1,7 +1,7 @@
 """Stop strings over token boundaries."""
 
 import pytest
-from rlhf_plugin_local.stop_strings import StopScanner
+from rlhf_modeling.stop_strings import StopScanner
 
 WORDS = ["<", "/to", "ol>", "x</tool>y", " hello", "</", "tool", ">", "é"]
 
@@ -61,3 +61,14 @@ def test_tokens_that_decode_to_nothing_are_passed_over():
         return "".join("ab"[i] for i in ids if i < 2)
 
     assert first_stop(StopScanner(("ab",), decode), [0, 9, 9, 1]) == 4
+
+
+def test_a_long_sample_is_not_decoded_from_its_start_at_every_token():
+    lengths = []
+
+    def decode(ids):
+        lengths.append(len(ids))
+        return decode_words(ids)
+
+    assert first_stop(StopScanner(("</tool>",), decode), [4] * 500) is None
+    assert max(lengths) < 5

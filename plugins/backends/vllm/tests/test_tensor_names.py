@@ -1,60 +1,11 @@
-"""Stop strings that span tokens, and the tensor names of packed parameters."""
+"""The tensor names of packed parameters."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import pytest
-from rlhf_plugin_vllm.stop_strings import StopSearch
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
-
-PIECES = ["a", "b", "END", "EN", "D", " ", "é"[:0], "xENDy", "E", "N"]
-
-
-def decode(ids):
-    return "".join(PIECES[i] for i in ids)
-
-
-@pytest.mark.parametrize(
-    ("ids", "stops", "end"),
-    [
-        ([0, 1, 2, 0], ["END"], 3),
-        ([0, 3, 4, 0], ["END"], 3),
-        ([8, 9, 4], ["END"], 3),
-        ([0, 7, 1], ["END"], 2),
-        ([0, 1, 0, 1], ["END"], None),
-        ([0, 1, 0, 1], ["END", "ba"], 3),
-        ([0, 0, 1, 1, 6, 6, 6, 8, 9, 6, 4], ["END"], 11),
-    ],
-)
-def test_a_stop_string_ends_with_the_token_that_completes_it(ids, stops, end):
-    assert StopSearch(stops, decode).end(ids) == end, "all tokens at once"
-    search = StopSearch(stops, decode)
-    grown = [search.end(ids[:n]) for n in range(1, len(ids) + 1)]
-    assert next((n for n in grown if n is not None), None) == end, "one by one"
-
-
-def test_a_long_sample_is_not_decoded_from_its_start_at_every_token():
-    decoded = []
-
-    def counting(ids):
-        decoded.append(len(ids))
-        return decode(ids)
-
-    search, ids = StopSearch(["END"], counting), []
-    for _ in range(500):
-        ids.append(0)
-        assert search.end(ids) is None
-    assert max(decoded) < 20
-
-
-def test_characters_over_several_tokens_are_found_when_complete():
-    text = "xé!".encode()
-
-    def bytewise(ids):
-        return bytes(text[i] for i in ids).decode(errors="replace")
-
-    assert StopSearch(["é"], bytewise).end([0, 1, 2, 3]) == 3
 
 
 @pytest.fixture
