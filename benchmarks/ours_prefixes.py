@@ -21,8 +21,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
-from rlhf_plugin_local.config import TorchTrainerConfig
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.models.dispatch import plan, unit_prefixes
 from settings import LONGEST, PROMPTS, ROWS, SAMPLES, SHORTEST, THREADS
 

@@ -20,9 +20,8 @@ import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator import GeneratorSpec
 from rlhf.types import RoleSpec
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role

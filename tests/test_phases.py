@@ -12,7 +12,7 @@ from tests.test_combinations import COPYING
 
 TAKING_TURNS = """
 from rlhf.interfaces import ComponentConfig
-from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainerConfig
 
 
 class Config(ComponentConfig):

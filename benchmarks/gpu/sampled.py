@@ -15,10 +15,9 @@ from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.tokenizer import Decoder
 from rlhf_runtime.models.roles import Role

@@ -32,8 +32,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
-from rlhf_plugin_local.config import TorchTrainerConfig
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_sft.nll import NLL
 from rlhf_testing.small_config import published_fields, small_config
 from rlhf_testing.tiny_architectures import causal_types, random_model, tiny_architecture

@@ -19,7 +19,7 @@ from rlhf.types import RoleSpec
 from rlhf_cli.plan.model_size import read_size
 from rlhf_modeling.sharded.process_group import _store
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
-from rlhf_plugin_deepspeed.memory import storage
+from rlhf_plugin_deepspeed.trainer import storage
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model

@@ -1,7 +1,7 @@
 """The conformance suites of trainers, on one rank, and of backends."""
 
 import pytest
-from rlhf_plugin_fsdp.backend import FsdpBackend
+from rlhf_plugin_fsdp import FsdpBackend
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_testing.backend import BackendContract
 from rlhf_testing.trainer import TrainerContract

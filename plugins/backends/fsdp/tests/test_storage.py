@@ -10,8 +10,7 @@ from fsdp_cases import one_rank, trainer
 from rlhf.errors import CapabilityError
 from rlhf.interfaces.memory import TrainerWork
 from rlhf_cli.plan.model_size import read_size
-from rlhf_plugin_fsdp.memory import storage
-from rlhf_plugin_fsdp.trainer import FsdpTrainer
+from rlhf_plugin_fsdp.trainer import FsdpTrainer, storage
 from rlhf_testing.rank_batches import batch, spec
 from rlhf_testing.trainer_rank_cases import DORA
 from rlhf_testing.trainer_ranks_storage import STORED, StoredContract

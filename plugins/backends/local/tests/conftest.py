@@ -13,9 +13,8 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import LossOutput, Reduce, RoleSpec
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

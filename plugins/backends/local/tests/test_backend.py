@@ -1,6 +1,6 @@
 """The suite of backends, for LocalBackend."""
 
-from rlhf_plugin_local.backend import LocalBackend
+from rlhf_plugin_local import LocalBackend
 from rlhf_testing.backend import BackendContract
 
 

@@ -11,8 +11,8 @@ from rlhf.interfaces import ModelSpec
 from rlhf.types import LossOutput, RoleSpec
 from rlhf_modeling.checks import check_training
 from rlhf_plugin_local import token_sampling
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.token_sampling import Draw, draw
+from rlhf_plugin_local.trainer import TorchTrainerConfig
 
 LENS = [6, 15, 9]
 

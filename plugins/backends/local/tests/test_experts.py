@@ -10,9 +10,8 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Reduce, RoleSpec, Update
 from rlhf_modeling.experts import load_balance
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.models.roles import Role
 from rlhf_testing.models import model_path
 from transformers import AutoModelForCausalLM

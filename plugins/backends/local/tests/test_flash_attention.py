@@ -16,8 +16,7 @@ from rlhf.types import RoleSpec
 from rlhf_modeling import flash_attention, sdpa_attention
 from rlhf_modeling.sdpa_attention import Options
 from rlhf_modeling.shared_prefixes import Stretch, share_prefixes
-from rlhf_plugin_local.config import TorchTrainerConfig
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.models import model_path
 
 CPU = torch.device("cpu")

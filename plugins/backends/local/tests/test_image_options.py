@@ -14,9 +14,8 @@ from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.adapters import adapted, is_adapter
 from rlhf_modeling.images.architecture import vision_parameters, vision_prefixes
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing import image_models
 from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch
 from rlhf_testing.image_models import tiny_image_model

@@ -10,9 +10,8 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.shared_prefixes import share_prefixes
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
 from rlhf_testing.image_models import drawn, tiny_image_model
 from rlhf_testing.suite_losses import NllLoss

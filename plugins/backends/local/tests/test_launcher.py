@@ -13,10 +13,9 @@ from rlhf.interfaces import GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_modeling import precision
 from rlhf_modeling.schedule import Schedule
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 
 
 def test_the_launcher_runs_one_rank_in_this_process(model_path, make_batch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlhf.errors import ConfigError
-from rlhf_plugin_local.config import TorchTrainerConfig
+from rlhf_plugin_local.trainer import TorchTrainerConfig
 
 MATRICES = (
     "q_proj.weight",

@@ -14,9 +14,8 @@ from rlhf.interfaces.generator import Proof
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import GenerationRequest, RoleSpec, Turn
-from rlhf_plugin_local.config import TorchTrainerConfig
 from rlhf_plugin_local.generator import TransformersGenerator
-from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 
 
 def die_once(flag: str) -> None:

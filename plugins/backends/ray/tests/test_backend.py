@@ -1,6 +1,6 @@
 """The suite of backends, for RayBackend."""
 
-from rlhf_plugin_ray.backend import RayBackend
+from rlhf_plugin_ray import RayBackend
 from rlhf_testing.backend import BackendContract
 
 

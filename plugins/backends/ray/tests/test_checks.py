@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from rlhf.interfaces import Examination
 from rlhf_cli.doctor.child import ask
-from rlhf_plugin_ray.checks.check import RayCheck, cluster, installation
-from rlhf_plugin_ray.checks.nodes import check_nodes, closed
+from rlhf_plugin_ray.checks.check import RayCheck, check_nodes, closed, cluster, installation
 from rlhf_testing.check import CheckContract
 
 pytestmark = pytest.mark.full

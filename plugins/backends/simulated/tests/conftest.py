@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_plugin_simulated import env, generator, samples, trainer
+from rlhf_plugin_simulated import env, generator, trainer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for generator_cases
 
@@ -70,6 +70,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     for module in (env, generator):
         monkeypatch.setattr(module, "asyncio", Replaced(asyncio, sleep=made.sleep))
-    for module in (generator, samples, trainer):
+    for module in (generator, trainer):
         monkeypatch.setattr(module, "time", Replaced(time, monotonic=made.monotonic, sleep=made.block))
     return made

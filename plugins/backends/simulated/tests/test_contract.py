@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf.types import GenerationRequest, Sampling, Turn
-from rlhf_plugin_simulated.backend import SimulatedBackend
+from rlhf_plugin_simulated import SimulatedBackend
 from rlhf_plugin_simulated.env import SimulatedEnv
 from rlhf_plugin_simulated.generator import SimulatedGenerator
 from rlhf_plugin_simulated.launcher import SimulatedLauncher

@@ -8,9 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.interfaces import Backend
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Backend, Trainer
+    from rlhf.interfaces import Trainer
+
+
+class FsdpBackend(Backend):
+    """The trainer `fsdp` with the launcher `ray` and the generator `vllm`, which come from their own distributions."""
+
+    name = "fsdp"
+    launcher = "ray"
+    trainer = "fsdp"
+    generator = "vllm"
 
 
 @hookimpl
@@ -22,6 +32,4 @@ def rlhf_register_trainer() -> list[type[Trainer]]:
 
 @hookimpl
 def rlhf_register_backend() -> list[type[Backend]]:
-    from rlhf_plugin_fsdp.backend import FsdpBackend
-
     return [FsdpBackend]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from pydantic import model_validator
 from rlhf.interfaces import Component, Loss, ModelSpec, Sums
-from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
+from rlhf.interfaces.memory import FP32, ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
@@ -18,6 +19,7 @@ from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
@@ -26,14 +28,36 @@ from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.split import Replicas, Split
 from rlhf_modeling.sharded.trainer import ShardedTrainer
+from rlhf_modeling.storage import Storage, largest_matrix, whole_storage
 from rlhf_modeling.stored import DTYPES
 from torch import Tensor
 
-from rlhf_plugin_fsdp import memory
-from rlhf_plugin_fsdp.config import FsdpTrainerConfig
 from rlhf_plugin_fsdp.layers import divide
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered
+
+COPIES = {"cpu": 2, "cuda": 1}
+"""Copies of a group of weights while it is gathered, besides the parameters. gloo has one of its own."""
+
+
+class FsdpTrainerConfig(ShardedConfig):
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward pass and gather them again for its backward pass. ``false``
+    gathers once per micro-batch and holds all weights whole until the backward pass."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> FsdpTrainerConfig:
+        if self.kernels == "liger":
+            raise ValueError(
+                "kernels = 'liger' does not go with trainer 'fsdp': the comparison with transformers' layers needs a "
+                "whole model on the GPU. Leave kernels out, or use trainer 'deepspeed'"
+            )
+        if (option := self.quantizes) is not None:
+            raise ValueError(
+                f"{option} does not go with trainer 'fsdp', which divides weights: a quantised weight is whole "
+                "on every rank. Leave it out, or use trainer 'torch', or 'deepspeed' with stage 0, 1 or 2"
+            )
+        return self
 
 
 class FsdpTrainer(ShardedTrainer):
@@ -64,11 +88,11 @@ class FsdpTrainer(ShardedTrainer):
     def memory(  # type: ignore[override]  # a component gets its own Config
         cls, config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str
     ) -> TrainerMemory:
-        stored = memory.storage(config, spec, size, device)
+        divided = storage(config, spec, size, device)
         computed = replace(arithmetic(config, spec, size, work, device, parts=config.sequence_parallel), casts=False)
         trained, saved, frozen = spec.role.trained, saved_parameters(config, spec), frozen_parameters(config, size)
         return trainer_memory(
-            stored, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
+            divided, computed, size, work, trained=trained, lora=config.lora, saved=saved, frozen=frozen
         )
 
     def __init__(self, config: FsdpTrainerConfig | None, spec: ModelSpec) -> None:
@@ -167,3 +191,38 @@ class FsdpTrainer(ShardedTrainer):
         assert self.base is not None
         for held in self.base.state.values():
             to_device(held, self.device)
+
+
+def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
+    """Memory of a rank. Weights, gradients and optimizer state are divided over all ranks.
+
+    While a rank computes it holds: the root (everything outside of layers) whole; one layer whole, or all layers
+    (``reshard_after_forward = false``); the buffers of the last gathering; in training the gradient of the root, or of
+    a layer, and the buffer that is reduced.
+
+    Trained weights that are stored in bf16 are kept as their fp32 masters only (:mod:`rlhf_plugin_fsdp.layers`), and
+    gathered in bf16, as frozen ones are; beside adapters few weights have masters. Gradients are reduced in fp32.
+    """
+    ranks, trained, bf16 = spec.world_size, spec.role.trained, spec.storage == "bf16"
+    sent = 2.0 if bf16 else FP32
+    adapters = trained and config.lora is not None
+    layer = max(x.parameters for x in size.layers)
+    layers = sum(x.parameters for x in size.layers)
+    root = size.parameters - layers
+    copies = COPIES[device]
+    whole = max((1 + copies) * root, root + (layer if config.reshard_after_forward else layers) + copies * layer)
+    reduced = max(root, layer) if trained and not adapters else 0
+    muon = config.optimizer == "muon"
+    own = whole_storage(config, device, size)
+    return replace(
+        own,
+        weight_bytes=FP32 if trained and not adapters else sent,
+        optimizer_bytes=own.optimizer_bytes + (FP32 - sent if adapters else 0),
+        weight_ranks=ranks,
+        gradient_ranks=ranks,
+        optimizer_ranks=ranks,
+        whole_at_load=True,
+        frees_gradients=False,
+        gathered=int(whole * sent + reduced * (sent + FP32)) if ranks > 1 else 0,
+        step=int(FP32 * size.matrices / ranks) + (ranks + 2) * largest_matrix(size) if muon else 0,
+    )

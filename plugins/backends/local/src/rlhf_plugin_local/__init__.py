@@ -8,9 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.interfaces import Backend
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Backend, Generator, Launcher, Trainer
+    from rlhf.interfaces import Generator, Launcher, Trainer
+
+
+class LocalBackend(Backend):
+    """Everything in one process: the trainer `torch` and the generator `transformers`."""
+
+    name = "local"
+    launcher = "local"
+    trainer = "torch"
+    generator = "transformers"
 
 
 @hookimpl
@@ -36,6 +46,4 @@ def rlhf_register_generator() -> list[type[Generator]]:
 
 @hookimpl
 def rlhf_register_backend() -> list[type[Backend]]:
-    from rlhf_plugin_local.backend import LocalBackend
-
     return [LocalBackend]

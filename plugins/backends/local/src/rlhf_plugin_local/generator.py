@@ -12,15 +12,16 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
-from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
+from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
 from rlhf.requests import check_request, check_sampling
 from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.arithmetic import computes_bf16
+from rlhf_modeling.images.memory import prompts_working
 from rlhf_modeling.skeleton import skeleton
 from torch import nn
 
 from rlhf_plugin_local.decoder import Decoder, check_model, require_agreement
-from rlhf_plugin_local.memory import engine_memory
 from rlhf_plugin_local.sampling_loop import SamplingLoop
 
 YIELD_STEPS = 16
@@ -65,8 +66,23 @@ class TransformersGenerator(Generator):
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
+        """The largest cache, plus the larger of two: the prompts' forward pass (temporaries of a layer, also of a
+        vision tower's, and the prompts' keys and values), or a decoding step (four fp32 matrices of rows x vocabulary,
+        or a second copy of one layer's keys)."""
         bf16 = computes_bf16(config.dtype if config.dtype != "auto" else dtype, device)
-        return engine_memory(config, bf16, size, work, device)
+        rows = min(config.max_batch, work.samples)
+        tokens = rows * work.longest
+        if config.max_cache_tokens is not None:
+            tokens = min(tokens, config.max_cache_tokens)
+        token = size.cache_bytes(2.0 if bf16 else 4.0)
+        cache = int(tokens * token)
+        prompts = min(config.prefill_tokens, work.prompts * work.longest_prompt)
+        prompt_pass = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
+        step = max(4 * rows * size.vocabulary * FP32, cache // (2 * len(size.layers)))
+        generate = {"cache": cache, "working": max(prompt_pass + int(prompts * token), step)}
+        how = {"cache": f"{rows} samples x {work.longest} tokens x {token / 1024:.4g} KiB"}
+        phases = {"rest": Held({}), "asleep": Held({}), "generate": Held(generate)}
+        return EngineMemory(phases, copy=False, cache_token=token, arithmetic=how)
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:

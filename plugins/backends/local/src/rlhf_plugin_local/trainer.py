@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from rlhf.errors import CapabilityError, ConfigError
@@ -15,6 +15,7 @@ from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.ema import Copy, Ema
 from rlhf_modeling.export_files import head_bias, token_classifier
 from rlhf_modeling.masters import Masters
@@ -36,7 +37,10 @@ from rlhf_modeling.schedule import Schedule
 from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 
-from rlhf_plugin_local.config import TorchTrainerConfig
+
+class TorchTrainerConfig(TrainingConfig):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; ``auto``: a GPU if there is one."""
 
 
 class TorchTrainer(PackedTrainer):

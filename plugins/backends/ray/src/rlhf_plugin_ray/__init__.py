@@ -8,9 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.interfaces import Backend
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Backend, Check, Launcher
+    from rlhf.interfaces import Check, Launcher
+
+
+class RayBackend(Backend):
+    """A Ray cluster with the trainer `deepspeed` and the generator `vllm`, which come from their own distributions."""
+
+    name = "ray"
+    launcher = "ray"
+    trainer = "deepspeed"
+    generator = "vllm"
 
 
 @hookimpl
@@ -22,8 +32,6 @@ def rlhf_register_launcher() -> list[type[Launcher]]:
 
 @hookimpl
 def rlhf_register_backend() -> list[type[Backend]]:
-    from rlhf_plugin_ray.backend import RayBackend
-
     return [RayBackend]
 
 

@@ -8,9 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
+from rlhf.interfaces import Backend
 
 if TYPE_CHECKING:
-    from rlhf.interfaces import Backend, Env, Generator, Launcher, Trainer
+    from rlhf.interfaces import Env, Generator, Launcher, Trainer
+
+
+class SimulatedBackend(Backend):
+    """A runtime without models: components take the time they are told and compute nothing."""
+
+    name = "simulated"
+    launcher = "simulated"
+    trainer = "simulated"
+    generator = "simulated"
 
 
 @hookimpl
@@ -43,6 +53,4 @@ def rlhf_register_env() -> list[type[Env]]:
 
 @hookimpl
 def rlhf_register_backend() -> list[type[Backend]]:
-    from rlhf_plugin_simulated.backend import SimulatedBackend
-
     return [SimulatedBackend]

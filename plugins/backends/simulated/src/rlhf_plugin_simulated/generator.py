@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from array import array
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -18,8 +21,6 @@ from rlhf.types import GenerationRequest, Image, Turn
 from rlhf.weights.bucket import Bucket
 
 from rlhf_plugin_simulated.delays import log_normal
-from rlhf_plugin_simulated.engines import Engines
-from rlhf_plugin_simulated.samples import Sample, Samples
 
 SLICE = 0.05
 """Seconds between two looks for complete samples in :meth:`SimulatedGenerator.generate`."""
@@ -234,3 +235,120 @@ class SimulatedGenerator(Generator):
         self._open.clear()
         if self.spec.in_flight == "drain":
             await self._idle.wait()
+
+
+@dataclass(slots=True)
+class Sample:
+    request: GenerationRequest
+    seconds: float
+    """Of the whole answer."""
+    versions: list[tuple[int, int]]
+    """(first token, version of the weights that drew it and its successors)."""
+    seconds_left: float = field(init=False)
+    """Seconds until the answer is complete."""
+
+    def __post_init__(self) -> None:
+        self.seconds_left = self.seconds
+
+
+class Samples:
+    """Unfinished samples of an engine that is asked in slices.
+
+    Args:
+        places: samples that are worked on at once; the others wait, in order.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places = places
+        self.unfinished: dict[int, Sample] = {}
+
+    def advance(self, seconds: float, again: Callable[[], bool]) -> list[tuple[int, Sample]]:
+        """Take about ``seconds``; returns the samples that are complete.
+
+        Args:
+            again: asked for each of them: whether it is sampled again.
+        """
+        end, complete = time.monotonic() + seconds, list[tuple[int, Sample]]()
+        while self.unfinished:
+            running = dict(islice(self.unfinished.items(), self._places))
+            step = min(min(sample.seconds_left for sample in running.values()), end - time.monotonic())
+            time.sleep(max(0.0, step))
+            for name, sample in running.items():
+                sample.seconds_left -= max(0.0, step)
+                if sample.seconds_left <= 0 and again():
+                    sample.seconds_left, sample.versions = sample.seconds, [(0, sample.versions[-1][1])]
+                elif sample.seconds_left <= 0:
+                    complete.append((name, self.unfinished.pop(name)))
+            if time.monotonic() >= end:
+                break
+        return complete
+
+    def tokens_drawn(self, count: Callable[[GenerationRequest], int]) -> int:
+        """Tokens so far of the unfinished samples; ``count``: as for :meth:`change_version`."""
+        return sum(round(count(s.request) * (1 - s.seconds_left / s.seconds)) for s in self.unfinished.values())
+
+    def change_version(self, version: int, restart: bool, count: Callable[[GenerationRequest], int]) -> None:
+        """New weights draw the tokens that are missing; with ``restart`` all tokens.
+
+        Args:
+            count: tokens of the whole answer.
+        """
+        for sample in self.unfinished.values():
+            if restart:
+                sample.seconds_left, sample.versions = sample.seconds, [(0, version)]
+            elif sample.versions[-1][1] != version:
+                tokens = round(count(sample.request) * (1 - sample.seconds_left / sample.seconds))
+                sample.versions.append((tokens, version))
+
+
+class Engines:
+    """Counts the requests of each engine. Requests begin and end on one thread; :meth:`idle` may be called on another.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests, self._clock, self._lock = [0] * count, clock, threading.Lock()
+        self._by_requests = [(0, engine) for engine in range(count)]
+        """(requests, engine), sorted: of a thousand engines not each is looked at for a request."""
+        self._without = count
+        """Engines without a request."""
+        self._idle = self._all = 0.0
+        self._counted = clock()
+        """Time up to which the seconds are counted."""
+
+    def begin(self) -> int:
+        """A request goes to the engine with the fewest. Returns the engine."""
+        with self._lock:
+            self._count()
+            engine = self._by_requests[0][1]
+            self._change(engine, 1)
+        return engine
+
+    def end(self, engine: int) -> None:
+        """A request of ``engine`` is answered or dropped."""
+        with self._lock:
+            self._count()
+            self._change(engine, -1)
+
+    def idle(self) -> tuple[float, float]:
+        """(engine seconds without a request, engine seconds) since the last call."""
+        with self._lock:
+            self._count()
+            seconds = self._idle, self._all
+            self._idle = self._all = 0.0
+        return seconds
+
+    def _change(self, engine: int, by: int) -> None:
+        before = self._requests[engine]
+        self._requests[engine] = after = before + by
+        del self._by_requests[bisect_left(self._by_requests, (before, engine))]
+        insort(self._by_requests, (after, engine))
+        self._without += (after == 0) - (before == 0)
+
+    def _count(self) -> None:
+        now = self._clock()
+        seconds, self._counted = now - self._counted, now
+        self._idle += seconds * self._without
+        self._all += seconds * len(self._requests)

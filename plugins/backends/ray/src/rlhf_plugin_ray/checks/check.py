@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from rlhf.interfaces import Check, Examination, Finding, ProbeAnswer
 
 from rlhf_plugin_ray.checks import probes
-from rlhf_plugin_ray.checks.nodes import check_nodes
+from rlhf_plugin_ray.checks.node_facts import collect_facts
 
 RAY_ADDRESS = "RAY_ADDRESS"
 """Environment variable with the address of the cluster that Ray uses if no address is given."""
+GIB = 2**30
+SHM_MINIMUM = 2 * GIB
+"""Bytes of /dev/shm. Ray keeps its objects there, among them the weights on their way to the engines."""
+CONNECT = 3.0
+"""Seconds for one connection."""
+_START = "start it with `ray start --head` on one node and `ray start --address ADDRESS` on the others"
 
 
 class RayCheck(Check):
@@ -62,3 +70,83 @@ def cluster(examination: Examination) -> Iterator[Finding]:
 
 def _last_lines(answer: ProbeAnswer, count: int = 5) -> str:
     return "\n".join(answer.log.strip().splitlines()[-count:])
+
+
+def check_nodes(examination: Examination, address: str) -> list[Finding]:
+    """Whether a cluster answers at ``address``, and how its nodes differ from this machine."""
+    problem = closed(address, CONNECT)
+    if problem:
+        return [Finding("ray cluster", "fail", problem, _START), Finding("ray nodes", "skipped", "no cluster")]
+    paths = list(examination.shared_paths)
+    answer = examination.ask(probes.nodes, {"address": address, "timeout": examination.timeout / 2, "paths": paths})
+    if not answer.values:
+        reason = f"{address}: {answer.error}"
+        return [Finding("ray cluster", "fail", reason, _START), Finding("ray nodes", "skipped", "no cluster")]
+    nodes = {node["id"]: node for node in answer.values[0]["nodes"]}
+    total: dict[str, float] = {}
+    for node in nodes.values():
+        for name in ("CPU", "GPU"):
+            total[name] = total.get(name, 0) + node["resources"].get(name, 0)
+    text = f"{address}: {_counted(len(nodes))}, CPU {total['CPU']:g}, GPU {total['GPU']:g}"
+    reached = Finding("ray cluster", "ok", f"{text}, reached in {answer.seconds:.1f} s")
+    answers = {value["id"]: value for value in answer.values[1:]}
+    if answer.error:
+        for missing in nodes.keys() - answers.keys():
+            answers[missing] = {"error": answer.error}
+    here = collect_facts(paths)
+    return [reached, *_compare(nodes, answers, here)]
+
+
+def closed(address: str, timeout: float) -> str:
+    """Why nothing answers at ``host:port`` (also after ``ray://``); empty for a port that accepts, and for ``auto``."""
+    place = address.rpartition("://")[2]
+    host, colon, port = place.rpartition(":")
+    if not colon or not port.isdigit():
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except (OSError, OverflowError) as error:
+        return f"{address}: {getattr(error, 'strerror', None) or error}"
+    return ""
+
+
+def _compare(nodes: dict[str, Any], answers: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    different, missing, small = [], [], []
+    for number, (key, node) in enumerate(sorted(nodes.items(), key=lambda item: item[1]["address"])):
+        name, answer = f"node {number} ({node['address']}, {key[:8]})", answers[key]
+        if "error" in answer:
+            different.append(f"{name}: {answer['error']}")
+            continue
+        lines = [
+            f"{package} {answer['versions'].get(package, 'not installed')} there, {version} here"
+            for package, version in sorted(here["versions"].items())
+            if answer["versions"].get(package) != version
+        ]
+        different += [f"{name}: {_listed(lines)}"] if lines else []
+        missing += [f"{name}: {_listed(answer['missing'])}"] if answer["missing"] else []
+        small += [f"{name}: {answer['shm'] / GIB:.1f} GiB"] if answer["shm"] < SHM_MINIMUM else []
+    checks = []
+    if different:
+        fix = "install the same versions on every node: the same image, or pip install -c constraints.txt"
+        checks.append(Finding("ray nodes", "fail", "\n".join(different), fix))
+    else:
+        checks.append(
+            Finding("ray nodes", "ok", f"{_counted(len(nodes))}: plugins and frameworks have the same versions as here")
+        )
+    if missing:
+        fix = "use a folder that every node sees (a shared file system), or copy it to the same place on each"
+        checks.append(Finding("ray files", "fail", "\n".join(missing), fix))
+    if small:
+        fix = (
+            f"Ray's object store and the weight sync need {SHM_MINIMUM / GIB:g} GiB: start the nodes with a larger one"
+        )
+        checks.append(Finding("ray shared memory", "warn", "\n".join(small), fix))
+    return checks
+
+
+def _counted(nodes: int) -> str:
+    return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
+
+
+def _listed(items: list[str], most: int = 6) -> str:
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
