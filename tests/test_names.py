@@ -17,12 +17,7 @@ NAMES = {
 }
 """Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
 
-NOT_YET = (
-    "libraries/modeling",
-    "plugins/backends/deepspeed",
-    "plugins/backends/fsdp",
-    "plugins/backends/vllm",
-)
+NOT_YET = ("libraries/modeling",)
 """Distributions that still have such names."""
 ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
 

@@ -24,17 +24,17 @@ class DeepSpeedCheck(Check):
         if answer.error:
             fix = "python -c 'import deepspeed' shows all of it; pip install deepspeed again"
             return [Finding("deepspeed", "fail", answer.error, fix)]
-        found = answer.value
-        text = f"{found['version']} on {found['accelerator']}, imported in {answer.seconds:.1f} s"
-        lacking = [f"the compiler {found['wanted_compiler']}"] if found["compiler"] is None else []
-        lacking += [] if found["ninja"] else ["ninja"]
-        lacking += [] if found["header"] else ["Python.h (the package python3-dev)"]
-        lacking += [f"what {name} needs" for name, fits in found["operators"].items() if not fits]
+        facts = answer.value
+        text = f"{facts['version']} on {facts['accelerator']}, imported in {answer.seconds:.1f} s"
+        lacking = [f"the compiler {facts['wanted_compiler']}"] if facts["compiler"] is None else []
+        lacking += [] if facts["ninja"] else ["ninja"]
+        lacking += [] if facts["header"] else ["Python.h (the package python3-dev)"]
+        lacking += [f"what {name} needs" for name, fits in facts["operators"].items() if not fits]
         if lacking:
             fix = "it compiles operators when it is first used: install what is missing"
             return [Finding("deepspeed", "warn", f"{text}; missing: {', '.join(lacking)}", fix)]
-        built = f"{', '.join(found['operators'])} can be built ({found['compiler']})"
-        return [Finding("deepspeed", "ok", f"{text}; {built}")]
+        operators = f"{', '.join(facts['operators'])} can be built ({facts['compiler']})"
+        return [Finding("deepspeed", "ok", f"{text}; {operators}")]
 
 
 def import_deepspeed(argument: Any, report: Callable[[Any], None]) -> None:

@@ -162,10 +162,10 @@ class ZeroEngine:
     def _move_optimizer(self, device: torch.device) -> None:
         """In stage 3 DeepSpeed moves the state of its own fused Adam only."""
         assert self.base_optimizer is not None
-        for held in self.base_optimizer.state.values():
-            for key, value in held.items():
+        for state in self.base_optimizer.state.values():
+            for key, value in state.items():
                 if isinstance(value, Tensor):
-                    held[key] = value.to(device)
+                    state[key] = value.to(device)
 
     def _fresh(self) -> None:
         self.reduced = False

@@ -31,15 +31,15 @@ class ZeroTensors(NamedTensors):
             for owner in self._adapted
         }
 
-    def shape(self, name: str, held: Tensor) -> torch.Size:
-        return self.split.shape(name, torch.Size(getattr(held, "ds_shape", held.shape)))
+    def shape(self, name: str, tensor: Tensor) -> torch.Size:
+        return self.split.shape(name, torch.Size(getattr(tensor, "ds_shape", tensor.shape)))
 
     def whole(self, name: str) -> Tensor:
         """From the parts of a replica's ranks. All of them must call this method."""
         return self.split.whole(name, self.objects[name].detach())
 
     def stream_gathered(
-        self, gather: Gather | None, first: bool, near: bool, elements: int, merge: bool
+        self, gather: Gather | None, first: bool, has_parts: bool, elements: int, merge: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """:meth:`stream` of divided weights.
 
@@ -48,10 +48,10 @@ class ZeroTensors(NamedTensors):
         parts, and those that checkpoints store in another layout.
 
         Args:
-            near: whether this rank holds parts of the same tensors as a rank with ``first``.
+            has_parts: whether this rank holds parts of the same tensors as a rank with ``first``.
         """
         if self.split.dims:
-            return self.stream(first, merge) if near else iter(())
+            return self.stream(first, merge) if has_parts else iter(())
         return self._published.stream(self._gathered(gather, first, elements, merge))
 
     def _gathered(self, gather: Gather | None, first: bool, elements: int, merge: bool) -> Iterator[tuple[str, Tensor]]:
@@ -72,12 +72,12 @@ class ZeroTensors(NamedTensors):
 
     def _buckets(self, elements: int) -> Iterator[list[str]]:
         names: list[str] = []
-        held = 0
+        total = 0
         for name in self._model():
             size = self.shapes[name].numel()
-            if names and held + size > elements:
+            if names and total + size > elements:
                 yield names
-                names, held = [], 0
+                names, total = [], 0
             names.append(name)
-            held += size
+            total += size
         yield names

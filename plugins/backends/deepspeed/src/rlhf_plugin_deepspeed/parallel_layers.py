@@ -166,10 +166,10 @@ class Divided:
         if hasattr(layer, "lora_A"):
             whole, at = layer.base_layer, f"{at}.base_layer"
             layer.base_layer = Part(whole, dim, topology)
-            cut, kept = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
+            cut, whole_matrix = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
             cut[NAME].weight = _part(cut[NAME].weight, dim, topology)
             self.dims[f"{where}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim
-            self.partial.add(f"{where}.{name}.{kept}.{NAME}.weight")
+            self.partial.add(f"{where}.{name}.{whole_matrix}.{NAME}.weight")
             layer.forward = _adapted(layer, topology, entrance)
         else:
             setattr(half, name, Outward(whole, topology) if entrance is None else Inward(whole, topology, entrance))
@@ -191,21 +191,21 @@ def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> Ten
     Raises CapabilityError for layers that are not known or do not divide evenly, for dropout (the ranks would draw the
     same mask for different heads), and if the hidden states of the divided model differ.
     """
-    named = dict(loaded.module.named_modules())
-    layers = {name: m for name, m in named.items() if type(m).__name__ in LAYERS}
+    modules = dict(loaded.module.named_modules())
+    layers = {name: m for name, m in modules.items() if type(m).__name__ in LAYERS}
     _check(loaded, layers, topology)
     before_NH = _probe(loaded)
-    found = Divided()
+    divided = Divided()
     for name, layer in layers.items():
         for half, (inward, outward) in HALVES.items():
             module, where = getattr(layer, half), f"{name}.{half}"
             entrance = Entrance(topology.group, len(inward))
             for matrix in inward:
-                found.matrix(module, matrix, where, topology, entrance)
-            found.matrix(module, outward, where, topology, None)
+                divided.matrix(module, matrix, where, topology, entrance)
+            divided.matrix(module, outward, where, topology, None)
         for norm in PARTIAL:
             if isinstance(part := getattr(layer.self_attn, norm, None), nn.Module):
-                found.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
+                divided.partial |= {f"{name}.self_attn.{norm}.{p}" for p, _ in part.named_parameters()}
     loaded.module.eval().to(device)
     after_NH = _probe(loaded).to(before_NH)
     apart = float((after_NH - before_NH).norm() / before_NH.norm())
@@ -214,11 +214,11 @@ def divide(loaded: LoadedModel, topology: Topology, device: torch.device) -> Ten
             f"tensor_parallel = {topology.parts}: {type(loaded.module).__name__} computes something else when its "
             f"layers are divided (hidden states differ by {apart:.1e}, norm-wise): leave it out"
         )
-    return TensorSplit(topology, found.dims, found.partial)
+    return TensorSplit(topology, divided.dims, divided.partial)
 
 
-def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
-    """Raises CapabilityError if ``parts`` does not divide sizes in a model's config. ``who``: for the message."""
+def check_sizes(settings: PretrainedConfig, model: str, parts: int) -> None:
+    """Raises CapabilityError if ``parts`` does not divide sizes in a config. ``model``: the name of its class."""
     config = settings.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     # a field that differs between layers is refused by the config of the whole
@@ -226,23 +226,23 @@ def check_sizes(settings: PretrainedConfig, who: str, parts: int) -> None:
     sizes = dict.fromkeys((name, getattr(layer, name, 0)) for layer in layers for name in names)
     if uneven := ", ".join(f"{name} = {size}" for name, size in sizes if size % parts):
         raise CapabilityError(
-            f"tensor_parallel = {parts} does not divide {who}'s {uneven}: use a divisor of all of them"
+            f"tensor_parallel = {parts} does not divide {model}'s {uneven}: use a divisor of all of them"
         )
 
 
 def _check(loaded: LoadedModel, layers: dict[str, Any], topology: Topology) -> None:
-    who, config = type(loaded.module).__name__, loaded.module.config.get_text_config()
+    model, config = type(loaded.module).__name__, loaded.module.config.get_text_config()
     if len(layers) != config.num_hidden_layers:
-        known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
+        classes = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {who} has {config.num_hidden_layers} layers, of which {len(layers)} "
-            f"are of a kind whose division is known ({known}). Leave it out; stage 3 divides any model."
+            f"tensor_parallel = {topology.parts}: {model} has {config.num_hidden_layers} layers, of which "
+            f"{len(layers)} are of a kind whose division is known ({classes}). Leave it out; stage 3 divides any model."
         )
-    check_sizes(config, who, topology.parts)
+    check_sizes(config, model, topology.parts)
     if has_noise(loaded.module):
         raise CapabilityError(
-            f"tensor_parallel = {topology.parts}: {who} has dropout or other noise, and its ranks would draw the same "
-            "for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
+            f"tensor_parallel = {topology.parts}: {model} has dropout or other noise, and its ranks would draw the "
+            "same for different heads. Set it to 0 in the model's config, or leave tensor_parallel out."
         )
 
 

@@ -30,11 +30,11 @@ class TensorSplit(Split):
     def dim(self, name: str) -> int | None:
         return self.dims.get(name)
 
-    def shape(self, name: str, held: torch.Size) -> torch.Size:
-        """Shape of the whole parameter; ``held`` is the shape of a rank's part."""
+    def shape(self, name: str, part: torch.Size) -> torch.Size:
+        """Shape of the whole parameter; ``part`` is the shape of a rank's part."""
         if name not in self.dims:
-            return held
-        sizes = list(held)
+            return part
+        sizes = list(part)
         sizes[self.dims[name]] *= self.topology.parts
         return torch.Size(sizes)
 
@@ -50,14 +50,14 @@ class TensorSplit(Split):
         return name in self.dims or self.topology.part == 0
 
     @torch.no_grad()
-    def whole(self, name: str, held: Tensor) -> Tensor:
+    def whole(self, name: str, part: Tensor) -> Tensor:
         """The whole parameter, assembled from the parts of a replica's ranks, which all call this method. A parameter
         that is not divided is returned unchanged."""
         if name not in self.dims:
-            return held
-        held = held.detach().contiguous()
-        parts = [torch.empty_like(held) for _ in range(self.topology.parts)]
-        dist.all_gather(parts, held, group=self.place.group)
+            return part
+        part = part.detach().contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.topology.parts)]
+        dist.all_gather(parts, part, group=self.place.group)
         return torch.cat(parts, self.dims[name])
 
     # ----------------------------------------------------------------------------------- gradients
@@ -82,5 +82,5 @@ class TensorSplit(Split):
         them."""
         if self.topology.parts == 1:
             return super().squares(partition, index)
-        views = [v for piece, found in partition.views(index) if self.counts(piece.name) for v in found]
+        views = [v for piece, tensors in partition.views(index) if self.counts(piece.name) for v in tensors]
         return float(torch.nn.utils.get_total_norm(views)) ** 2 if views else 0.0

@@ -47,15 +47,15 @@ class Topology:
 
     def _make_groups(self, seconds: float) -> tuple[Any, Any]:
         """Every rank creates every group, in the same order, as torch requires."""
-        found: list[Any] = [None, None]
+        own_groups: list[Any] = [None, None]
         replicas = [[r * self.parts + p for p in range(self.parts)] for r in range(self.replicas)]
         same_part = [[r * self.parts + p for r in range(self.replicas)] for p in range(self.parts)]
         for kind, sets in enumerate((replicas, same_part)):
             for ranks in sets:
                 group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
                 if self.first + self.part in ranks:
-                    found[kind] = group
-        _groups[self.parts] = found[0], found[1]
+                    own_groups[kind] = group
+        _groups[self.parts] = own_groups[0], own_groups[1]
         return _groups[self.parts]
 
     @contextmanager

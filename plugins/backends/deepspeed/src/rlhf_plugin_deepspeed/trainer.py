@@ -204,8 +204,8 @@ class DeepSpeedTrainer(ShardedTrainer):
 
     def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
-        first, near = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
-        return self.tensors.stream_gathered(gather, first, near, self.config.bucket, merge)
+        first, has_parts = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
+        return self.tensors.stream_gathered(gather, first, has_parts, self.config.bucket, merge)
 
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         """In stages 0 to 2 the live head shares memory with the model; otherwise it is a copy."""
@@ -256,7 +256,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
     trained, on_cpu, muon = spec.role.trained, device == "cpu", config.optimizer == "muon"
     own, bf16 = whole_storage(config, device, size, spec.storage), spec.storage == "bf16"
     over = ranks if stage >= 1 else 1
-    held = replace(
+    common = replace(
         own,
         layer_ranks=parts,
         frees_gradients=False,
@@ -269,14 +269,14 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
         buffers=int(config.bucket * FP32) if trained and (ranks > 1 or stage >= 1) else 0,
     )
     if stage == 1:  # whole gradients, then this rank's part twice: reduced, and flattened for the step
-        return replace(held, gradient_bytes=max(FP32, 2 * FP32 / ranks))
+        return replace(common, gradient_bytes=max(FP32, 2 * FP32 / ranks))
     if stage == 2:  # this rank's part of the last micro-batch, and of the sum of those before it
-        return replace(held, gradient_ranks=ranks, gradient_bytes=2 * FP32)
+        return replace(common, gradient_ranks=ranks, gradient_bytes=2 * FP32)
     if stage == 3:  # a gradient buffer that stays
         copied = config.bucket * COPIES[device] if ranks > 1 else 0
         whole = min(size.parameters, config.gathered + size.widest)
         return replace(
-            held,
+            common,
             weight_ranks=ranks,
             read_bytes=FP32,  # rounded afterwards (:mod:`rlhf_plugin_deepspeed.loading`)
             gradient_ranks=ranks,
@@ -285,7 +285,7 @@ def storage(config: DeepSpeedTrainerConfig, spec: ModelSpec, size: ModelSize, de
             host_weights=config.offload_params != "none" and not on_cpu,
             gathered=int((whole + copied) * own.weight_bytes) if ranks > 1 or config.offload_params != "none" else 0,
         )
-    return held
+    return common
 
 
 def _making(stage: int, ranks: int, on_cpu: bool, host: bool, weight: float) -> float:

@@ -35,8 +35,8 @@ class ZeroPartition(Partition):
         owner = self.flats[index].owner
         if self.replicated or getattr(self.optimizer, "cpu_offload", False) or _offloads(self.optimizer):
             return [] if owner.grad is None else [owner.grad]
-        found = self.optimizer.averaged_gradients
-        return list(found.get(index) or [])
+        averages = self.optimizer.averaged_gradients
+        return list(averages.get(index) or [])
 
     def publish(self) -> None:
         if self.replicated:

@@ -34,24 +34,24 @@ def decoder_layers(module: PreTrainedModel) -> list[nn.Module]:
     Raises CapabilityError where there are none.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
-    found = _outermost(module, names) or _outermost(module, frozenset())
-    if not found:
+    layers = _outermost(module, names) or _outermost(module, frozenset())
+    if not layers:
         raise CapabilityError(
             f"trainer 'fsdp' divides a model layer by layer, and {type(module).__name__} names no layers "
             "(_no_split_modules, or subclasses of GradientCheckpointingLayer). Use a model that does, or trainer "
             "'deepspeed' with stage 3."
         )
-    return found
+    return layers
 
 
 def _outermost(module: nn.Module, names: Collection[str]) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found = []
+    layers = []
     for child in module.children():
-        wanted = type(child).__name__ in names if names else isinstance(child, GradientCheckpointingLayer)
-        found += [child] if wanted else _outermost(child, names)
-    return found
+        is_layer = type(child).__name__ in names if names else isinstance(child, GradientCheckpointingLayer)
+        layers += [child] if is_layer else _outermost(child, names)
+    return layers
 
 
 def divide(root: nn.Module, module: PreTrainedModel, device: str, reshard: bool) -> None:

@@ -77,8 +77,8 @@ class DividedTensors(NamedTensors):
         self.rounded = frozenset(rounded)
         super().__init__(module, split)
 
-    def shape(self, name: str, held: Tensor) -> torch.Size:
-        return torch.Size(held.shape)
+    def shape(self, name: str, tensor: Tensor) -> torch.Size:
+        return torch.Size(tensor.shape)
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.bfloat16 if name in self.rounded else super().dtype(name)

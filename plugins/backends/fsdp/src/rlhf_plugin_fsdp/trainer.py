@@ -184,13 +184,13 @@ class FsdpTrainer(ShardedTrainer):
 
     def _offload_optimizer(self) -> None:
         assert self.base is not None
-        for held in self.base.state.values():
-            to_host(held)
+        for state in self.base.state.values():
+            to_host(state)
 
     def _reload_optimizer(self) -> None:
         assert self.base is not None
-        for held in self.base.state.values():
-            to_device(held, self.device)
+        for state in self.base.state.values():
+            to_device(state, self.device)
 
 
 def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device: str) -> Storage:
@@ -204,7 +204,7 @@ def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device:
     gathered in bf16, as frozen ones are; beside adapters few weights have masters. Gradients are reduced in fp32.
     """
     ranks, trained, bf16 = spec.world_size, spec.role.trained, spec.storage == "bf16"
-    sent = 2.0 if bf16 else FP32
+    wire_bytes = 2.0 if bf16 else FP32
     adapters = trained and config.lora is not None
     layer = max(x.parameters for x in size.layers)
     layers = sum(x.parameters for x in size.layers)
@@ -216,13 +216,13 @@ def storage(config: FsdpTrainerConfig, spec: ModelSpec, size: ModelSize, device:
     own = whole_storage(config, device, size)
     return replace(
         own,
-        weight_bytes=FP32 if trained and not adapters else sent,
-        optimizer_bytes=own.optimizer_bytes + (FP32 - sent if adapters else 0),
+        weight_bytes=FP32 if trained and not adapters else wire_bytes,
+        optimizer_bytes=own.optimizer_bytes + (FP32 - wire_bytes if adapters else 0),
         weight_ranks=ranks,
         gradient_ranks=ranks,
         optimizer_ranks=ranks,
         whole_at_load=True,
         frees_gradients=False,
-        gathered=int(whole * sent + reduced * (sent + FP32)) if ranks > 1 else 0,
+        gathered=int(whole * wire_bytes + reduced * (wire_bytes + FP32)) if ranks > 1 else 0,
         step=int(FP32 * size.matrices / ranks) + (ranks + 2) * largest_matrix(size) if muon else 0,
     )

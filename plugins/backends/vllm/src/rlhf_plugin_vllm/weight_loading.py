@@ -92,15 +92,18 @@ class WeightLoading(ReceivesOverLinks, Generator):
             raise SyncError("end_load() without begin_load()")
         version, self._loading = self._loading, None
         loaded = self._call_workers("rlhf_end")
-        for who, told in loaded.items():
-            if told.missing:
+        for worker, result in loaded.items():
+            if result.missing:
                 raise SyncError(
-                    f"{who} did not get all of version {version}: {_listed(told.missing)} did not arrive. Nothing is "
-                    "sampled until a load is complete."
+                    f"{worker} did not get all of version {version}: {_listed(result.missing)} did not arrive. Nothing "
+                    "is sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
         self._change_version(version)
-        return [Proof(version, who, told.nbytes, told.received, self.engine.dtype) for who, told in loaded.items()]
+        return [
+            Proof(version, worker, result.nbytes, result.received, self.engine.dtype)
+            for worker, result in loaded.items()
+        ]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""
@@ -116,11 +119,11 @@ class WeightLoading(ReceivesOverLinks, Generator):
         except Exception as error:
             self._broken = f"its workers did not answer {method}() ({type(error).__name__}: {error}); start another"
             raise SyncError(f"the generator 'vllm' cannot go on: {self._broken}") from error
-        named = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
-        for who, answer in named.items():
+        by_worker = {"the engine" if len(answers) == 1 else f"engine worker {a.rank}": a for a in answers}
+        for worker, answer in by_worker.items():
             if answer.error:
-                raise SyncError(f"{who}: {answer.error}")
-        return {who: answer.value for who, answer in named.items()}
+                raise SyncError(f"{worker}: {answer.error}")
+        return {worker: answer.value for worker, answer in by_worker.items()}
 
     def _change_version(self, version: int) -> None:
         """What new weights do to unfinished samples: ``GeneratorSpec.in_flight``."""
@@ -129,8 +132,8 @@ class WeightLoading(ReceivesOverLinks, Generator):
             self._ahead = [output for output in self._ahead if output.request_id not in waiting]
             self._again(waiting)
             return
-        for name, drawn in zip(waiting, self.engine.drawn(waiting), strict=True):
-            self._live[name].continue_with(version, drawn)
+        for name, count in zip(waiting, self.engine.drawn(waiting), strict=True):
+            self._live[name].continue_with(version, count)
 
     def _unfinished(self) -> list[str]:
         """Samples that vLLM has not ended."""

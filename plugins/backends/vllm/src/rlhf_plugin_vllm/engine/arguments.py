@@ -86,8 +86,8 @@ def _length(spec: GeneratorSpec) -> int:
     config = text_config(spec)
     positions = getattr(config, "max_position_embeddings", None)
     stretched = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
-    wanted = spec.max_tokens + 1
-    return wanted if positions is None or stretched else min(wanted, positions)
+    length = spec.max_tokens + 1
+    return length if positions is None or stretched else min(length, positions)
 
 
 def text_config(spec: GeneratorSpec) -> Any:

@@ -42,16 +42,16 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
     workers = config.tensor_parallel * config.pipeline_parallel
     free, total = free_and_total(workers)
     if config.kv_cache_gib is not None:
-        taken, fraction = free, free / total / 2  # vLLM only compares it with what is free
+        budget, fraction = free, free / total / 2  # vLLM only compares it with what is free
     elif config.memory_share is None and spec.shares_devices:
-        taken, fraction = int(MEMORY_SHARE * free), MEMORY_SHARE * free / total
+        budget, fraction = int(MEMORY_SHARE * free), MEMORY_SHARE * free / total
     else:
         fraction = config.memory_share or MEMORY_SHARE
-        taken = math.ceil(fraction * total)
-        if taken > free:
+        budget = math.ceil(fraction * total)
+        if budget > free:
             raise CapabilityError(
                 f"the generator 'vllm' would take {fraction:g} of a GPU's {_gib(total)} (generator.memory_share), "
-                f"{_gib(taken)}, and {_gib(free)} are free when it starts: other processes and the run's roles hold "
+                f"{_gib(budget)}, and {_gib(free)} are free when it starts: other processes and the run's roles hold "
                 f"{_gib(total - free)}. Set generator.memory_share = {math.floor(90 * free / total) / 100:g} or less, "
                 "or generator.kv_cache_gib; or end the other processes (nvidia-smi lists them)."
             )
@@ -59,13 +59,13 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
         return fraction
     weights = math.ceil(_elements(folder) * {"fp32": 4, "bf16": 2}[dtype] / workers)
     cache = int((config.kv_cache_gib or 0) * 2**30)
-    if weights + cache > taken:
+    if weights + cache > budget:
         parts = f"{_gib(weights)} for weights"
         if cache:
             parts += f" and {_gib(cache)} for the cache (generator.kv_cache_gib)"
         raise CapabilityError(
             f"the generator 'vllm' does not fit: each of its GPUs ({workers}) needs {parts}, and the engine may take "
-            f"{_gib(taken)}: {_gib(free)} of {_gib(total)} are free at its start, the run's roles and other processes "
+            f"{_gib(budget)}: {_gib(free)} of {_gib(total)} are free at its start, the run's roles and other processes "
             f"hold {_gib(total - free)}. Divide the engine over more GPUs (generator.tensor_parallel), give it GPUs of "
             "its own ([placement.generator]), set a smaller cache, or end the other processes (nvidia-smi lists them)."
         )

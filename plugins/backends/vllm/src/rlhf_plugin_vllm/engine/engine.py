@@ -75,8 +75,8 @@ class Engine:
                 _take_down(foreign, self._files)
                 if isinstance(error, RlhfError):
                     raise
-                what = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
-                raise ModelError(f"{what}: {_first(error)}") from error
+                failure = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
+                raise ModelError(f"{failure}: {_first(error)}") from error
         _running[id(self)] = foreign
         if sleeps:
             _sleeping.add(id(self))

@@ -46,18 +46,18 @@ class ImagePrompts:
 
         items, hashes, places = [], [], []
         for number, image in enumerate(images):
-            made = self._alone(image)
+            piece = self._alone(image)
             own = list(ids[image.at : image.at + image.tokens])
-            if made["prompt_token_ids"] != own:
+            if piece["prompt_token_ids"] != own:
                 raise ModelError(
-                    f"vLLM makes {_shown(made['prompt_token_ids'])} of image {number} of a request, and the run has "
+                    f"vLLM makes {_shown(piece['prompt_token_ids'])} of image {number} of a request, and the run has "
                     f"{_shown(own)} from position {image.at} on. The processor's files in the model's folder are not "
                     "those that the run read, or vLLM expands images of this model otherwise: sample with "
                     "--generator.use transformers."
                 )
-            [item], [place] = made["mm_kwargs"]["image"], made["mm_placeholders"]["image"]
+            [item], [place] = piece["mm_kwargs"]["image"], piece["mm_placeholders"]["image"]
             items.append(item)
-            hashes.append(f"{made['mm_hashes']['image'][0]}-{weights}")
+            hashes.append(f"{piece['mm_hashes']['image'][0]}-{weights}")
             places.append(replace(place, offset=image.at + place.offset))
         kwargs = MultiModalKwargsItems({"image": items})
         return mm_input(list(ids), kwargs, {"image": hashes}, {"image": places}, cache_salt=salt)

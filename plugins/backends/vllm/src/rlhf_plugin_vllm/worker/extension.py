@@ -79,18 +79,18 @@ class WeightReceiver:
         self._rlhf_receiver = connect_receiver(link, first + self.rank, self.device)
 
     @answered
-    def rlhf_take(self: Any, sent: Bucket | BucketHeader) -> None:
+    def rlhf_take(self: Any, message: Bucket | BucketHeader) -> None:
         if self._rlhf_reload is None:
             raise SyncError("weights arrived before begin_load()")
-        with self._rlhf_open(sent) as bucket:
+        with self._rlhf_open(message) as bucket:
             self._rlhf_reload.take(bucket)
 
-    def _rlhf_open(self, sent: Bucket | BucketHeader) -> AbstractContextManager[Bucket]:
-        if isinstance(sent, Bucket):
-            return nullcontext(sent)
+    def _rlhf_open(self, message: Bucket | BucketHeader) -> AbstractContextManager[Bucket]:
+        if isinstance(message, Bucket):
+            return nullcontext(message)
         if self._rlhf_receiver is None:
             raise SyncError("a bucket's header arrived before connect()")
-        return self._rlhf_receiver.open(sent)
+        return self._rlhf_receiver.open(message)
 
     @answered
     def rlhf_end(self: Any) -> Loaded:
@@ -102,7 +102,7 @@ class WeightReceiver:
         return Loaded(reload.received, reload.nbytes, tuple(missing))
 
     @answered
-    def rlhf_differing(self: Any, sent: Bucket | BucketHeader) -> list[str]:
+    def rlhf_differing(self: Any, message: Bucket | BucketHeader) -> list[str]:
         """See :func:`rlhf_plugin_vllm.worker.readback.differing`; an empty list if layers are split over workers."""
-        with self._rlhf_open(sent) as bucket:
+        with self._rlhf_open(message) as bucket:
             return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []

@@ -28,7 +28,7 @@ def differing(model: nn.Module, bucket: Bucket) -> list[str]:
     The model must hold whole layers, not layers that are split over workers.
     """
     names, modules = TensorNames(model), dict(model.named_modules())
-    found = []
+    differences = []
     for name, tensor in bucket.tensors:
         parameter, part = names.place(name)
         path, _, attribute = parameter.rpartition(".")
@@ -36,28 +36,28 @@ def differing(model: nn.Module, bucket: Bucket) -> list[str]:
         if layer is None:
             continue
         if _differs(layer, attribute, part, tensor):
-            found.append(name)
+            differences.append(name)
         if isinstance(layer, VocabParallelEmbedding):
             for other, head in modules.items():
                 if head is not layer and _shares_weight(layer, head) and not _same(_multiplied(head, tensor), tensor):
-                    found.append(f"{name} (as the tied {other}, packed)")
-    return found
+                    differences.append(f"{name} (as the tied {other}, packed)")
+    return differences
 
 
 def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bool:
-    held = getattr(layer, attribute, None)
-    if not isinstance(held, Tensor):
+    weight = getattr(layer, attribute, None)
+    if not isinstance(weight, Tensor):
         return False
     start = 0 if part is None else sum(getattr(layer, "output_sizes", ())[:part])
     if isinstance(layer, LinearBase) and attribute == "weight" and tensor.dim() == 2:
         return not _same(_multiplied(layer, tensor, start), tensor)
     if part is not None:
-        held = held[start : start + len(tensor)]
+        weight = weight[start : start + len(tensor)]
     if isinstance(layer, VocabParallelEmbedding):
-        held = held[: len(tensor)]
+        weight = weight[: len(tensor)]
         if hasattr(layer, "cpu_linear") and not _same(_multiplied(layer, tensor), tensor):
             return True
-    return held.shape == tensor.shape and not _same(held, tensor)
+    return weight.shape == tensor.shape and not _same(weight, tensor)
 
 
 def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
@@ -72,15 +72,15 @@ def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
     return torch.cat(parts).T
 
 
-def _same(held: Tensor, sent: Tensor) -> bool:
+def _same(value: Tensor, reference: Tensor) -> bool:
     """Whether two tensors are equal in the model's precision. fp32 products on a GPU may use TF32, so they get a
     tolerance."""
-    sent = sent.to(device=held.device, dtype=held.dtype)
-    if held.shape != sent.shape:
+    reference = reference.to(device=value.device, dtype=value.dtype)
+    if value.shape != reference.shape:
         return False
-    if held.dtype == torch.float32:
-        return bool(torch.allclose(held, sent, rtol=1e-3 if held.is_cuda else 1e-6, atol=0))
-    return torch.equal(held, sent)
+    if value.dtype == torch.float32:
+        return bool(torch.allclose(value, reference, rtol=1e-3 if value.is_cuda else 1e-6, atol=0))
+    return torch.equal(value, reference)
 
 
 def _shares_weight(layer: nn.Module, other: nn.Module) -> bool:

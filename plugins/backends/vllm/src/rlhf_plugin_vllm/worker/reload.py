@@ -95,8 +95,8 @@ class Reload:
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             padded = isinstance(layer, VocabParallelEmbedding)
-            made = [layer._buffers[buffer] for buffer in layer._non_persistent_buffers_set]
-            total = (info.load_numel_total or 0) - sum(b.numel() for b in made if b is not None)
+            computed_buffers = [layer._buffers[buffer] for buffer in layer._non_persistent_buffers_set]
+            total = (info.load_numel_total or 0) - sum(b.numel() for b in computed_buffers if b is not None)
             if info.can_load() and not padded and 0 < info.load_numel < total:
                 yield name
 
@@ -120,14 +120,14 @@ def _fingerprints(bucket: Bucket, stream: torch.cuda.Stream | None) -> dict[str,
 
 def tied_heads(model: nn.Module) -> Iterator[nn.Module]:
     """Layers that share the weight of another layer."""
-    seen: set[int] = set()
+    weight_ids: set[int] = set()
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         if weight is None:
             continue
-        if id(weight) in seen:
+        if id(weight) in weight_ids:
             yield layer
-        seen.add(id(weight))
+        weight_ids.add(id(weight))
 
 
 def repack_tied(layers: list[nn.Module]) -> None:

@@ -52,10 +52,10 @@ class TensorNames:
             loaded: vLLM's names of parameters that were loaded, wholly or partly.
             received: names as the trainer sent them.
         """
-        got = {self.renamed(name) for name in received}
+        arrivals = {self.renamed(name) for name in received}
         lacking = []
         for name in needed:
             parts = self.unpacked(name)
-            if name not in loaded or (len(parts) > 1 and name not in got):
-                lacking += [part for part in parts if part not in got]
+            if name not in loaded or (len(parts) > 1 and name not in arrivals):
+                lacking += [part for part in parts if part not in arrivals]
         return lacking
