@@ -219,3 +219,14 @@ def test_recurrent_layers_are_packed_if_their_kernels_take_boundaries(
     assert (trainer.loaded.layout, trainer.loaded.boundaries) == ("packed", True)
     assert trainer.facts().notes == ()
     check(path, trainer, make_batch(LENS, loss=nll), nll)
+
+
+@pytest.mark.parametrize("lens", [[7, 12, 5], [70, 70, 70, 33], [170, 9, 170, 170, 200, 3], [1, 2, 1]])
+def test_logprobs_equal_one_sequence_at_a_time(lens, make_trainer, make_batch):
+    """Equal up to rounding: a matrix library may choose another kernel for another number of rows."""
+    trainer = make_trainer(trained=False)
+    batch = make_batch(lens)
+    [whole] = trainer.forward([batch], ["logprobs", "entropy"])
+    alone = trainer.forward([batch.select([u]) for u in range(len(lens))], ["logprobs", "entropy"])
+    for name, value in whole.items():
+        assert (value - torch.cat([part[name] for part in alone])).abs().max() < 3e-6, name

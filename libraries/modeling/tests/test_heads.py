@@ -8,6 +8,7 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, VALUES
+from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
 
@@ -20,9 +21,11 @@ def plain_logprobs(hidden_NH, weight, batch, temperature_N):
     return out
 
 
-def setup(make_batch, vocabulary=97):
+def setup(vocabulary=97):
     g = torch.Generator().manual_seed(0)
-    batch = make_batch([6, 9, 2, 4])
+    rows = [torch.randint(3, 90, (n,), generator=g).tolist() for n in (6, 9, 2, 4)]
+    g.manual_seed(0)
+    batch = pack([UnitData([SequenceData(ids, {"loss_mask": [i >= 2 for i in range(len(ids))]})]) for ids in rows])
     hidden = torch.randn(batch.tokens, 8, generator=g).requires_grad_()
     weight = torch.randn(vocabulary, 8, generator=g).requires_grad_()
     return batch, hidden, weight
@@ -36,8 +39,8 @@ def compute(batch, hidden, weight, heads, chunk=10**6, tempered=True, logits=Non
 
 @pytest.mark.parametrize("chunk", [10**6, 3, 1])
 @pytest.mark.parametrize("tempered", [True, False])
-def test_logprobs_and_gradients_equal_whole_logits(make_batch, chunk, tempered):
-    batch, hidden, weight = setup(make_batch)
+def test_logprobs_and_gradients_equal_whole_logits(chunk, tempered):
+    batch, hidden, weight = setup()
     temperature_N = torch.linspace(0.5, 1.5, batch.tokens) if tempered else torch.ones(batch.tokens)
     if tempered:
         batch = batch.with_column("tok", "temperature", temperature_N)
@@ -50,8 +53,8 @@ def test_logprobs_and_gradients_equal_whole_logits(make_batch, chunk, tempered):
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def test_no_more_logits_than_a_chunk_exist(make_batch):
-    batch, hidden, weight = setup(make_batch)
+def test_no_more_logits_than_a_chunk_exist():
+    batch, hidden, weight = setup()
     rows, alive = [], []
 
     def logits(h):
@@ -69,8 +72,8 @@ def test_no_more_logits_than_a_chunk_exist(make_batch):
     assert max(live for _, live in rows) == 1
 
 
-def test_scores_are_those_of_the_last_token_and_values_those_before_each_token(make_batch):
-    batch, hidden, _ = setup(make_batch)
+def test_scores_are_those_of_the_last_token_and_values_those_before_each_token():
+    batch, hidden, _ = setup()
     got = compute(batch, hidden, hidden, [VALUES, SCORES], tempered=False, logits=lambda h: h[:, :1])
     ends = batch.lens_B.cumsum(0) - 1
     assert torch.equal(got["scores"], hidden[ends, 0])
@@ -78,16 +81,16 @@ def test_scores_are_those_of_the_last_token_and_values_those_before_each_token(m
     assert torch.equal(got["values"], hidden[where - 1, 0])
 
 
-def test_temperature_is_not_for_scalar_heads(make_batch):
-    batch, hidden, _ = setup(make_batch)
+def test_temperature_is_not_for_scalar_heads():
+    batch, hidden, _ = setup()
     batch = batch.with_column("tok", "temperature", torch.full((batch.tokens,), 0.5))
     got = compute(batch, hidden, hidden, [VALUES], tempered=False, logits=lambda h: h[:, :1])
     assert torch.equal(got["values"], hidden[batch.tok["loss_mask"].nonzero()[:, 0] - 1, 0])
 
 
 @pytest.mark.parametrize("chunk", [100, 2])
-def test_heads_of_plugins_get_columns_and_constants(make_batch, chunk):
-    batch, hidden, weight = setup(make_batch)
+def test_heads_of_plugins_get_columns_and_constants(chunk):
+    batch, hidden, weight = setup()
     batch = batch.with_column("tok", "target", torch.arange(batch.tokens))
     seen = Head(
         "seen", lambda logits, ids, columns, constants: columns["target"] * constants["k"] + ids, columns=("target",),
@@ -97,8 +100,8 @@ def test_heads_of_plugins_get_columns_and_constants(make_batch, chunk):
     assert torch.equal(compute(batch, hidden, weight, [seen], chunk)["seen"], 2 * where + batch.ids_N[where])
 
 
-def test_a_mask_over_a_first_token_is_refused(make_batch):
-    batch, hidden, weight = setup(make_batch)
+def test_a_mask_over_a_first_token_is_refused():
+    batch, hidden, weight = setup()
     batch = batch.with_column("tok", "all", torch.ones(batch.tokens, dtype=torch.bool), over=None)
     with pytest.raises(TrainingError, match="covers the first token"):
         compute(batch, hidden, weight, [Head("x", LOGPROBS.fn, over="all")])
@@ -106,17 +109,17 @@ def test_a_mask_over_a_first_token_is_refused(make_batch):
         compute(batch, hidden, weight, [Head("x", LOGPROBS.fn, over="none")])
 
 
-def test_wrong_shapes_and_double_names_are_refused(make_batch):
-    batch, hidden, weight = setup(make_batch)
+def test_wrong_shapes_and_double_names_are_refused():
+    batch, hidden, weight = setup()
     with pytest.raises(TrainingError, match=r"head 'bad' must return \[13, ...\], got \(\)"):
         compute(batch, hidden, weight, [Head("bad", lambda logits, *_: logits.sum())])
     with pytest.raises(TrainingError, match="share a name"):
         compute(batch, hidden, weight, [LOGPROBS, LOGPROBS])
 
 
-def test_heads_compute_in_fp32_under_autocast(make_batch):
+def test_heads_compute_in_fp32_under_autocast():
     """Also their inputs from hidden states in bf16. 1 + 1/512 is not representable in bf16."""
-    batch, hidden, weight = setup(make_batch)
+    batch, hidden, weight = setup()
     matrix = torch.full((8, 1), 1 / 8 + 1 / 4096)
 
     def product(read, ids, columns, constants):

@@ -73,17 +73,6 @@ def test_attention_is_bit_equal_to_one_sequence_at_a_time(lens):
     assert torch.equal(whole, torch.cat(alone, 1))
 
 
-@pytest.mark.parametrize("lens", MIXTURES)
-def test_logprobs_equal_one_sequence_at_a_time(lens, make_trainer, make_batch):
-    """Equal up to rounding: a matrix library may choose another kernel for another number of rows."""
-    trainer = make_trainer(trained=False)
-    batch = make_batch(lens)
-    [whole] = trainer.forward([batch], ["logprobs", "entropy"])
-    alone = trainer.forward([batch.select([u]) for u in range(len(lens))], ["logprobs", "entropy"])
-    for name, value in whole.items():
-        assert (value - torch.cat([part[name] for part in alone])).abs().max() < 3e-6, name
-
-
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_short_and_long_sequences_equal_sdpa(window, dtype):
