@@ -15,8 +15,8 @@ from rlhf_testing import generator_links
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.generator import GeneratorContract
 from rlhf_testing.plain import PlainTrainer
-from rlhf_transport.ends import connect_receiver
-from rlhf_transport.receiving import ReceivesOverLinks
+from rlhf_workers.links.ends import connect_receiver
+from rlhf_workers.links.receiving import ReceivesOverLinks
 
 
 class PlainGenerator(Generator):
@@ -349,7 +349,7 @@ def suite(made):
         (SeedByName, "test_advance", r"by advance\(\) and .* by generate\(\)"),
         (HeaderForBucket, "test_links", "after weights came over a link: .*log-probs differ"),
         (DropsABucket, "test_links", "fingerprints must be equal"),
-        (OnlyTheCapability, "test_links", "is no rlhf_transport.receiving.ReceivesOverLinks"),
+        (OnlyTheCapability, "test_links", "is no rlhf_workers.links.receiving.ReceivesOverLinks"),
         (AllStale, "test_links", r"stale\(\) names \['model.embed_tokens.weight'"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 from rlhf.errors import TrainingError
 from rlhf.weights.bucket import buckets
 from rlhf.weights.fingerprint import WORDS, marks
-from rlhf_transport.layout import Layout
+from rlhf_workers.links.layout import Layout
 
 BASE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 TENSORS = [

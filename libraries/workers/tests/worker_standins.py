@@ -18,7 +18,7 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Turn
 from rlhf_testing.launcher import CountingTrainer
-from rlhf_transport.receiving import ReceivesOverLinks
+from rlhf_workers.links.receiving import ReceivesOverLinks
 
 
 class OddTrainer(CountingTrainer):
@@ -202,7 +202,7 @@ class OddGenerator(ReceivesOverLinks, Generator):
 
     def connect(self, link: Any, first: int) -> None:
         import torch
-        from rlhf_transport.ends import connect_receiver
+        from rlhf_workers.links.ends import connect_receiver
 
         self.note(f"connect {link.kind}")
         self._flagged("die-before-connect")

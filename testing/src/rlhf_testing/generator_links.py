@@ -28,10 +28,10 @@ class LinkChecks:
         """With the capability ``accept:links``, weights that come over a link are proven and sampled from, and a second
         link replaces the first. The check uses CPUs, shared memory and one configuration, because GPU memory cannot be
         shared within one process, and a link does not depend on options."""
-        from rlhf_transport.coordination import serve
-        from rlhf_transport.ends import ConnectedTrainer
-        from rlhf_transport.link import Link
-        from rlhf_transport.receiving import ReceivesOverLinks, receives_over_links
+        from rlhf_workers.links.coordination import serve
+        from rlhf_workers.links.ends import ConnectedTrainer
+        from rlhf_workers.links.link import Link
+        from rlhf_workers.links.receiving import ReceivesOverLinks, receives_over_links
 
         config = next(iter(self.grid()))
         about, s = self.about(config), self.make(config)
@@ -40,7 +40,7 @@ class LinkChecks:
             return
         expect(
             isinstance(generator, ReceivesOverLinks),
-            f"{about} has the capability accept:links and is no rlhf_transport.receiving.ReceivesOverLinks",
+            f"{about} has the capability accept:links and is no rlhf_workers.links.receiving.ReceivesOverLinks",
         )
         stores = []  # kept alive: a store serves until it is collected, and an unread link must time out
         for version in (1, 2):

@@ -15,7 +15,6 @@ from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Launcher, Model
 from rlhf.paths import require_possible
 from rlhf.plugins import Resolved
 from rlhf.plugins.resolved import FILE
-from rlhf_transport.receiving import receives_over_links
 
 from rlhf_workers.driver.calls import Calls
 from rlhf_workers.driver.failures import FailedCall, first_failure, result_of
@@ -26,12 +25,13 @@ from rlhf_workers.driver.watchdog import OnStall, Watchdog, ignore_stall
 from rlhf_workers.engines.front import EngineGroup, check_takes_tensors
 from rlhf_workers.engines.pool import EnginePool
 from rlhf_workers.engines.weight_link import NO_LINKS, WeightLink, choose_kind
+from rlhf_workers.links.receiving import receives_over_links
 from rlhf_workers.options import WorkerOptions
 from rlhf_workers.placement import Allocation
 from rlhf_workers.process.payload import pack
 
 if TYPE_CHECKING:
-    from rlhf_transport.link import Kind
+    from rlhf_workers.links.link import Kind
 
 POLICY = "policy"
 """The role whose weights the engines sample from."""

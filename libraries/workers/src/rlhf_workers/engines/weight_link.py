@@ -15,10 +15,9 @@ from rlhf_workers.placement import Allocation
 from rlhf_workers.process.payload import pack
 
 if TYPE_CHECKING:
-    from rlhf_transport.coordination import Coordination
-    from rlhf_transport.link import Kind
-
     from rlhf_workers.driver.rank_group import RankGroup
+    from rlhf_workers.links.coordination import Coordination
+    from rlhf_workers.links.link import Kind
 
 NO_LINKS = "the generator takes no links (accept:links is not among its capabilities)"
 STORE = "store"
@@ -46,8 +45,8 @@ class WeightLink:
     def build(self, pool: EnginePool) -> None:
         """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
         is not fit."""
-        from rlhf_transport.coordination import serve
-        from rlhf_transport.link import Link
+        from rlhf_workers.links.coordination import serve
+        from rlhf_workers.links.link import Link
 
         self.drop()
         self.policy.finish_stream("connect_trainer")

@@ -23,9 +23,8 @@ from rlhf_workers.process.failure import Failure
 from rlhf_workers.process.network import interface_of, reserve_port
 
 if TYPE_CHECKING:
-    from rlhf_transport.ends import ConnectedTrainer
-    from rlhf_transport.link import Link
-
+    from rlhf_workers.links.ends import ConnectedTrainer
+    from rlhf_workers.links.link import Link
     from rlhf_workers.process.payload import Payload
 
 COMPARED = ("torch", "transformers", "rlhf-core")
@@ -175,7 +174,7 @@ class Worker(ABC):
 
     def connect_trainer(self, link: Link) -> None:
         """Connect this rank of a trainer to ``link``, in place of an earlier link."""
-        from rlhf_transport.ends import ConnectedTrainer
+        from rlhf_workers.links.ends import ConnectedTrainer
 
         if self._connected is not None:
             self._connected.close()

@@ -10,8 +10,8 @@ from rlhf.errors import ModelError, SyncError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec
 from rlhf.interfaces.generator import Proof
 from rlhf.weights.bucket import Bucket
-from rlhf_transport.link import BucketHeader, Link
-from rlhf_transport.receiving import ReceivesOverLinks
+from rlhf_workers.links.link import BucketHeader, Link
+from rlhf_workers.links.receiving import ReceivesOverLinks
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine

@@ -13,8 +13,8 @@ from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
 from rlhf.weights.bucket import Bucket
-from rlhf_transport.ends import connect_receiver
-from rlhf_transport.link import BucketHeader, Link, Receiver
+from rlhf_workers.links.ends import connect_receiver
+from rlhf_workers.links.link import BucketHeader, Link, Receiver
 from vllm.config import set_current_vllm_config
 
 from rlhf_plugin_vllm.worker.readback import differing

@@ -21,7 +21,7 @@ from typing import Literal
 
 from rlhf.weights.bucket import Bucket
 
-from rlhf_transport.layout import Layout
+from rlhf_workers.links.layout import Layout
 
 Kind = Literal["shared", "broadcast"]
 
@@ -32,7 +32,8 @@ class Link:
 
     kind: Kind
     address: str
-    """``HOST:PORT`` of the key-value store through which both ends coordinate (:mod:`rlhf_transport.coordination`)."""
+    """``HOST:PORT`` of the key-value store through which both ends coordinate
+    (:mod:`rlhf_workers.links.coordination`)."""
     receivers: int
     """Number of processes that take every bucket."""
     ranks: int

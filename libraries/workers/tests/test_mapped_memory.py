@@ -10,11 +10,11 @@ import pytest
 import torch
 from rlhf.errors import SyncError
 from rlhf.weights.bucket import buckets
-from rlhf_transport import shared_memory
-from rlhf_transport.coordination import serve
-from rlhf_transport.ends import connect_receiver, connect_sender
-from rlhf_transport.link import Link
-from rlhf_transport.shared_memory import SharedBuffer, _open_handle
+from rlhf_workers.links import shared_memory
+from rlhf_workers.links.coordination import serve
+from rlhf_workers.links.ends import connect_receiver, connect_sender
+from rlhf_workers.links.link import Link
+from rlhf_workers.links.shared_memory import SharedBuffer, _open_handle
 from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import StorageWeakRef
 

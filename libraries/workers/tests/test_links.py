@@ -19,17 +19,17 @@ from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf.weights.bucket import buckets
 from rlhf_testing.launcher import CountingTrainer
-from rlhf_transport.coordination import serve
-from rlhf_transport.ends import ConnectedTrainer, connect_receiver, connect_sender
-from rlhf_transport.link import Link
+from rlhf_workers.links.coordination import serve
+from rlhf_workers.links.ends import ConnectedTrainer, connect_receiver, connect_sender
+from rlhf_workers.links.link import Link
 
 CPU = torch.device("cpu")
 KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
-from rlhf_transport.ends import connect_receiver
-from rlhf_transport.layout import Layout
-from rlhf_transport.link import BucketHeader, Link
+from rlhf_workers.links.ends import connect_receiver
+from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.link import BucketHeader, Link
 link = Link(*json.loads(sys.argv[1]))
 receiver = connect_receiver(link, int(sys.argv[2]), torch.device("cpu"))
 print("connected", flush=True)

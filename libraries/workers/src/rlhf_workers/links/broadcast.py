@@ -17,9 +17,9 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from rlhf_transport.coordination import Coordination
-from rlhf_transport.layout import Layout
-from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
+from rlhf_workers.links.coordination import Coordination
+from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
 
 _READY = "ready"
 """Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""

@@ -10,7 +10,7 @@ from rlhf.interfaces import Generator
 if TYPE_CHECKING:
     from rlhf.weights.bucket import Bucket
 
-    from rlhf_transport.link import BucketHeader, Link
+    from rlhf_workers.links.link import BucketHeader, Link
 
 LINKS = "accept:links"
 """Capability of a generator that implements :class:`ReceivesOverLinks`."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from rlhf.interfaces import Trainer
 
-from rlhf_transport.broadcast import BroadcastReceiver, BroadcastSender, IdleSender
-from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
-from rlhf_transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from rlhf_workers.links.broadcast import BroadcastReceiver, BroadcastSender, IdleSender
+from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
+from rlhf_workers.links.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 
 class ConnectedTrainer:

@@ -27,9 +27,9 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rlhf_transport.coordination import Coordination
-from rlhf_transport.layout import Layout
-from rlhf_transport.link import BucketHeader, Link, Receiver, Sender
+from rlhf_workers.links.coordination import Coordination
+from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """The arguments of torch's function that maps a tensor of another process."""
