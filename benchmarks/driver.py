@@ -35,7 +35,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Reduce, Row, Trajectory, Turn
 from rlhf_algorithms import pipeline
-from rlhf_plugin_policy_gradient.advantages import GroupNorm
+from rlhf_algorithms.advantages import GroupNorm
 from rlhf_runtime.checkpoint import saved_groups
 from rlhf_runtime.models.dispatch import micro_batches, plan, unit_prefixes
 

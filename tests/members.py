@@ -78,7 +78,8 @@ class Member:
 FOLDERS = ("*", "libraries/*", "plugins/*/*")
 MEMBERS = [Member(p.parent) for p in sorted(p for f in FOLDERS for p in ROOT.glob(f"{f}/pyproject.toml"))]
 BY_NAME = {member.name: member for member in MEMBERS}
-PLUGINS = [member for member in MEMBERS if member.is_plugin]
+PLUGINS = [member for member in MEMBERS if member.entry_points]
+"""Those that register plugins: all in the folder of that name, the command line, and a library may."""
 ROOT_PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

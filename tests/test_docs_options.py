@@ -15,7 +15,7 @@ from rlhf_cli.describe import options
 
 from tests.pages import ROOT, Table, name_of, prose, read, tables
 
-PAGES = sorted(ROOT.glob("plugins/*/*/README.md"))
+PAGES = sorted([*ROOT.glob("plugins/*/*/README.md"), *ROOT.glob("libraries/*/README.md")])
 MADE_FROM_FILES = "plugins/adapters/openrlhf/README.md"
 """Its options belong to the plugins that it makes from files; its own tests check them."""
 

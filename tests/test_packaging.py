@@ -17,12 +17,10 @@ import install
 from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, ROOT_PROJECT, name_of, ours, required
 
 every_member = pytest.mark.parametrize("member", MEMBERS, ids=name_of)
-OFFERS = [member for member in MEMBERS if member.entry_points]
-"""Distributions that offer plugins."""
-every_offer = pytest.mark.parametrize("member", OFFERS, ids=name_of)
+every_offer = pytest.mark.parametrize("member", PLUGINS, ids=name_of)
 every_entry = pytest.mark.parametrize(
     ("member", "kind", "name"),
-    [(m, kind, name) for m in OFFERS for kind, name, _ in m.entry_points],
+    [(m, kind, name) for m in PLUGINS for kind, name, _ in m.entry_points],
     ids=lambda value: getattr(value, "name", value),
 )
 
@@ -33,7 +31,7 @@ PIN = SpecifierSet(f">={MAJOR}.{MINOR},<{MAJOR}.{MINOR + 1}")
 def test_there_are_members():
     assert {"rlhf-core", "rlhf-cli"} < set(BY_NAME)
     assert PLUGINS
-    assert [m.name for m in PLUGINS if m not in OFFERS] == []
+    assert [m.name for m in MEMBERS if m.is_plugin and m not in PLUGINS] == []
 
 
 @every_member
@@ -115,7 +113,7 @@ def test_entry_point_can_be_shown(member, kind, name, capsys):
 
 
 def test_no_two_members_offer_the_same_name():
-    counts = Counter((kind, name) for m in OFFERS for kind, name, _ in m.entry_points)
+    counts = Counter((kind, name) for m in PLUGINS for kind, name, _ in m.entry_points)
     assert [key for key, count in counts.items() if count > 1] == []
 
 

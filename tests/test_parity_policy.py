@@ -11,7 +11,7 @@ from rlhf.ops.loss_value import evaluate
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf_algorithms.kl_loss import WithKL
+from rlhf_algorithms.kl import WithKL
 
 RECORDED = json.loads((Path(__file__).parents[1] / "benchmarks/parity/trl-1.16.0-policy.json").read_text())
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}

@@ -11,11 +11,10 @@ from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec, Update
-from rlhf_algorithms.kl_loss import WithKL
+from rlhf_algorithms.kl import WithKL
+from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, PolicyLoss, ReinforceLoss
 from rlhf_plugin_local.launcher import LocalGroup
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
-from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
-from rlhf_plugin_policy_gradient.policy_loss import PolicyLoss
 from rlhf_runtime.models.roles import Role
 from torch import Tensor
 

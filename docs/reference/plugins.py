@@ -20,24 +20,25 @@ on the command line, and `rlhf plugins list` shows what is installed.
 
 
 def page() -> str:
-    """Markdown: a table for each folder of ``plugins/``, and one for the commands of ``cli/``."""
+    """Markdown: a table for each folder of ``plugins/``, and those of ``cli/`` and of libraries."""
     parts = [HEAD.rstrip()]
     tables = {folder.name: folder.glob("*/pyproject.toml") for folder in (ROOT / "plugins").iterdir()}
     tables["commands"] = (ROOT / "cli").glob("pyproject.toml")
+    tables["libraries"] = (ROOT / "libraries").glob("*/pyproject.toml")
     for name, files in sorted(tables.items()):
-        rows = [row(metadata) for metadata in sorted(files)]
-        if rows:
+        if rows := [text for metadata in sorted(files) if (text := row(metadata))]:
             head = [f"## {name.capitalize()}", "", "| distribution | what | offers |", "|---|---|---|"]
             parts.append("\n".join([*head, *rows]))
     return "\n\n".join(parts) + "\n"
 
 
 def row(metadata: Path) -> str:
+    """Empty for a distribution that registers nothing."""
     project = tomllib.loads(metadata.read_text(encoding="utf-8"))["project"]
     link = f"[{project['name']}](../../{metadata.parent.relative_to(ROOT).as_posix()}/README.md)"
     groups = project.get("entry-points", {})
     offers = [f"{group.removeprefix('rlhf.')} {', '.join(f'`{n}`' for n in groups[group])}" for group in groups]
-    return f"| {link} | {project['description']} | {'; '.join(offers)} |"
+    return "" if not offers else f"| {link} | {project['description']} | {'; '.join(offers)} |"
 
 
 if __name__ == "__main__":

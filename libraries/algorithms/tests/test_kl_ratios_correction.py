@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from rlhf.errors import TrainingError
 from rlhf_algorithms.correction import CorrectionConfig, correction_weights
 from rlhf_algorithms.kl import ESTIMATORS, KLController, k1, k2, k3, kl_estimate
+from rlhf_algorithms.policy_gradient_config import overlong_penalty, stop_properly
 from rlhf_algorithms.ratios import bounded, clipped_surrogate, token_ratio
-from rlhf_algorithms.shaping import overlong_penalty, stop_properly
 
 FAR = [-1e4, -300.0, -88.8, -50.0, -10.0, -3.0, 3.0, 10.0, 88.8, 300.0, 1e4]
 

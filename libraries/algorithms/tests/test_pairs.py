@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -70,3 +72,9 @@ def test_metrics_of_pairs_of_which_one_is_a_tie():
         "chosen_reward": ("unit", [1.0, 0.0, -1.0]),
         "rejected_reward": ("unit", [0.5, 0.0, 2.0]),
     }
+
+
+def test_the_base_class_and_the_hooks_are_imported_without_torch():
+    """Options are read from classes, for ``rlhf explain`` and messages, and torch takes seconds."""
+    code = "import sys, rlhf_algorithms.pair_learning; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

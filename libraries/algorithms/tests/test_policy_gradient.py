@@ -9,10 +9,10 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.returns import gae, return_to_go
 from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, RunOptions, Snapshot, Update
-from rlhf_algorithms.kl_loss import WithKL
+from rlhf_algorithms.critic import ValueScale
+from rlhf_algorithms.kl import WithKL
 from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
-from rlhf_algorithms.value_scale import ValueScale
 from rlhf_testing import fabricate
 
 

@@ -1,1 +1,22 @@
-"""Base classes of algorithms: policy gradient and learning from pairs."""
+"""Base classes of algorithms, and the advantage estimators and policy losses that several algorithms name.
+
+The hooks import the estimators and losses, because these need torch and most users of a base class do not.
+"""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Advantage, Loss
+
+
+@hookimpl
+def rlhf_register_advantage() -> list[type[Advantage]]:
+    from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+
+    return [GAE, Reinforce, ReinforceBaseline, RLOO, GroupNorm, DrGRPO]
+
+
+@hookimpl
+def rlhf_register_loss() -> list[type[Loss]]:
+    from rlhf_algorithms.critic import Value
+    from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
+
+    return [PPO, ReinforceLoss, GSPO, CISPO, SAPO, Value]

@@ -23,12 +23,11 @@ from rlhf.types import Annotation, Group, Head, Needs, OnlineShape, RoleSpec, Ru
 from torch import Tensor
 
 from rlhf_algorithms import pipeline
-from rlhf_algorithms.kl import KLController
-from rlhf_algorithms.kl_loss import WithKL
+from rlhf_algorithms.critic import ValueScale
+from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
 from rlhf_algorithms.snapshots import snapshots_due
-from rlhf_algorithms.value_scale import ValueScale
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
@@ -38,7 +37,7 @@ class PolicyGradient(Algorithm):
     """Per step: rollouts, advantages, one policy update and, if the advantage reads values, one critic update.
 
     Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
-    works with every loss: :class:`rlhf_algorithms.kl_loss.WithKL` adds a term beside it, and each update carries the
+    works with every loss: :class:`rlhf_algorithms.kl.WithKL` adds a term beside it, and each update carries the
     term's coefficient. Complete example::
 
         class Mine(PolicyGradient):

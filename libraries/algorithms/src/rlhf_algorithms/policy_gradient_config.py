@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
+import torch
 from pydantic import Field, field_validator, model_validator
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.ops.batch import Batch
 from torch import Tensor
 
-from rlhf_algorithms import pipeline, shaping
+from rlhf_algorithms import pipeline
 from rlhf_algorithms.kl import Estimator
 from rlhf_algorithms.snapshots import require_every
 
@@ -106,11 +107,30 @@ class ShapingConfig(ComponentConfig):
         assert self.overlong_buffer is not None
         assert self.overlong_max is not None
         own_U = batch.unit["own_tokens"]
-        return r_U + shaping.overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
+        return r_U + overlong_penalty(own_U, self.overlong_max, self.overlong_buffer, self.overlong_factor)
 
     def _stop_properly(self, r_U: Tensor, batch: Batch) -> Tensor:
         assert self.stop_properly is not None
-        return shaping.stop_properly(r_U, batch.unit["truncated"], self.stop_properly)
+        return stop_properly(r_U, batch.unit["truncated"], self.stop_properly)
+
+
+def overlong_penalty(own_tokens_U: Tensor, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """Soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), <= 0, float64 [U].
+
+    e = min(len - (max_length - buffer), buffer);  penalty = -factor e / buffer where e > 0: a ramp over the last
+    ``buffer`` tokens before ``max_length``, then constant.
+    """
+    excess = (own_tokens_U.double() - (max_length - buffer)).clamp(min=0, max=buffer)
+    return -factor * excess / buffer
+
+
+def stop_properly(r_U: Tensor, truncated_U: Tensor, coef: float) -> Tensor:
+    """Truncated samples: r * coef for 0 <= coef <= 1; r = coef for coef < 0 (ProRL, arXiv:2505.24864).
+
+    Note that coef in 0 .. 1 makes a *negative* reward milder; for rewards below 0 give a negative coef.
+    """
+    shaped_U = r_U * coef if coef >= 0 else torch.full_like(r_U, coef)
+    return torch.where(truncated_U, shaped_U, r_U)
 
 
 class PolicyGradientConfig(ComponentConfig):

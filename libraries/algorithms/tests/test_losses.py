@@ -10,9 +10,9 @@ from rlhf.ops.loss_value import evaluate, finish_sums
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_algorithms.correction import CorrectionConfig
-from rlhf_algorithms.kl_loss import WithKL
-from rlhf_plugin_policy_gradient.losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
-from rlhf_plugin_policy_gradient.value import Value
+from rlhf_algorithms.critic import Value
+from rlhf_algorithms.kl import WithKL
+from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
 from rlhf_testing.loss import LossContract
 
 

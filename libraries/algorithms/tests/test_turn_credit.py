@@ -8,9 +8,9 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Row, Trajectory, Turn
+from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
 from rlhf_algorithms.pipeline import KLPenalty, credit
-from rlhf_algorithms.shaping import overlong_penalty
-from rlhf_plugin_policy_gradient import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+from rlhf_algorithms.policy_gradient_config import overlong_penalty
 
 ROW = Row({}, "data", 0)
 

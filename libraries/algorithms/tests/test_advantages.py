@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf_plugin_policy_gradient.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
 from rlhf_testing.advantage import AdvantageContract
 
 
