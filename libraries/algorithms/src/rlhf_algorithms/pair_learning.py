@@ -1,16 +1,21 @@
-"""Base class of the algorithms that learn from given pairs. A subclass names its loss and its further needs."""
+"""Base classes of the algorithms that learn from given pairs, and of their losses without a reference."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rlhf.interfaces.algorithm import Algorithm
-from rlhf.types import Needs, RoleSpec, Snapshot, Update
+from rlhf.interfaces.loss import Loss
+from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, Snapshot, Update
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
+    from rlhf.ops.losses import LossInput
     from rlhf.types.examples import Example
+    from rlhf.types.losses import How
+    from torch import Tensor
 
 
 class PairLearning(Algorithm):
@@ -45,3 +50,58 @@ class PairLearning(Algorithm):
     def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         """One optimizer step of the policy on all pairs."""
         return [Update("policy", "loss")]
+
+
+class ContrastLoss(Loss):
+    """Contrasts the log-probs of a pair's two answers, without a reference, and may imitate the chosen answer.
+
+    A subclass gives :meth:`contrast`, and a Config with ``beta``, the scale of the rewards, and ``nll_coef``, the
+    coefficient of the chosen answers' negative log-likelihood.
+
+    Terms: one with the loss's name, the mean over pairs, and with ``nll_coef`` ``nll`` (times it). Metrics:
+    ``accuracy``, ``reward_margin``, ``chosen_reward`` and ``rejected_reward`` of the rewards beta x (shaped) log-prob;
+    ``chosen_logprobs`` and ``rejected_logprobs``.
+    """
+
+    conformance = {"data": "pairs"}
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the log-prob of an answer is the mean over its tokens; else it is the sum."""
+        return True
+
+    @property
+    def nll_how(self) -> How:
+        """How the likelihood of the chosen answers is averaged."""
+        return "token_mean"
+
+    @abstractmethod
+    def contrast(self, difference_U: Tensor) -> Tensor:
+        """[U]: the loss of each pair, from the (shaped) log-prob of the chosen answer less that of the rejected one."""
+
+    def shaped(self, logprob_U: Tensor) -> Tensor:
+        """The reward of an answer, before the factor beta. Default: its log-prob."""
+        return logprob_U
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("logprobs",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        terms = {self.name: Reduce("unit_mean")}
+        if self.config.nll_coef:
+            terms["nll"] = Reduce(self.nll_how, roles=(0,), coef=self.config.nll_coef)
+        return terms
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        from rlhf_algorithms.pairs import pair_metrics
+
+        logprobs_A, beta = x["logprobs"], self.config.beta
+        logprob_S = x.mean_per_sequence(logprobs_A) if self.per_token else x.sum_per_sequence(logprobs_A)
+        chosen_U, rejected_U = x.of_role(logprob_S, 0), x.of_role(logprob_S, 1)
+        chosen_reward_U, rejected_reward_U = self.shaped(chosen_U), self.shaped(rejected_U)
+        terms = {self.name: self.contrast(chosen_reward_U - rejected_reward_U)}
+        if self.config.nll_coef:
+            terms["nll"] = -logprobs_A
+        metrics = pair_metrics(beta * chosen_reward_U, beta * rejected_reward_U)
+        metrics |= {"chosen_logprobs": ("unit", chosen_U), "rejected_logprobs": ("unit", rejected_U)}
+        return LossOutput(terms, metrics)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+import math
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
-from rlhf.interfaces import ComponentConfig, Loss
-from rlhf.types import LossOutput, Reduce
+from rlhf.interfaces import ComponentConfig
+from rlhf_algorithms.pair_learning import ContrastLoss
 
 if TYPE_CHECKING:
-    from rlhf.ops.losses import LossInput
+    from rlhf.types.losses import How
+    from torch import Tensor
 
 
 class CPOConfig(ComponentConfig):
@@ -46,7 +48,7 @@ class CPOConfig(ComponentConfig):
         return self
 
 
-class CPOLoss(Loss):
+class CPOLoss(ContrastLoss):
     """-log sigma(beta (lp_chosen - lp_rejected)) - nll_coef x lp_chosen (Xu et al. 2024, eq. 3), or another form.
 
     Terms: ``cpo``, the mean over pairs, and ``nll`` (times its coefficient). Metrics: ``accuracy``, ``reward_margin``,
@@ -54,41 +56,26 @@ class CPOLoss(Loss):
     ``rejected_logprobs``, sums or means over tokens as the loss type has it.
 
     Deviations: (1) By default the likelihood is averaged over tokens, as in TRL; the paper's is ``seq_mean_token_sum``.
-    (2) All means are over the optimizer batch. (3) AlphaPO's exponential is bounded (:mod:`rlhf_plugin_cpo.rewards`).
+    (2) All means are over the optimizer batch. (3) AlphaPO's exponential is bounded (:func:`shaped`).
     """
 
     name = "cpo"
     source = "Xu et al. 2024, arXiv:2401.08417, equation 3; AlphaPO: Gupta et al. 2025, arXiv:2501.03884"
     Config = CPOConfig
-    conformance = {"data": "pairs"}
 
-    def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
+    @property
+    def per_token(self) -> bool:
+        return self.config.loss_type in ("ipo", "simpo")
 
-    def reduce(self) -> dict[str, Reduce]:
-        terms = {"cpo": Reduce("unit_mean")}
-        if self.config.nll_coef:
-            terms["nll"] = Reduce(self.config.nll_reduce, roles=(0,), coef=self.config.nll_coef)
-        return terms
+    @property
+    def nll_how(self) -> How:
+        how: How = self.config.nll_reduce
+        return how
 
-    def __call__(self, x: LossInput) -> LossOutput:
-        from rlhf_algorithms.pairs import pair_metrics
+    def shaped(self, logprob_U: Tensor) -> Tensor:
+        return shaped(logprob_U, self.config.alpha)
 
-        from rlhf_plugin_cpo.rewards import shaped
-
-        c, logprobs_A = self.config, x["logprobs"]
-        mean = c.loss_type in ("ipo", "simpo")
-        logprob_S = x.mean_per_sequence(logprobs_A) if mean else x.sum_per_sequence(logprobs_A)
-        chosen_U, rejected_U = x.of_role(logprob_S, 0), x.of_role(logprob_S, 1)
-        chosen_reward_U, rejected_reward_U = shaped(chosen_U, c.alpha), shaped(rejected_U, c.alpha)
-        terms = {"cpo": self._contrast(chosen_reward_U - rejected_reward_U)}
-        if c.nll_coef:
-            terms["nll"] = -logprobs_A
-        metrics = pair_metrics(c.beta * chosen_reward_U, c.beta * rejected_reward_U)
-        metrics |= {"chosen_logprobs": ("unit", chosen_U), "rejected_logprobs": ("unit", rejected_U)}
-        return LossOutput(terms, metrics)
-
-    def _contrast(self, difference_U: Any) -> Any:
+    def contrast(self, difference_U: Tensor) -> Tensor:
         from rlhf_algorithms.pairs import hinge_loss, logistic_loss
 
         c = self.config
@@ -98,3 +85,22 @@ class CPOLoss(Loss):
             return hinge_loss(c.beta * difference_U)
         gamma = c.gamma if c.loss_type == "simpo" else 0.0
         return logistic_loss(c.beta * difference_U - gamma, c.label_smoothing)
+
+
+EXP_BOUND = 20.0
+"""Largest argument of exp in :func:`shaped`; e^20 = 4.9e8."""
+
+
+def shaped(logprob: Tensor, alpha: float) -> Tensor:
+    """(1 - p^-alpha) / alpha from log p, same shape; log p where alpha is 0, which is the limit.
+
+    Gupta et al. 2025 (AlphaPO), arXiv:2501.03884. Deviation: where -alpha log p is above ``EXP_BOUND`` the exponential
+    goes on along its tangent, so that value and gradient are finite and the gradient does not vanish.
+    """
+    import torch
+
+    if alpha == 0:
+        return logprob
+    exponent = -alpha * logprob
+    inside, beyond = exponent.clamp(max=EXP_BOUND), torch.relu(exponent - EXP_BOUND)
+    return -(torch.expm1(inside) + math.exp(EXP_BOUND) * beyond) / alpha

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
-from rlhf.interfaces import ComponentConfig, Loss
-from rlhf.types import LossOutput, Reduce
+from rlhf.interfaces import ComponentConfig
+from rlhf_algorithms.pair_learning import ContrastLoss
 
 if TYPE_CHECKING:
-    from rlhf.ops.losses import LossInput
+    from torch import Tensor
 
 
 class SimPOConfig(ComponentConfig):
@@ -35,7 +35,7 @@ class SimPOConfig(ComponentConfig):
         return self
 
 
-class SimPOLoss(Loss):
+class SimPOLoss(ContrastLoss):
     """-log sigma(beta (mean lp_chosen - mean lp_rejected) - gamma), the mean over pairs (Meng et al. 2024, eq. 6).
 
     Terms: ``simpo`` and, with ``nll_coef``, ``nll``. Metrics: ``accuracy``, ``reward_margin``, ``chosen_reward`` and
@@ -49,28 +49,10 @@ class SimPOLoss(Loss):
     name = "simpo"
     source = "Meng et al. 2024, arXiv:2405.14734, equation 6"
     Config = SimPOConfig
-    conformance = {"data": "pairs"}
 
-    def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
-
-    def reduce(self) -> dict[str, Reduce]:
-        terms = {"simpo": Reduce("unit_mean")}
-        if self.config.nll_coef:
-            terms["nll"] = Reduce("token_mean", roles=(0,), coef=self.config.nll_coef)
-        return terms
-
-    def __call__(self, x: LossInput) -> LossOutput:
-        from rlhf_algorithms.pairs import hinge_loss, logistic_loss, pair_metrics
+    def contrast(self, difference_U: Tensor) -> Tensor:
+        from rlhf_algorithms.pairs import hinge_loss, logistic_loss
 
         c = self.config
-        mean_S = x.mean_per_sequence(x["logprobs"])
-        chosen_U, rejected_U = x.of_role(mean_S, 0), x.of_role(mean_S, 1)
-        margin_U = c.beta * (chosen_U - rejected_U) - c.gamma
-        smoothed = c.loss_type == "sigmoid"
-        terms = {"simpo": logistic_loss(margin_U, c.label_smoothing) if smoothed else hinge_loss(margin_U)}
-        if c.nll_coef:
-            terms["nll"] = -x["logprobs"]
-        metrics = pair_metrics(c.beta * chosen_U, c.beta * rejected_U)
-        metrics |= {"chosen_logprobs": ("unit", chosen_U), "rejected_logprobs": ("unit", rejected_U)}
-        return LossOutput(terms, metrics)
+        margin_U = c.beta * difference_U - c.gamma
+        return logistic_loss(margin_U, c.label_smoothing) if c.loss_type == "sigmoid" else hinge_loss(margin_U)
