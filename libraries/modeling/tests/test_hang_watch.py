@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_modeling.sharded import hang_watch
+from rlhf_modeling.sharded import process_group
 from rlhf_modeling.sharded.process_group import collective
 
 SPEC = ModelSpec(RoleSpec("critic", trained=True), "m", rank=1, world_size=4)
@@ -33,7 +33,7 @@ class Written:
 
 def watched_errors(monkeypatch):
     """Called in the test itself, because pytest sets standard error between its phases."""
-    monkeypatch.setattr(hang_watch, "ends_process", lambda: True)
+    monkeypatch.setattr(process_group, "ends_process", lambda: True)
     written = Written()
     monkeypatch.setattr(sys, "stderr", written)
     return written
@@ -61,7 +61,7 @@ def test_a_stand_in_for_ranks_that_go_on_prints_nothing(monkeypatch):
         def _get_sequence_number_for_group(self) -> int:
             return next(begun)
 
-    monkeypatch.setattr(hang_watch, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Group())))
+    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Group())))
     with collective(SPEC, "accumulate", 0.05):
         while next(begun) < 100:
             time.sleep(0.05)
@@ -70,7 +70,7 @@ def test_a_stand_in_for_ranks_that_go_on_prints_nothing(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "nccl"), [(1, True), (4, False)])
 def test_one_rank_and_gloo_are_not_watched(ranks, nccl, monkeypatch):
-    monkeypatch.setattr(hang_watch, "ends_process", lambda: nccl)
+    monkeypatch.setattr(process_group, "ends_process", lambda: nccl)
     spec = ModelSpec(RoleSpec("critic", trained=True), "m", world_size=ranks)
     with collective(spec, "accumulate", 0.05):
         assert all(thread.name != "rlhf-hang-watch" for thread in threading.enumerate())

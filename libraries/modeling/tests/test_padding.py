@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_modeling.padding import pad_token, set_padding
+from rlhf_modeling.pretrained import pad_token, set_padding
 from rlhf_testing.tiny import tiny_reward_model
 from transformers import AddedToken, AutoModelForSequenceClassification, AutoTokenizer
 

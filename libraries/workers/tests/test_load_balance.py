@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_workers.engines.load_balance import assign_requests
+from rlhf_workers.engines.front import assign_requests
 
 
 def requests(*groups: tuple[int, int, int]) -> list[GenerationRequest]:

@@ -8,8 +8,8 @@ from array import array
 from collections import Counter
 
 import pytest
-from rlhf_workers.engines import prefixes
-from rlhf_workers.engines.prefixes import Prefixes, prefix_marks
+from rlhf_workers.engines import single_requests
+from rlhf_workers.engines.single_requests import Prefixes, prefix_marks
 
 
 def tokens(seed: int, length: int) -> array[int]:
@@ -73,7 +73,7 @@ def test_all_engines_are_used_when_every_request_shares_a_prefix() -> None:
 
 
 def test_prefixes_that_were_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "LIMIT", 20)
+    monkeypatch.setattr(single_requests, "LIMIT", 20)
     made, old, kept = Prefixes(), prefix_marks(tokens(0, 20)), prefix_marks(tokens(1, 20))
     for marks in (old, kept):
         assert made.choose(marks, {0: 0, 1: 1}) == 0

@@ -9,7 +9,6 @@ A run makes one ``Plugins`` object and passes it on; there is no global registry
 reference (:mod:`rlhf.plugins.references`), in the same way for every kind. Nothing here imports torch.
 """
 
-import rlhf.plugins.pickling  # noqa: F401 - registers how plugins pickle
 from rlhf.plugins.entry import Entry
 from rlhf.plugins.references import Reference, parse_reference
 from rlhf.plugins.registry import Plugins

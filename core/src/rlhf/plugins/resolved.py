@@ -18,7 +18,7 @@ FILE = "file"
 class Resolved:
     """A plugin's class, imported and checked, with its origin.
 
-    Pickles as its reference (:mod:`rlhf.plugins.pickling`).
+    Pickles as its reference (:mod:`rlhf.plugins.registry`).
     """
 
     kind: str

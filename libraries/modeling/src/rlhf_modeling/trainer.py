@@ -22,6 +22,7 @@ from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.determinism import determinism
@@ -29,17 +30,16 @@ from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.export_files import try_export
 from rlhf_modeling.flash_attention import check_kernel, why_not
+from rlhf_modeling.heads import comparable_head, head_of_role
+from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.kernel_agreement import disagreement
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
-from rlhf_modeling.padding import set_padding
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
-from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer
-from rlhf_modeling.role_heads import comparable_head, head_of_role
+from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer, set_padding
 from rlhf_modeling.skeleton import check_files
 from rlhf_modeling.storage import whole_storage
-from rlhf_modeling.trained_parameters import choose_parameters
 from rlhf_modeling.weight_views import WeightViews
 
 
@@ -264,7 +264,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
 
     def borrow_head(self, role: str, head: OutputHead) -> None:
         """It is in bf16 where this role's logits are. Raises ModelError where either head has no row for some token
-        (:func:`rlhf_modeling.role_heads.comparable_head`)."""
+        (:func:`rlhf_modeling.heads.comparable_head`)."""
         tokens = len(self.tokenizer or load_tokenizer(self.spec))
         found = comparable_head(head, role, self.loaded.head.out_features, self.spec, tokens)
         bf16 = self.precision.bf16 and not self.config.head_fp32
@@ -283,3 +283,16 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
     def _require_trained(self, call: str) -> None:
         if not self.spec.role.trained:
             raise TrainingError(f"role {self.spec.role.name!r} is not trained: {call}() needs RoleSpec(trained=True)")
+
+
+def choose_parameters(loaded: LoadedModel, spec: ModelSpec, config: TrainingConfig) -> dict[str, nn.Parameter]:
+    """Set ``requires_grad`` of every parameter. Returns {name: trained parameter}; of a frozen role, all parameters."""
+    module, trained = loaded.module, spec.role.trained
+    module.requires_grad_(trained)
+    if trained and config.lora is not None:
+        own_head = loaded.head if loaded.kind != "lm" else None
+        train_adapters_only(module, own_head, config.lora.modules_to_save)
+    if trained and config.freeze_vision:
+        for name in vision_parameters(module):
+            module.get_parameter(name).requires_grad_(False)
+    return {name: p for name, p in module.named_parameters() if p.requires_grad or not trained}

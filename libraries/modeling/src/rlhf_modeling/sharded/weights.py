@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from rlhf.errors import TrainingError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_modeling.export_files import head_bias, token_classifier, write_configs
 from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported, set_exported_dtype
-from rlhf_modeling.sharded import export
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.partition import Partition, Piece
@@ -75,7 +77,7 @@ class ShardedWeights(PackedTrainer):
                 weights = chain(weights, added.items())
                 sizes = sizes | {name: bias.nbytes for name, bias in added.items()}
                 set_exported(path, architectures=[classifier])
-            export.write_weights(path, weights, sizes, self.config.export_shard_bytes)
+            write_weights(path, weights, sizes, self.config.export_shard_bytes)
             if self.spec.storage == "bf16":  # of divided masters transformers would name fp32
                 set_exported_dtype(path, torch.float32 if self._exports_masters else torch.bfloat16)
         else:
@@ -158,3 +160,42 @@ class ShardedWeights(PackedTrainer):
     @property
     def _average_on_device(self) -> bool:
         return True
+
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Tensor names per file, in order; a file holds at most ``limit`` bytes, or one larger tensor."""
+    files: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if files[-1] and held + size > limit:
+            files.append([])
+            held = 0
+        files[-1].append(name)
+        held += size
+    return files
+
+
+def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapping[str, int], limit: int) -> None:
+    """``weights``, in the order of ``sizes`` ({name: bytes}), as safetensors files; several with an index."""
+    plan = plan_files(sizes, limit)
+    count = len(plan)
+    names = [WEIGHTS_FILE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    weight_map: dict[str, str] = {}
+    for file, wanted in zip(names, plan, strict=True):
+        held: dict[str, Tensor] = {}
+        for expected in wanted:
+            name, tensor = next(weights)
+            if name != expected:
+                raise TrainingError(f"the export expected the weight {expected!r} and was given {name!r}")
+            held[name] = tensor.detach().contiguous().cpu()
+        save_file(held, path / file, metadata={"format": "pt"})
+        (path / file).chmod(0o644)
+        weight_map |= dict.fromkeys(held, file)
+    if count > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (path / f"{WEIGHTS_FILE}.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )

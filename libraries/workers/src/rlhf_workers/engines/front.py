@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +14,6 @@ from rlhf.errors import CapabilityError, WorkerError
 from rlhf.interfaces import Generator, GeneratorSpec, Proof
 from rlhf.types import GenerationRequest, Image, Turn
 
-from rlhf_workers.engines.load_balance import assign_requests
 from rlhf_workers.engines.pool import EnginePool
 from rlhf_workers.engines.single_requests import SingleRequests
 from rlhf_workers.engines.weight_link import WeightLink
@@ -265,3 +265,34 @@ def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
             "runs engines in processes of their own. Use a generator that takes tensors (--generator.use vllm), or "
             "launcher 'local'."
         )
+
+
+def assign_requests(requests: Sequence[GenerationRequest], engines: int) -> list[list[int]]:
+    """Positions in ``requests`` for each engine, in ascending order. The result depends on the requests alone, so that
+    a run is reproducible.
+
+    The load of a group of samples with one prompt is the prompt's length, once, plus ``max_new_tokens`` of each sample.
+    Samples of one prompt stay together, so that one engine computes the prompt, unless they exceed an engine's fair
+    share. The heaviest groups are assigned first, each to the engine with the least load.
+
+    Args:
+        engines: >= 1.
+    """
+    by_prompt: dict[bytes, list[int]] = {}
+    for position, request in enumerate(requests):
+        by_prompt.setdefault(request.context_key, []).append(position)
+    groups = [(len(requests[members[0]].ids), members) for members in by_prompt.values()]
+    load = [length + sum(requests[p].sampling.max_new_tokens for p in members) for length, members in groups]
+    pieces = []
+    for (length, members), weight in zip(groups, load, strict=True):
+        parts = min(len(members), -(-weight * engines // sum(load)))
+        for n in range(parts):
+            piece = members[n * len(members) // parts : (n + 1) * len(members) // parts]
+            pieces.append((-length - sum(requests[p].sampling.max_new_tokens for p in piece), piece))
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    loads = [(0, engine) for engine in range(engines)]
+    for weight, piece in sorted(pieces):
+        lightest, engine = heapq.heappop(loads)
+        shares[engine] += piece
+        heapq.heappush(loads, (lightest - weight, engine))
+    return [sorted(share) for share in shares]
