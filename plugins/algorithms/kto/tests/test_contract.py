@@ -3,7 +3,7 @@
 import torch
 from rlhf.plugins import Plugins
 from rlhf_plugin_kto import KTO, KTOLoss, KTOPair
-from rlhf_plugin_kto.fabricated import RISE, twin_tokens, with_twins
+from rlhf_plugin_kto.loss import RISE, twin_tokens, with_twins
 from rlhf_testing import conformance
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.loss import LossContract

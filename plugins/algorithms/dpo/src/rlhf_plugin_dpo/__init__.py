@@ -5,9 +5,8 @@ from __future__ import annotations
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss
 
+from rlhf_plugin_dpo.algorithms import DPO, OnlineDPO
 from rlhf_plugin_dpo.loss import DPOLoss
-from rlhf_plugin_dpo.offline import DPO
-from rlhf_plugin_dpo.online import OnlineDPO
 
 
 @hookimpl

@@ -10,6 +10,7 @@ from rlhf.types import LossOutput, Reduce
 
 if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
+    from torch import Tensor
 
 TEXT_MASK = "text_mask"
 """Token mask of ``nll_on = "all"``: all tokens of the chosen sequence but its first, and the rejected answer's."""
@@ -58,8 +59,6 @@ class ORPOLoss(Loss):
     def __call__(self, x: LossInput) -> LossOutput:
         from rlhf_algorithms.pairs import logistic_loss, pair_metrics
 
-        from rlhf_plugin_orpo.odds import log_odds
-
         logprobs_A, beta = x["logprobs"], self.config.beta
         if self.config.nll_on == "completion":
             mean_S = x.mean_per_sequence(logprobs_A)
@@ -75,3 +74,31 @@ class ORPOLoss(Loss):
             "log_odds": ("unit", odds_U),
         }
         return LossOutput({"nll": -logprobs_A, "odds": logistic_loss(odds_U)}, metrics)
+
+
+CLOSEST = -1e-6
+"""Upper bound of log-probs. At 0 the odds are infinite; at the bound they are a million to one."""
+LN_2 = 0.6931471805599453
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, same shape (Maechler 2012, "Accurately computing log(1 - exp(-|a|))").
+
+    log(-expm1(x)) above -log 2 and log1p(-exp(x)) below: each loses digits where the other does not.
+    """
+    import torch
+
+    near_zero = x > -LN_2
+    # Each branch gets -1 at elements where the other branch is selected: its gradient there could be infinite.
+    return torch.where(
+        near_zero, torch.log(-torch.expm1(x.where(near_zero, -1.0))), torch.log1p(-torch.exp(x.where(~near_zero, -1.0)))
+    )
+
+
+def log_odds(logprob: Tensor) -> Tensor:
+    """log(p / (1 - p)) from log p <= 0, same shape; finite, with a finite gradient that is nowhere zero.
+
+    log p is bounded to at most :data:`CLOSEST`; the gradient passes through the bound.
+    """
+    bounded = logprob.detach().clamp(max=CLOSEST) + (logprob - logprob.detach())
+    return bounded - log1mexp(bounded)

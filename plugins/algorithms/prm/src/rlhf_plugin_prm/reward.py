@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
-from rlhf.errors import ConfigError, RewardError
+from rlhf.errors import ConfigError, ModelError, RewardError
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
-from rlhf.steps import StepEnds
-from rlhf.types import Group, RewardResult, RoleSpec, Trajectory
+from rlhf.steps import STEP_SEPARATOR, StepEnds
+from rlhf.types import Group, Image, RewardResult, RoleSpec, Trajectory
+from rlhf.types.images import joined_images
 from rlhf_hub.published import settings_of
 
-from rlhf_plugin_prm.heads import CLASSES, step_logits
-from rlhf_plugin_prm.places import Context, contexts, last_token
-from rlhf_plugin_prm.published import head_of, label_ids, separator_of
+from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, WRONG_TOKEN, step_logits
 
 AGGREGATES: dict[str, Callable[[Sequence[float]], float]] = {
     "min": min,
@@ -163,3 +163,84 @@ class ProcessReward(Reward):
 def _probability(logit: float) -> float:
     """sigma(logit), without overflow."""
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+
+
+@dataclass(slots=True)
+class Context:
+    """One context of a trajectory, up to the turn that rewrites it, and the steps in it."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Positions in ``ids`` of the tokens that end a step."""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """The same tokens as (turn, token in turn)."""
+    images: tuple[Image, ...] = ()
+
+
+def contexts(trajectory: Trajectory, ends: StepEnds) -> list[Context]:
+    """The contexts, in order. A turn that rewrites the context (``fresh``) starts a new one.
+
+    Steps are found in sampled turns only, in each turn separately, because only the policy's own text gets credit. A
+    token that ends two steps appears once.
+    """
+    all_contexts: list[Context] = []
+    for number, turn in enumerate(trajectory.turns):
+        if turn.fresh or not all_contexts:
+            all_contexts.append(Context())
+        context = all_contexts[-1]
+        if turn.sampled:
+            for token in dict.fromkeys(ends(turn.ids)):
+                context.positions.append(len(context.ids) + token)
+                context.places.append((number, token))
+        context.images += tuple(image.moved(len(context.ids)) for image in turn.images)
+        context.ids += turn.ids
+    return all_contexts
+
+
+def last_token(trajectory: Trajectory) -> list[Context]:
+    """The context with the last sampled token, as if a single step ended there; empty if nothing was sampled."""
+    sampled = [n for n, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids]
+    if not sampled:
+        return []
+    last = sampled[-1]
+    start = max((n for n, turn in enumerate(trajectory.turns[: last + 1]) if turn.fresh), default=0)
+    turns = trajectory.turns[start : last + 1]
+    ids = [i for turn in turns for i in turn.ids]
+    images = joined_images((len(turn.ids), turn.images) for turn in turns)
+    return [Context(ids, [len(ids) - 1], [(last, len(trajectory.turns[last].ids) - 1)], images)]
+
+
+def head_of(settings: dict[str, Any], model: str) -> str:
+    """``classes:2`` | ``lm``. Raises ModelError for a classification model with another number of labels."""
+    if not any("Classification" in name for name in settings.get("architectures") or ()):
+        return "lm"
+    labels = len(settings.get("id2label") or {0: "", 1: ""})  # transformers writes none where there are two
+    if labels != 2:
+        raise ModelError(
+            f"reward 'prm': {model!r} has {labels} labels; a process reward model has 2 (0 wrong, 1 right), or is a "
+            "language model with two label tokens. For a model with one output use --reward model:PATH"
+        )
+    return CLASSES
+
+
+def label_ids(settings: dict[str, Any]) -> tuple[int, int] | None:
+    """(right, wrong): ids of the label tokens, which training wrote there; None if they are absent."""
+    right, wrong = settings.get(RIGHT_TOKEN), settings.get(WRONG_TOKEN)
+    return (right, wrong) if isinstance(right, int) and isinstance(wrong, int) else None
+
+
+def separator_of(settings: dict[str, Any], model: str, separator: str | None) -> str:
+    """The text that ends a step: the one that training wrote there, else ``separator``, else a line break.
+
+    Raises ConfigError if both exist and differ: the model was not trained to be read after the given text.
+    """
+    trained = settings.get(STEP_SEPARATOR)
+    if not isinstance(trained, str) or not trained:
+        return "\n" if separator is None else separator
+    if separator is not None and separator != trained:
+        raise ConfigError(
+            f"reward 'prm': separator = {separator!r}, but {model!r} was trained on steps that end with {trained!r} "
+            f"({STEP_SEPARATOR} in its config.json), and was not trained to be read after other text. Leave separator "
+            "out, or train a model on such steps with data.step_separator."
+        )
+    return trained

@@ -3,8 +3,7 @@
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss
 
-from rlhf_plugin_reward_model.algorithm import RewardModel
-from rlhf_plugin_reward_model.pairwise import Pairwise
+from rlhf_plugin_reward_model.reward_model import Pairwise, RewardModel
 
 __all__ = ["Pairwise", "RewardModel"]
 

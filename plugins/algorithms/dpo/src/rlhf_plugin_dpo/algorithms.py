@@ -1,0 +1,162 @@
+"""The algorithms, on given pairs and on pairs of the policy's own samples. Their base has what both share: roles, the
+reference's snapshots, the running shift of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
+from rlhf.ops.trajectories import assemble
+from rlhf.types import Annotation, Needs, RoleSpec, RunOptions, Snapshot, Update
+from rlhf_algorithms.pair_learning import PairLearning
+from rlhf_algorithms.snapshots import SnapshotConfig, snapshots_due
+
+from rlhf_plugin_dpo.pairing import PairChoice, as_pairs, pair_samples
+
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.types import Group
+
+
+class Pairwise(Algorithm):
+    """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
+
+    Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
+    """
+
+    Config = SnapshotConfig
+    slots = {"loss": Slot("loss", "dpo")}
+
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
+        self.loss: Loss = self.parts["loss"]
+        self._shift, self._rewards = 0.0, 0
+        """The running mean of rewards, which ``bco_pair`` subtracts, and the number of rewards in it."""
+        if self.config.snapshot_every is not None and not self.reads_reference:
+            raise ConfigError(
+                f"algorithm.snapshot_every = {self.config.snapshot_every} copies the policy to the reference, which "
+                f"the loss {self.loss.name!r} configured like this does not read; leave it out, or use a reference"
+            )
+
+    @property
+    def reads_reference(self) -> bool:
+        return "ref_logprobs" in self.loss.columns()
+
+    @property
+    def _running(self) -> bool:
+        return getattr(self.loss.config, "bco_shift", "none") == "running"
+
+    def needs(self) -> Needs:
+        reference = (RoleSpec("reference", like="policy"),) if self.reads_reference else ()
+        return Needs((RoleSpec("policy", trained=True), *reference))
+
+    def annotations(self, step: int) -> list[Annotation]:
+        return [Annotation("reference", "logprobs", "ref_logprobs")] if self.reads_reference else []
+
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        """The update and, when it is due, the snapshot. The snapshot comes last: the ``ref_logprobs`` of the next step
+        are the new reference's."""
+        config = self.config
+        return [self.update(batch), *snapshots_due(config.snapshot_every, config.snapshot_share, step)]
+
+    def update(self, batch: Batch | None) -> Update:
+        return Update("policy", "loss", coef=self.coef())
+
+    def coef(self) -> dict[str, float]:
+        return {"bco_shift": self._shift} if self._running else {}
+
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add the step's rewards to the running mean. The loss reads the mean of earlier steps."""
+        if not self._running:
+            return {}
+        used = self._shift
+        if "policy/chosen_reward" in metrics:  # absent where the only update was skipped
+            mean = (metrics["policy/chosen_reward"] + metrics["policy/rejected_reward"]) / 2
+            self._rewards += 2 * batch.units
+            self._shift += (mean - self._shift) * 2 * batch.units / self._rewards
+        return {"bco_shift": used}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shift": self._shift, "rewards": self._rewards} if self._running else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._running:
+            self._shift, self._rewards = float(state["shift"]), int(state["rewards"])
+        else:
+            super().load_state_dict(state)
+
+
+class DPO(Pairwise, PairLearning):
+    """Prefer the chosen answers of given pairs, measured against a reference. There is no reward model and no sampling.
+
+    One optimizer step in every step of the run, on all its pairs. A pair in which an answer has no token to train on is
+    left out and counted (metric ``pairs/left_out``): its log-ratio would be 0 for every policy.
+    """
+
+    name = "dpo"
+    source = "Rafailov et al. 2023, Direct preference optimization, arXiv:2305.18290"
+
+
+class OnlineDPOConfig(SnapshotConfig):
+    pairs: PairChoice = "best_worst"
+    """Pairs of each prompt's samples: the best and the worst, or ``all`` pairs with different scores (prompts with more
+    pairs have more weight)."""
+    min_gap: float = Field(default=0.0, ge=0)
+    """Smallest difference of scores: two samples are a pair only if their scores differ by more. 0 excludes only
+    ties."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each step's pairs."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass; fewer if a step has fewer pairs."""
+
+
+class OnlineDPO(Pairwise):
+    """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: rounds with a reference each.
+
+    The best of a prompt's samples is chosen and its worst rejected, the first of several equals; equal scores and equal
+    answers give no pair. Metrics: ``pairs/made``, ``pairs/groups``, ``pairs/tied_groups`` (no two scores differ),
+    ``pairs/equal_answers``, ``pairs/chosen_score``, ``pairs/rejected_score``.
+
+    Deviations: (1) log-probs are of the sampling distribution (``sampling.temperature``), for policy and reference, as
+    in TRL's online DPO. (2) OpenRLHF's iterative DPO keeps one reference for all rounds (leave out
+    ``snapshot_every``) and pairs equal samples too.
+    """
+
+    name = "online_dpo"
+    source = "Guo et al. 2024, Direct language model alignment from online AI feedback, arXiv:2402.04792"
+    Config = OnlineDPOConfig
+
+    def needs(self) -> Needs:
+        # "correction": pairs may come from any distribution, so sampling with top_p needs no importance weights.
+        return replace(super().needs(), group_min=2, features=("correction",))
+
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+        samples = assemble(examples, self.run.step_sources)
+        if samples is None:
+            return None, {}
+        pairing = pair_samples(samples, self.config.pairs, self.config.min_gap)
+        if not pairing.pairs:
+            return None, {}
+        batch = as_pairs(samples, pairing.pairs)
+        return batch, {
+            "pairs/made": float(len(pairing.pairs)),
+            "pairs/groups": float(pairing.groups),
+            "pairs/tied_groups": float(pairing.tied_groups),
+            "pairs/equal_answers": float(pairing.equal_answers),
+            "pairs/chosen_score": float(batch.unit["chosen_score"].mean()),
+            "pairs/rejected_score": float(batch.unit["rejected_score"].mean()),
+        }
+
+    def update(self, batch: Batch | None) -> Update:
+        """At most one minibatch per pair. The number of pairs is not known before the samples are scored."""
+        minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
+        return Update("policy", "loss", self.config.epochs, minibatches, coef=self.coef())
