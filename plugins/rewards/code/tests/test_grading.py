@@ -7,9 +7,9 @@ import sys
 
 import pytest
 from groups import score
-from rlhf_plugin_code.extraction import last_block
 from rlhf_plugin_code.grading import call_verdicts, same, stdin_verdict
 from rlhf_plugin_code.launcher import Finished
+from rlhf_plugin_code.reward import last_block
 from rlhf_plugin_code.row_tests import CallTest, StdinTest
 
 TAGS = ("python", "")
@@ -37,7 +37,7 @@ def test_the_last_block(text: str, program: str | None) -> None:
 
 
 REPEATED = r"""
-from rlhf_plugin_code.extraction import last_block
+from rlhf_plugin_code.reward import last_block
 for begin in ("", "```"):
     for part in ("```python\n", "```python\na\n", "```\n", "`", " ", "\n", "a"):
         for end in ("", "`"):

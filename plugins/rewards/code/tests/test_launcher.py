@@ -21,8 +21,8 @@ from rlhf.interfaces import RewardContext
 from rlhf_plugin_code import sandboxes
 from rlhf_plugin_code.interpreter import interpreter
 from rlhf_plugin_code.launcher import Launcher
-from rlhf_plugin_code.probe import NAMES, probe
 from rlhf_plugin_code.reward import CodeReward
+from rlhf_plugin_code.sandboxes import NAMES, probe
 from rlhf_plugin_code.seccomp import seccomp_filter
 
 from tests import orphans
@@ -250,7 +250,7 @@ import asyncio
 from rlhf_plugin_code.interpreter import interpreter
 from rlhf_plugin_code.launcher import Launcher
 from rlhf_plugin_code.limits import Limits
-from rlhf_plugin_code.probe import probe
+from rlhf_plugin_code.sandboxes import probe
 limits = Limits(5, 30.0, 2**28, 2**20, 2**20)
 launcher = Launcher({sandbox!r}, interpreter(None), limits)
 print(asyncio.run(probe(launcher, limits.memory)))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from types import ModuleType
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from rlhf.errors import RolloutError
+from rlhf.errors import RolloutError, shown
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Turn
 
-from rlhf_plugin_openrlhf.engine import Engine
 from rlhf_plugin_openrlhf.executors import ExecutorConfig, config_of
-from rlhf_plugin_openrlhf.sampling import to_params
-from rlhf_plugin_openrlhf.values import label_of
+from rlhf_plugin_openrlhf.sampling import from_params, to_params
+from rlhf_plugin_openrlhf.values import label_of, logs, scalar
 
 CLASS_NAME = "OpenRLHFRollout"
 
@@ -56,3 +57,77 @@ class _ExecutorRollout(Rollout):
         if "images" in inspect.signature(executor.execute).parameters:  # executors of OpenRLHF before 0.10 lack it
             arguments["images"] = None
         return engine.turns(await executor.execute(**arguments))
+
+
+class Engine:
+    """What an executor's ``execute()`` gets: tokens in, tokens out, as vLLM's requests and outputs. It samples the
+    turns of one sample, and makes the trajectory of what was sampled."""
+
+    def __init__(self, ctx: RolloutContext) -> None:
+        self._ctx = ctx
+        self._loop = asyncio.get_running_loop()
+        self._lock = asyncio.Lock()
+        self._sampled: list[tuple[list[int], Turn]] = []
+        """(tokens before, turn), in order."""
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """May be called from the event loop of another thread, such as that of a server that the executor starts."""
+        if multi_modal_data:
+            raise RolloutError("the executor generates with multi_modal_data; images are not supported")
+        sampling = self._sample(list(prompt_token_ids), sampling_params)
+        if asyncio.get_running_loop() is self._loop:
+            return await sampling
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sampling, self._loop))
+
+    async def _sample(self, ids: list[int], params: Any) -> Any:
+        async with self._lock:
+            sampling = from_params(params, self._ctx.sampling)
+            turn = await self._ctx.generate([Turn(ids, sampled=False)], sampling, len(self._sampled))
+            self._sampled.append((ids, turn))
+        tokens = list(turn.ids)
+        logprobs = [{i: SimpleNamespace(logprob=p)} for i, p in zip(tokens, turn.logprobs or (), strict=True)]
+        output = SimpleNamespace(token_ids=tokens, text=turn.text, finish_reason=turn.finish, logprobs=logprobs)
+        return SimpleNamespace(prompt_token_ids=ids, outputs=[output])
+
+    def turns(self, result: Any) -> list[Turn]:
+        """The trajectory of what ``execute()`` returned. Log-probs are those that were sampled with. Tokens after the
+        last action are left out, because no answer follows them.
+
+        Raises RolloutError: ``action_ranges`` names tokens that were not sampled after the tokens before them.
+        """
+        if not isinstance(result, dict) or not {"observation_tokens", "action_ranges"} <= result.keys():
+            raise RolloutError(
+                f"execute() returned {shown(result)}; expected a dict with observation_tokens, action_ranges and reward"
+            )
+        tokens, turns, at = [int(token) for token in result["observation_tokens"]], [], 0
+        for start, end in result["action_ranges"]:
+            turn = self._find(tokens, start, end)
+            if start > at:
+                turns.append(Turn(tokens[at:start], sampled=False))
+            turns.append(turn)
+            at = end
+        if not turns:
+            raise RolloutError("execute() returned no action_ranges; there is nothing to learn from")
+        turns[-1].reward = scalar(result.get("reward"), "reward")
+        turns[-1].score = scalar(result.get("scores"), "scores")
+        for name, value in logs(result.get("extra_logs"), "extra_logs").items():
+            if value is not None:
+                self._ctx.report(name, value)
+        if result.get("truncated"):
+            turns[-1].finish = "length"
+        return turns
+
+    def _find(self, tokens: list[int], start: int, end: int) -> Turn:
+        """A copy of the turn whose tokens are at ``start:end``. The last one may be cut at the end of the tokens."""
+        for before, turn in self._sampled:
+            ids, cut = list(turn.ids[: end - start]), end == len(tokens)
+            if before == tokens[:start] and ids == tokens[start:end] and ids and (cut or len(ids) == len(turn.ids)):
+                if len(ids) == len(turn.ids):
+                    return replace(turn)
+                assert turn.logprobs is not None
+                return replace(turn, ids=turn.ids[: len(ids)], logprobs=turn.logprobs[: len(ids)], finish="length")
+        raise RolloutError(
+            f"execute() returned the action range ({start}, {end}), but llm_engine.generate() did not sample these "
+            "tokens after the tokens before them. Put the sampled tokens into observation_tokens as they are, without "
+            "decoding and encoding them again."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +12,6 @@ from rlhf.errors import RewardError
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext
 from rlhf.types import Group, RewardResult
 
-from rlhf_plugin_code.extraction import last_block
 from rlhf_plugin_code.grading import Verdict, call_verdicts, stdin_verdict
 from rlhf_plugin_code.interpreter import interpreter
 from rlhf_plugin_code.launcher import Launcher
@@ -126,3 +126,31 @@ class CodeReward(Reward):
             run = await self._launcher.run(program, test.stdin)
             verdicts.append(stdin_verdict(test, run, c.cpu_seconds))
         return verdicts
+
+
+MARK = "```"
+BLANKS = " \t\r\ufeff"
+
+
+def last_block(text: str, tags: Sequence[str]) -> str | None:
+    """The content of the last closed fenced block with one of these tags; None if there is none. The time is linear in
+    the length of the text: this runs on the event loop, where no deadline ends it.
+
+    Args:
+        tags: in any case of letters; an empty text allows blocks without a tag.
+    """
+    allowed = {tag.casefold() for tag in tags}
+    block, tag, start = None, None, 0
+    position = 0
+    for line in text.split("\n"):
+        position += len(line) + 1
+        bare = line.strip(BLANKS)
+        if tag is None:
+            if bare.startswith(MARK) and "`" not in bare[len(MARK) :]:
+                words = bare[len(MARK) :].split(maxsplit=1)
+                tag, start = words[0] if words else "", position
+        elif bare == MARK:
+            if tag.casefold() in allowed:
+                block = text[start : position - len(line) - 1]
+            tag = None
+    return block

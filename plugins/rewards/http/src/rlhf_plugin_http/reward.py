@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import os
 import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Annotated, Any
 
 import httpx
 from pydantic import Field, field_validator
-from rlhf.errors import ConfigError, RewardError
+from rlhf.errors import ConfigError, RewardError, shown
 from rlhf.interfaces import ComponentConfig, Reward, RewardContext, Tokens
 from rlhf.types import Group, RewardResult, Row, Trajectory
-
-from rlhf_plugin_http.answers import results
-from rlhf_plugin_http.servers import Servers
 
 _LOG = logging.getLogger(__name__)
 LONGEST = 10 * 2**20
@@ -54,7 +56,7 @@ class HttpConfig(ComponentConfig):
 
 class HttpReward(Reward):
     """``POST {"query": [...], "prompts": [...], "labels": [...]}`` for each group; a query is the prompt with the
-    answer. See :mod:`rlhf_plugin_http.answers` for what the server answers.
+    answer. See :func:`results` for what the server answers.
 
     A server that cannot be reached, is too slow or answers with an HTTP status of 429 or above 499 has failed, and the
     next one is asked. Any other answer that is not understood is an error at once, because every server would give it.
@@ -153,3 +155,83 @@ def _label(row: Row, column: str | None) -> Any:
     if column not in row.columns:
         raise RewardError(f"reward 'http' sends the column {column!r} as labels; the row has {sorted(row.columns)}")
     return row[column]
+
+
+def results(body: bytes, samples: int, url: str) -> list[RewardResult]:
+    """One result per sample.
+
+    Args:
+        body: ``{"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}``; only ``rewards`` is required.
+
+    Raises RewardError for anything else.
+    """
+    try:
+        answer = json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        start = body[:80].decode(errors="replace")
+        raise RewardError(f"{url} answered {start!r}, which is not JSON: {error}. The reward expects JSON.") from None
+    if not isinstance(answer, Mapping) or "rewards" not in answer:
+        raise RewardError(f"{url} answered {shown(answer)}. The reward expects an object with the key 'rewards'.")
+    values = _numbers(answer["rewards"], "rewards", samples, url)
+    scores = answer.get("scores")
+    filtered: list[float] | list[None] = [None] * samples
+    if scores is not None:
+        filtered = _numbers(scores, "scores", samples, url)
+    logs = answer.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        raise RewardError(f"{url} answered extra_logs = {shown(logs)}. The reward expects an object of lists.")
+    columns = {str(name): _numbers(column, f"extra_logs.{name}", samples, url) for name, column in logs.items()}
+    return [
+        RewardResult(value, score, info={name: column[n] for name, column in columns.items()})
+        for n, (value, score) in enumerate(zip(values, filtered, strict=True))
+    ]
+
+
+def _numbers(values: Any, name: str, samples: int, url: str) -> list[float]:
+    if not isinstance(values, list) or len(values) != samples:
+        summary = f"{len(values)} values" if isinstance(values, list) else shown(values)
+        raise RewardError(
+            f"{url} answered {summary} as {name!r} of {samples} samples. The reward expects one per sample."
+        )
+    for n, value in enumerate(values):
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise RewardError(f"{url} answered {shown(value)} as {name}[{n}]. The reward expects a finite number.")
+    return [float(value) for value in values]
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is a number that is not finite")
+
+
+class Servers:
+    """Several servers that give the same answers: which one is asked next, and which are left out for a while.
+
+    Args:
+        urls: at least one.
+        rest: seconds that a server is left out after it failed.
+    """
+
+    def __init__(self, urls: Sequence[str], rest: float) -> None:
+        self._urls, self._rest = list(urls), rest
+        self._until = dict.fromkeys(self._urls, 0.0)
+        """{URL: time until which it is left out}."""
+        self._turn = count()
+
+    def order(self) -> Iterator[str]:
+        """The servers to ask for one request, the first first. Requests begin at the servers in turn. Servers that are
+        left out come last, the one that failed first before the others."""
+        n = next(self._turn) % len(self._urls)
+        turned = [*self._urls[n:], *self._urls[:n]]
+        now = time.monotonic()
+        yield from sorted(turned, key=lambda url: max(0.0, self._until[url] - now))
+
+    def failed(self, url: str) -> bool:
+        """Leave a server out. Returns whether it was not left out already."""
+        now = time.monotonic()
+        fresh = self._until[url] <= now
+        self._until[url] = now + self._rest
+        return fresh
+
+    def answered(self, url: str) -> None:
+        """Ask the server again in its turn."""
+        self._until[url] = 0.0

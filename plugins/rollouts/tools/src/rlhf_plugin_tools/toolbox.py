@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, did_you_mean
 
-from rlhf_plugin_tools.coroutines import AsyncFunction
 from rlhf_plugin_tools.functions import PythonFunction, Source
 from rlhf_plugin_tools.options import ToolsConfig
-from rlhf_plugin_tools.tool import Tool, ToolError
+from rlhf_plugin_tools.tool import Tool, ToolError, as_text, raised, too_slow
 from rlhf_plugin_tools.workers import PlainFunction, Workers
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ class Toolbox:
 
     async def _tools_of(self, name: str, config: Any) -> list[Tool]:
         try:
-            from rlhf_plugin_tools.mcp_server import Server
-            from rlhf_plugin_tools.mcp_tool import McpTool
+            from rlhf_plugin_tools.mcp_server import McpTool, Server
         except ImportError as error:
             raise ConfigError(
                 f"[rollout.mcp.{name}] needs the packages mcp 2.x and jsonschema ({error}). Install them: "
@@ -118,3 +116,26 @@ class Toolbox:
                 f"[rollout.mcp.{name}] tools names {', '.join(unknown)}; the server has {', '.join(names) or 'none'}."
             )
         return [McpTool(server, tool) for tool in listed if not config.tools or tool.name in config.tools]
+
+
+class AsyncFunction(Tool):
+    """An ``async def`` function."""
+
+    def __init__(self, function: PythonFunction) -> None:
+        self.name, self.schema, self.source = function.name, function.schema, function.label
+        self._function = function
+
+    async def call(self, arguments: str, timeout: float, longest: int) -> str:
+        keywords = self._function.validated(arguments)
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                value = await self._function.function(**keywords)
+        except TimeoutError as error:
+            if limit.expired():
+                raise too_slow(self.name, timeout) from None
+            raise raised(self.name, error) from None
+        except ToolError:
+            raise
+        except Exception as error:
+            raise raised(self.name, error) from None
+        return as_text(self.name, value, longest)

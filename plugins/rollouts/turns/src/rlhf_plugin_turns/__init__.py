@@ -2,8 +2,7 @@
 
 from rlhf import hookimpl
 
-from rlhf_plugin_turns.multi_turn import MultiTurn
-from rlhf_plugin_turns.single_turn import SingleTurn
+from rlhf_plugin_turns.turns import MultiTurn, SingleTurn
 
 __all__ = ["MultiTurn", "SingleTurn"]
 

@@ -1,11 +1,28 @@
-"""An episode in an environment: answer, observation, answer, ... until its end."""
+"""One prompt and one answer, or an episode in an environment: answer, observation, answer, ... until its end."""
 
 from __future__ import annotations
 
-from rlhf.interfaces import Rollout, RolloutContext
-from rlhf.types import Row, Turn
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rlhf_plugin_turns.budget import room, within_budget
+from rlhf.errors import RolloutError
+from rlhf.interfaces import Rollout, RolloutContext
+from rlhf.types import Row, Sampling, Turn
+
+
+class SingleTurn(Rollout):
+    """The prompt and one sampled turn of at most ``sampling.max_new_tokens`` tokens, or fewer if the prompt leaves less
+    room in ``data.max_tokens``.
+
+    Raises RolloutError (a failed sample) if the prompt leaves no room for an answer.
+    """
+
+    name = "single_turn"
+
+    async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
+        prompt = ctx.encode_prompt(row)
+        sampling = within_budget(ctx.sampling, room([prompt], ctx), "the prompt")
+        return [prompt, await ctx.generate([prompt], sampling)]
 
 
 class MultiTurn(Rollout):
@@ -48,3 +65,21 @@ class MultiTurn(Rollout):
             turns.append(observation)
             sampling = env.sampling = step.sampling or sampling
             turn_number += 1
+
+
+def room(turns: Sequence[Turn], ctx: RolloutContext) -> int:
+    """Tokens of ``data.max_tokens``, which counts prompt, observations and answers, that may still follow ``turns``."""
+    return ctx.max_tokens - sum(len(t.ids) for t in turns)
+
+
+def within_budget(sampling: Sampling, left: int, label: str) -> Sampling:
+    """A copy of ``sampling`` for this sample, with at most ``left`` new tokens.
+
+    Raises RolloutError if no token is left.
+    """
+    if left < 1:
+        raise RolloutError(
+            f"{label} leaves no room for an answer: {1 - left} tokens too many. Raise data.max_tokens or set "
+            "data.max_prompt_tokens with data.too_long = 'drop'."
+        )
+    return sampling if sampling.max_new_tokens <= left else replace(sampling, max_new_tokens=left)
