@@ -17,8 +17,6 @@ NAMES = {
 }
 """Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
 
-NOT_YET = ("libraries/modeling",)
-"""Distributions that still have such names."""
 ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
 
 
@@ -78,12 +76,7 @@ def f(a, *, said, **told):
     }
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+@pytest.mark.parametrize("room", ROOMS)
 def test_variables_and_parameters_are_nouns(room):
     lines = hits(room)
     assert not lines, "\n".join(["name each by a noun of the field that says what the value is:", *lines])
-
-
-@pytest.mark.parametrize("room", NOT_YET)
-def test_rooms_that_are_through_are_not_excused(room):
-    assert hits(room), f"{room} has no such name any more: remove it from NOT_YET"

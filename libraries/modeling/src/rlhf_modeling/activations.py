@@ -155,10 +155,10 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
         return 0
     own = len(names - {"logprobs", "entropy", "values", "scores"})
     if backward:
-        known = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4
+        count = 6 if {"logprobs", "entropy"} <= names else 5 if "entropy" in names else 4
     else:
-        known = 4 if "entropy" in names else 2
-    return known + 2 * own
+        count = 4 if "entropy" in names else 2
+    return count + 2 * own
 
 
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:

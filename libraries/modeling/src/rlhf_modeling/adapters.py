@@ -37,7 +37,7 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         import peft
     except ImportError:
         raise ConfigError("trainer.lora needs peft: pip install peft") from None
-    wanted = matching(
+    layers = matching(
         [name for name, _ in adaptable(module, head, options.vision)], options.targets, type(module).__name__
     )
     whole = nn.Module()  # without a config: with one, peft renames these targets for some mixtures of experts
@@ -46,7 +46,7 @@ def add_adapters(module: nn.Module, head: nn.Module, options: LoraOptions, seed:
         r=options.rank,
         lora_alpha=options.alpha if options.alpha is not None else 2 * options.rank,
         lora_dropout=options.dropout,
-        target_modules=[f"{WHOLE}.{name}" for name in wanted],
+        target_modules=[f"{WHOLE}.{name}" for name in layers],
         use_rslora=options.use_rslora,
         use_dora=options.use_dora,
         bias="none",
@@ -73,16 +73,16 @@ def matching(linear: Sequence[str], targets: Sequence[str] | None, model: str) -
     """
     if not linear:
         raise ConfigError(f"trainer.lora: {model} has no linear layer to put an adapter beside")
-    there = {name: name.rpartition(".")[2] for name in linear}
+    last_names = {name: name.rpartition(".")[2] for name in linear}
     if targets is None:
         return list(linear)
-    if unknown := sorted(set(targets) - set(there.values())):
-        names = sorted(set(there.values()))
+    if unknown := sorted(set(targets) - set(last_names.values())):
+        names = sorted(set(last_names.values()))
         raise ConfigError(
             f"trainer.lora.targets: no linear layer is called {', '.join(unknown)}; there are {', '.join(names)}."
             + "".join(did_you_mean(name, names) for name in unknown)
         )
-    return [name for name, last in there.items() if last in targets]
+    return [name for name, last in last_names.items() if last in targets]
 
 
 def saved_modules(
@@ -97,26 +97,26 @@ def saved_modules(
     Raises ConfigError where a name has no module with weights, or its module has an adapter.
     """
     prefixes = tuple(f"{name}." for name in adapted)
-    there = {
+    last_names = {
         name: name.rpartition(".")[2]
         for name, m in module.named_modules()
         if name and m is not own_head and not name.startswith(prefixes) and any(True for _ in m.parameters())
     }
-    if unknown := sorted(set(names) - set(there.values())):
-        known = sorted({last for last in there.values() if not last.isdecimal()})
+    if unknown := sorted(set(names) - set(last_names.values())):
+        choices = sorted({last for last in last_names.values() if not last.isdecimal()})
         raise ConfigError(
-            f"trainer.lora.modules_to_save: no module is called {', '.join(unknown)}; there are {', '.join(known)}."
-            + "".join(did_you_mean(name, known) for name in unknown)
+            f"trainer.lora.modules_to_save: no module is called {', '.join(unknown)}; there are {', '.join(choices)}."
+            + "".join(did_you_mean(name, choices) for name in unknown)
             + (" The role's own head is trained in any case." if own_head is not None else "")
         )
-    found = [name for name, last in there.items() if last in names]
-    for name in found:
+    saved = [name for name, last in last_names.items() if last in names]
+    for name in saved:
         if clash := [layer for layer in adapted if f"{layer}.".startswith(f"{name}.")]:
             raise ConfigError(
                 f"trainer.lora.modules_to_save: {name} is to be trained whole, but {clash[0]} gets an adapter. Leave "
                 "it out here, or set trainer.lora.targets to other layers."
             )
-    return found
+    return saved
 
 
 def linear(layer: Any, x_NI: Tensor) -> Tensor:

@@ -76,8 +76,10 @@ def saved_parameters(config: TrainingConfig, spec: ModelSpec) -> int:
         module = skeleton(spec.path, spec.trust_remote_code, spec.images)
     except Exception:  # any exception: the config may have any content
         return 0
-    found = {id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()}
-    return sum(p.numel() for p in found.values())
+    parameters = {
+        id(p): p for n in saved_modules(module, names, None, ()) for p in module.get_submodule(n).parameters()
+    }
+    return sum(p.numel() for p in parameters.values())
 
 
 def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:

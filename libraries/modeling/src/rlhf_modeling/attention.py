@@ -248,8 +248,8 @@ class PackedAttention:
     ) -> None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if mask is not None or s_aux is not None or not causal:
-            what = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
-            raise ModelError(f"{type(module).__name__} asks for {what}, which packed attention does not have")
+            request = "a mask" if mask is not None else "attention sinks" if s_aux is not None else "no causal order"
+            raise ModelError(f"{type(module).__name__} asks for {request}, which packed attention does not have")
         if q.shape[0] != 1 or q.shape[2] != self.tokens or k.shape[2] != self.tokens:
             raise ModelError(
                 f"packed attention is set up for one row of {self.tokens} tokens but got queries {tuple(q.shape)} and "

@@ -29,11 +29,11 @@ LEARNING = frozenset(
 """Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""
 
 
-def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device: str | None) -> None:
+def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device: str | None) -> None:
     """See :meth:`rlhf.interfaces.Trainer.check`.
 
     Args:
-        wanted: the trainer's option ``device``: ``auto`` | ``cpu`` | ``cuda``.
+        choice: the trainer's option ``device``: ``auto`` | ``cpu`` | ``cuda``.
     """
     check_storage(spec)
     if spec.images:
@@ -70,7 +70,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, wanted: str, device:
     check_model(config, spec)
     if device is None:
         return
-    on = choose_device(wanted)
+    on = choose_device(choice)
     bf16 = precision_of(spec, on).bf16
     if config.deterministic:
         prepare_determinism(on)

@@ -64,12 +64,12 @@ class ExpertBalance:
         Args:
             part: the tokens that this rank computed, where a row is divided over ranks. Every rank returns the same.
         """
-        seen, self._last = self._last, []
+        layers, self._last = self._last, []
         if TOKEN_SHARE not in batch.unit:
             raise TrainingError(
                 f"a trainer with aux_loss_coef needs the unit column {TOKEN_SHARE!r} of its micro-batches"
             )
-        return load_balance(seen, part) * batch.unit[TOKEN_SHARE].sum()
+        return load_balance(layers, part) * batch.unit[TOKEN_SHARE].sum()
 
 
 def load_balance(layers: list[tuple[Tensor, Tensor]], part: Part | None = None) -> Tensor:
@@ -86,4 +86,4 @@ def load_balance(layers: list[tuple[Tensor, Tensor]], part: Part | None = None) 
 def router_classes(model: nn.Module) -> set[type[nn.Module]]:
     """The routers that transformers declares for a model and its parts."""
     declared = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
-    return {found[RECORDED].target_class for found in declared if hasattr(found.get(RECORDED), "target_class")}
+    return {records[RECORDED].target_class for records in declared if hasattr(records.get(RECORDED), "target_class")}

@@ -114,13 +114,13 @@ def mend_generation(config: GenerationConfig) -> list[str]:
         return []
     plain = type(config)()
     fields = {name: value for name, value in config.to_diff_dict().items() if name[0] != "_"}
-    kept, left_out, samples = copy.deepcopy(plain), dict[str, Any](), False
+    trial, left_out, samples = copy.deepcopy(plain), dict[str, Any](), False
     for name in sorted(fields, key=lambda name: name not in _MODES):
-        if _writable(kept, **{name: fields[name]}):
-            setattr(kept, name, fields[name])
-        elif config.do_sample is None and _writable(kept, do_sample=True, **{name: fields[name]}):
-            kept.do_sample, samples = True, True
-            setattr(kept, name, fields[name])
+        if _writable(trial, **{name: fields[name]}):
+            setattr(trial, name, fields[name])
+        elif config.do_sample is None and _writable(trial, do_sample=True, **{name: fields[name]}):
+            trial.do_sample, samples = True, True
+            setattr(trial, name, fields[name])
         else:
             left_out[name] = fields[name]
     for name in left_out:

@@ -112,17 +112,17 @@ class _Chunk:
     def __call__(
         self, hidden_CH: Tensor, ids_C: Tensor, temperature_C: Tensor | None, columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
-        read = {"hidden": hidden_CH.float()}
+        inputs = {"hidden": hidden_CH.float()}
         if self.reads_logits:
-            read["logits"] = self._logits(hidden_CH, temperature_C)
+            inputs["logits"] = self._logits(hidden_CH, temperature_C)
         with torch.autocast(hidden_CH.device.type, enabled=False):
             values = []
             for head in self.heads:
                 of_head = {name: columns[name] for name in head.columns}
-                value = head.fn(read[head.reads], ids_C, of_head, head.constants)
+                value = head.fn(inputs[head.reads], ids_C, of_head, head.constants)
                 if not isinstance(value, Tensor) or value.shape[:1] != ids_C.shape:
-                    got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                    raise TrainingError(f"head {head.name!r} must return [{ids_C.numel()}, ...], got {got}")
+                    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    raise TrainingError(f"head {head.name!r} must return [{ids_C.numel()}, ...], got {shape}")
                 values.append(value)
         return tuple(values)
 
@@ -204,11 +204,11 @@ def comparable_head(head: OutputHead, lender: str, rows: int, spec: ModelSpec, t
 
     Raises ModelError where either head has no row for some token.
     """
-    kept = min(rows, head.vocabulary)
-    if rows != head.vocabulary and kept < tokens:
+    common = min(rows, head.vocabulary)
+    if rows != head.vocabulary and common < tokens:
         raise ModelError(
             f"role {lender!r} gives logits for {head.vocabulary} tokens and role {spec.role.name!r} ({spec.path!r}) "
             f"for {rows}, of a tokenizer with {tokens}. They cannot be compared: name a model with the same tokenizer "
             f"for {lender!r}."
         )
-    return head.first(kept)
+    return head.first(common)

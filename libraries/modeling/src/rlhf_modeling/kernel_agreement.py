@@ -38,13 +38,13 @@ def disagreement(kinds: Iterable[LayerKind], device: torch.device) -> str:
         q, k, v = (torch.empty(1, heads, 1, size, device="meta") for heads, size in kind.shapes)
         if not fits(q, k, v, options):
             continue
-        what = f"{kind.heads} heads of {kind.size}, {kind.key_heads} for keys, window {kind.window}"
+        layers = f"{kind.heads} heads of {kind.size}, {kind.key_heads} for keys, window {kind.window}"
         try:
             problem = compare(kind, device, *kernels(device, options))
         except Exception as cause:  # any exception: the kernel may not take this device or these sizes
             problem = f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"
         if problem:
-            return f"{problem} ({what})"
+            return f"{problem} ({layers})"
     return ""
 
 
@@ -75,8 +75,8 @@ def compare(kind: LayerKind, device: torch.device, first: Compute, second: Compu
         leaves = [x.to(device, torch.bfloat16).requires_grad_() for x in inputs]
         out = compute(*leaves)
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, towards)])
-    for name, got, want in zip(("outputs", "gradients", "gradients", "gradients"), *answers, strict=True):
-        apart = float((got.float() - want.float()).norm() / want.float().norm())
+    for name, actual, want in zip(("outputs", "gradients", "gradients", "gradients"), *answers, strict=True):
+        apart = float((actual.float() - want.float()).norm() / want.float().norm())
         if not apart <= (OUTPUTS if name == "outputs" else GRADIENTS):
             return f"{name} differ by {apart:.1e} from those of 'sdpa', norm-wise"
     return ""

@@ -54,9 +54,9 @@ def use_kernels(loaded: Loaded, kernels: Kernels, bf16: bool = False) -> None:
     if kernels == "liger":
         check_liger(loaded, liger.use_liger(loaded.module), bf16)
     elif kernels == "own" and not _fuse(loaded):
-        who, known = type(loaded.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
+        model, kinds = type(loaded.module).__name__, ", ".join(sorted(n.removesuffix("DecoderLayer") for n in LAYERS))
         raise CapabilityError(
-            f"trainer.kernels = 'own': not all layers of {who} can be fused (those of {known} can, with SiLU and "
+            f"trainer.kernels = 'own': not all layers of {model} can be fused (those of {kinds} can, with SiLU and "
             "without dropout in attention). Leave it out."
         )
     elif kernels == "auto" and _device(loaded).type == "cpu":  # not measured on GPUs
@@ -69,9 +69,9 @@ def check_liger(loaded: Loaded, modules: list[nn.Module], bf16: bool) -> None:
     will be computed in ``bf16``, in bf16. CapabilityError where the hidden states differ."""
     forwards = [module.forward for module in modules]
     precisions = (False, True) if bf16 else (False,)
-    got = [_probe(loaded, low) for low in precisions]
+    hidden = [_probe(loaded, low) for low in precisions]
     restore_layers(modules)
-    for low, got_NH in zip(precisions, got, strict=True):
+    for low, got_NH in zip(precisions, hidden, strict=True):
         want_NH = _probe(loaded, low)
         apart = float((got_NH - want_NH).norm() / want_NH.norm())
         if not apart < (AGREE_IN_BF16 if low else AGREE):

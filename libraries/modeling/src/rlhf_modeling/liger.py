@@ -89,20 +89,20 @@ def use_liger(model: PreTrainedModel) -> list[nn.Module]:
 def _known(model: PreTrainedModel) -> tuple[Kind, list[Any]]:
     from transformers.activations import ACT2FN
 
-    who, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    model_name, count = type(model).__name__, model.config.get_text_config().num_hidden_layers
     layers: list[Any] = [m for m in model.modules() if type(m).__name__ in LAYERS]
     if len(layers) != count:
         names = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in LAYERS))
         raise CapabilityError(
-            f"trainer.kernels = 'liger': {who} has {count} layers, of which {len(layers)} are of a kind that is known "
-            f"({names}). Leave it out."
+            f"trainer.kernels = 'liger': {model_name} has {count} layers, of which {len(layers)} are of a kind that is "
+            f"known ({names}). Leave it out."
         )
     kind = LAYERS[type(layers[0]).__name__]
-    wanted = type(ACT2FN[kind.activation])
-    if other := {type(m.mlp.act_fn) for m in layers} - {wanted}:
+    activation = type(ACT2FN[kind.activation])
+    if other := {type(m.mlp.act_fn) for m in layers} - {activation}:
         raise CapabilityError(
-            f"trainer.kernels = 'liger': gates of {who} use {other.pop().__name__}, the kernel computes "
-            f"{wanted.__name__}. Leave it out."
+            f"trainer.kernels = 'liger': gates of {model_name} use {other.pop().__name__}, the kernel computes "
+            f"{activation.__name__}. Leave it out."
         )
     return kind, layers
 

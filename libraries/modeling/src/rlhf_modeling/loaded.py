@@ -147,11 +147,11 @@ class LoadedModel:
         """The sequences of each call of the body."""
         if self.layout != "alone" and self.rope is None:
             return [list(range(len(lens)))]
-        found: dict[int, list[int]] = {}
+        calls: dict[int, list[int]] = {}
         for b, length in enumerate(lens):
             kind = length if self.layout == "alone" or self.rope is None else self.rope.kind(length)
-            found.setdefault(kind, []).append(b)
-        return [found[kind] for kind in sorted(found)]
+            calls.setdefault(kind, []).append(b)
+        return [calls[kind] for kind in sorted(calls)]
 
     def _call(
         self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()

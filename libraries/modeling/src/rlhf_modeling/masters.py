@@ -55,20 +55,20 @@ class Masters:
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` of the model by name, with the masters in place of the weights, also under the second name of a
         weight that is tied."""
-        found = {p.data_ptr(): self.stepped[name].data for name, p in self.parameters.items()}
-        return {name: found.get(t.data_ptr(), t) for name, t in tensors.items()}
+        masters = {p.data_ptr(): self.stepped[name].data for name, p in self.parameters.items()}
+        return {name: masters.get(t.data_ptr(), t) for name, t in tensors.items()}
 
     def offload(self) -> None:
         """Move the masters to host memory, from a GPU, until :meth:`reload`."""
-        held = {name: self.stepped[name].data for name in self.rounded}
-        to_host(held)
-        self._set(held)
+        masters = {name: self.stepped[name].data for name in self.rounded}
+        to_host(masters)
+        self._set(masters)
 
     def reload(self, device: torch.device) -> None:
-        held = {name: self.stepped[name].data for name in self.rounded}
-        to_device(held, device)
-        self._set(held)
+        masters = {name: self.stepped[name].data for name in self.rounded}
+        to_device(masters, device)
+        self._set(masters)
 
-    def _set(self, held: Mapping[str, Tensor]) -> None:
-        for name, value in held.items():
+    def _set(self, masters: Mapping[str, Tensor]) -> None:
+        for name, value in masters.items():
             self.stepped[name].data = value

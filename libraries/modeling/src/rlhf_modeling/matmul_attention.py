@@ -70,7 +70,7 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
     alike: dict[tuple[int, int], list[Stretch]] = {}
     for s in stretches:
         alike.setdefault((padded(s.length), s.skip // STEP * STEP), []).append(s)
-    found, rows = [], 0
+    buckets, rows = [], 0
     row_N = torch.full((tokens,), -1)
     for (size, first), members in sorted(alike.items()):
         at_G1, length_G1, skip_G1 = (
@@ -85,12 +85,14 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
         number_GQ = torch.arange(rows, rows + own_GQ.numel()).view_as(own_GQ)
         row_N[bucket.rows_GQ[own_GQ]] = number_GQ[own_GQ]
         rows += own_GQ.numel()
-        found.append(bucket)
+        buckets.append(bucket)
     elsewhere_N = row_N < 0
     row_N[elsewhere_N] = 0
     in_order = rows == tokens and bool((row_N == torch.arange(tokens)).all())
     shared = any(s.skip for s in stretches)
-    return Buckets(tuple(found), None if in_order else row_N, elsewhere_N if bool(elsewhere_N.any()) else None, shared)
+    return Buckets(
+        tuple(buckets), None if in_order else row_N, elsewhere_N if bool(elsewhere_N.any()) else None, shared
+    )
 
 
 def matmul_attention(
@@ -208,6 +210,6 @@ def _bias(length: int, window: int | None) -> Tensor:
     if key not in _biases:
         i = torch.arange(length)
         distance = i[:, None] - i[None, :]
-        seen = (distance >= 0) & (distance < (key[1] or length))
-        _biases[key] = torch.zeros(length, length).masked_fill_(~seen, float("-inf"))
+        visible = (distance >= 0) & (distance < (key[1] or length))
+        _biases[key] = torch.zeros(length, length).masked_fill_(~visible, float("-inf"))
     return _biases[key]

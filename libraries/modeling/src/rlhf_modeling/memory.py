@@ -68,27 +68,27 @@ def trainer_memory(
     """
     s, own = storage, part_of(size, storage.layer_ranks)
     count = matrices = 0
-    held, quantized = own.parameters, saving_of(own, quantization, s.weight_bytes)
+    parameters, quantized = own.parameters, saving_of(own, quantization, s.weight_bytes)
     if trained and a.adapters:
         matrices, lengths = adapter_parameters(own, a.adapters, lora)
         count = matrices + lengths + saved + (0 if own.outputs == own.vocabulary else own.head)
-        held += matrices + lengths + (count if saved else 0)
+        parameters += matrices + lengths + (count if saved else 0)
         if lora is not None:
             quantized = saving_of(own, lora.quantization, s.weight_bytes, lora.modules_to_save or ())
     elif trained:
         count, matrices = own.parameters - frozen, own.matrices
     copies = 1 / s.weight_ranks + (1 / s.second_ranks if s.second_ranks else 0)
-    weights = int((held * s.weight_bytes - quantized) * copies)
+    weights = int((parameters * s.weight_bytes - quantized) * copies)
     optimizer = int((count * s.optimizer_bytes - matrices * s.matrix_saving) / s.optimizer_ranks)
     gradients = int(count * s.gradient_bytes / s.gradient_ranks)
-    kept = gradients if s.keeps_gradients else 0
-    state = {"weights": weights, "optimizer": optimizer, "gradients": kept}
+    gradient_bytes = gradients if s.keeps_gradients else 0
+    state = {"weights": weights, "optimizer": optimizer, "gradients": gradient_bytes}
     on_host = {"weights"} if s.host_weights else set()
     moved = {"optimizer", "gradients"}
     on_cpu = a.device == "cpu"
     buffers, pixels = s.buffers + (a.pixels if on_cpu else 0), 0 if on_cpu else a.pixels
     rest = _split(state, on_host | moved if s.host_optimizer else on_host, buffers, pixels)
-    freed = gradients - kept if on_cpu else 0  # freed, but the process keeps the pages
+    freed = gradients - gradient_bytes if on_cpu else 0  # freed, but the process keeps the pages
     if freed:
         rest = replace(rest, device={**rest.device, "allocator": freed})
     offloaded = _split(state, on_host | moved if s.host_optimizer or s.offloads else on_host, buffers, pixels)
@@ -113,7 +113,7 @@ def trainer_memory(
         a.bf16,
         ("live", "base") if trained and a.adapters else ("live",),
         copies=s.weight_ranks > 1 or s.layer_ranks > 1 or s.host_weights,
-        arithmetic=_explained(s, a, own, held, count, quantized),
+        arithmetic=_explained(s, a, own, parameters, count, quantized),
     )
 
 
@@ -144,13 +144,13 @@ def _load(s: Storage, a: Arithmetic, own: ModelSize, size: ModelSize, trained: i
     """All weights that one rank holds for a moment, and what it needs to make its buffers. Ranks that divide layers
     read whole layers in host memory first, and where ``whole_at_load`` the whole model. Layers are quantised one by
     one, on their way to the device."""
-    read = size if a.device == "cpu" else own
+    source = size if a.device == "cpu" else own
     making = int(trained * s.making_bytes) + (s.buffers if s.making_bytes else 0)
     if own.outputs == own.vocabulary:  # a language model computes once, for its head to be checked
         making += s.gathered
     ranks = 1 if s.whole_at_load and a.device == "cpu" else s.weight_ranks
     spared = 0.0 if a.device == "cpu" else quantized
-    return {"weights": int((read.parameters * max(s.weight_bytes, s.read_bytes) - spared) / ranks), "working": making}
+    return {"weights": int((source.parameters * max(s.weight_bytes, s.read_bytes) - spared) / ranks), "working": making}
 
 
 def _forward(s: Storage, a: Arithmetic, own: ModelSize, outputs: tuple[str, ...]) -> Iterator[dict[str, int]]:
@@ -184,9 +184,9 @@ def _backward(
         before: bytes of gradients that exist before it.
         gradients: the same after it.
     """
-    seen, casts = tower_activations(own, a), pass_.casts(own, a)
-    kept = pass_.activations(own, a) + seen
-    common = {"gradients": before, "activations": kept}
+    tower, casts = tower_activations(own, a), pass_.casts(own, a)
+    activations = pass_.activations(own, a) + tower
+    common = {"gradients": before, "activations": activations}
     # with gradient checkpointing the casts of the forward pass are freed at its end
     behind = 0 if a.checkpointing else casts
     yield common | {
@@ -196,15 +196,15 @@ def _backward(
     tied = own.head * FP32 if own.tied and own.outputs == own.vocabulary and not a.adapters else 0
     head = tied if before or a.adapters else own.head * FP32
     working = s.gathered + behind + pass_.widest_working(own, a) + pass_.weight_gradient(own, a)
-    yield common | {"activations": kept + pass_.recomputed(own, a), "logits": head, "working": working}
+    yield common | {"activations": activations + pass_.recomputed(own, a), "logits": head, "working": working}
     common = {"gradients": gradients, "logits": tied if before else 0}
-    yield common | {"activations": seen + pass_.largest_layer(own, a), "working": working}
+    yield common | {"activations": tower + pass_.largest_layer(own, a), "working": working}
     # the gradient of the lookup is a whole matrix; that of a tied head is added in new memory
     embedding = 0 if a.adapters else own.embedding * FP32 * (2 if tied else bool(before))
-    yield common | {"activations": seen, "working": s.gathered + behind + embedding}
+    yield common | {"activations": tower, "working": s.gathered + behind + embedding}
     if own.tower is not None:
         working = s.gathered + behind + tower_working(own, a)
-        yield {"gradients": gradients, "activations": seen + recomputed_tower(own, a), "working": working}
+        yield {"gradients": gradients, "activations": tower + recomputed_tower(own, a), "working": working}
 
 
 def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> dict[str, int]:
@@ -216,8 +216,8 @@ def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> 
 
     def with_allowance(parts: dict[str, int]) -> dict[str, int]:
         free = max(0, freed - parts.get("gradients", 0))
-        kept = FREED[device] * (sum(parts.values()) + free) + max(0, free - parts.get("activations", 0))
-        return {part: size for part, size in parts.items() if size} | {"allocator": int(kept)}
+        allowance = FREED[device] * (sum(parts.values()) + free) + max(0, free - parts.get("activations", 0))
+        return {part: size for part, size in parts.items() if size} | {"allocator": int(allowance)}
 
     return max(map(with_allowance, moments), key=lambda parts: sum(parts.values()))
 
@@ -229,14 +229,16 @@ def _sum(parts: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------ messages
 
 
-def _explained(s: Storage, a: Arithmetic, own: ModelSize, held: int, trained: int, quantized: float) -> dict[str, str]:
+def _explained(
+    s: Storage, a: Arithmetic, own: ModelSize, parameters: int, trained: int, quantized: float
+) -> dict[str, str]:
     less = f", less {quantized / 1e6:.4g} MB that quantised layers save" if quantized else ""
     second = f", and once more over {s.second_ranks} ranks" if s.second_ranks else ""
     layers = f"{a.tokens} computed tokens x {len(own.layers)} layers"
     if own.tower is not None and a.trains_vision:
         layers += f", {patches(own.tower, a)} patches of images x {own.tower.layers} layers"
     return {
-        "weights": product(held, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
+        "weights": product(parameters, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
         "activations": layers + (", inputs only, and one layer whole" if a.checkpointing else ""),

@@ -207,12 +207,12 @@ def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMod
     """
     body = getattr(module, module.base_model_prefix, None) or getattr(module, "model", None)
     head = module.get_output_embeddings() if kind == "lm" else getattr(module, "score", None)
-    who = f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r})"
+    label = f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r})"
     if module.config.is_encoder_decoder or module.config.get_text_config().is_encoder_decoder:
-        raise ModelError(f"{who} has an encoder and a decoder of text; use a decoder-only architecture")
+        raise ModelError(f"{label} has an encoder and a decoder of text; use a decoder-only architecture")
     if not isinstance(body, nn.Module) or not isinstance(head, nn.Linear):
         raise ModelError(
-            f"{who} is not a body with one linear "
+            f"{label} is not a body with one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
         )
     caps = [getattr(module.config, name, None) for name in SOFTCAPS] if kind == "lm" else []

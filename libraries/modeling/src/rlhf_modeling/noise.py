@@ -11,10 +11,10 @@ MARKS = ("drop", "jitter", "noise")
 def noise_settings(module: nn.Module) -> dict[str, float]:
     """{name in the config: value} of the settings that are not zero."""
     config = getattr(module, "config", None)
-    named = config.get_text_config().to_dict() if config is not None else {}
+    fields = config.get_text_config().to_dict() if config is not None else {}
     return {
         name: float(value)
-        for name, value in named.items()
+        for name, value in fields.items()
         if any(mark in name for mark in MARKS) and isinstance(value, int | float) and float(value)
     }
 

@@ -144,8 +144,8 @@ def _check_state(
         p = parameters[name]
         shape, dtype = (torch.Size(), torch.float32) if key == "step" else (p.shape, p.dtype)
         if (value.shape, value.dtype) != (shape, dtype):
-            got = f"{value.dtype} of shape {tuple(value.shape)}"
-            refuse(where, f"{full_name}: {got}, expected {dtype} of shape {tuple(shape)}.")
+            actual = f"{value.dtype} of shape {tuple(value.shape)}"
+            refuse(where, f"{full_name}: {actual}, expected {dtype} of shape {tuple(shape)}.")
         if problem := not_finite(value):
             refuse(where, f"{full_name}: {problem}.")
     for name in parameters:

@@ -84,11 +84,11 @@ def bf16_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
         line = next((x for x in cpuinfo.read_text().splitlines() if x.lower().startswith(("flags", "features"))), "")
     except OSError:
         line = ""
-    found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if f in line.split())
+    features = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if f in line.split())
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-    if not found and not line:  # no /proc (macOS): torch reads the processor's features
-        found = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if capabilities.get(f))
-    return found
+    if not features and not line:  # no /proc (macOS): torch reads the processor's features
+        features = tuple(f for f in ("avx512_bf16", "amx_bf16", "bf16") if capabilities.get(f))
+    return features
 
 
 def measured_gain(size: int = 512, repeats: int = 10) -> float:

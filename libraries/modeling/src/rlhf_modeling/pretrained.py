@@ -31,20 +31,20 @@ PROCESSOR_FILES = (
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
 
 
-def read(spec: ModelSpec, what: str, reader: Any, **options: Any) -> Any:
-    """``reader(folder, **options)`` (a ``from_pretrained``) for the files that ``spec`` names. ``what``: for messages.
+def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
+    """``reader(folder, **options)`` (a ``from_pretrained``) for the files that ``spec`` names. ``label``: for messages.
 
     Raises ModelError where the folder does not exist or its files cannot be read.
     """
     if looks_local(spec.path) and not Path(spec.path).expanduser().exists():
-        raise ModelError(f"no folder {spec.path!r} for the {what} of role {spec.role.name!r}. {EXPECTED}")
+        raise ModelError(f"no folder {spec.path!r} for the {label} of role {spec.role.name!r}. {EXPECTED}")
     place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
     try:
         return reader(place, trust_remote_code=spec.trust_remote_code, **options)
     except Exception as cause:  # anything: damaged files raise whatever their parsers raise
         damaged = isinstance(cause, SafetensorError)  # such as an interrupted download
         raise ModelError(
-            f"cannot load the {what} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
+            f"cannot load the {label} {spec.path!r} of role {spec.role.name!r}: {type(cause).__name__}: {cause}\n"
             f"{'A file of weights is damaged or incomplete: download or copy it again.' if damaged else EXPECTED}"
         ) from cause
 
@@ -95,9 +95,9 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     """Every token that ends a text, from the generation config (else the model's config) and the tokenizer."""
     ids: list[int] = []
     for config in (module.generation_config if module.can_generate() else None, module.config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            ids += found if isinstance(found, (list, tuple)) else [found]
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            ids += ends if isinstance(ends, (list, tuple)) else [ends]
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
@@ -175,18 +175,18 @@ def set_padding(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end
     for padding or as a spare one. Where there is none, the model gets no pad token: transformers then refuses batches
     of more than one instead of reading them wrongly.
     """
-    found = pad_token(tokenizer, ends, _rows(module))
-    module.config.pad_token_id = module.config.get_text_config().pad_token_id = found
-    if found is not None and tokenizer.pad_token_id != found:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(found)
+    pad = pad_token(tokenizer, ends, _rows(module))
+    module.config.pad_token_id = module.config.get_text_config().pad_token_id = pad
+    if pad is not None and tokenizer.pad_token_id != pad:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], rows: int) -> int | None:
     """As :func:`set_padding` says; ``rows``: ids are below it."""
     special = {token: i for i, token in zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)}
     added = {str(t.content): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    named = [i for t, i in {**special, **added}.items() if any(word in t.lower() for word in _MEANT_FOR_PADDING)]
-    for candidate in (tokenizer.pad_token_id, tokenizer.unk_token_id, *sorted(named)):
+    spares = [i for t, i in {**special, **added}.items() if any(word in t.lower() for word in _MEANT_FOR_PADDING)]
+    for candidate in (tokenizer.pad_token_id, tokenizer.unk_token_id, *sorted(spares)):
         if candidate is not None and candidate not in ends and candidate < rows:
             return int(candidate)
     return None

@@ -64,12 +64,12 @@ def probe(loaded: LoadedModel, spec: ModelSpec) -> None:
                 f"{_who(loaded, spec)} does more to its logits than a linear head, a factor from its config and a soft "
                 "cap; its log-probs would be wrong here, so it is refused."
             )
-        seen = _image_truth(loaded, rows)
+        image_truth = _image_truth(loaded, rows)
         why = _choose(loaded, rows, torch.cat(truth))
         if loaded.layout == "alone":
             _choose_attention(loaded, rows, torch.cat(truth))
-        if seen is not None:
-            _check_images(loaded, rows, seen)
+        if image_truth is not None:
+            _check_images(loaded, rows, image_truth)
     if spec.images and loaded.images is None:
         raise ModelError(f"the data have images, but {_who(loaded, spec)} {loaded.no_images}.")
     if in_bf16(loaded.module):
@@ -163,8 +163,8 @@ def _image_truth(loaded: LoadedModel, rows: list[Tensor]) -> Tensor | None:
 def _check_images(loaded: LoadedModel, rows: list[Tensor], want_TH: Tensor) -> None:
     """Unset :attr:`LoadedModel.images` where a sequence with an image gets other hidden states in a row with others."""
     try:
-        found = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
-        share = max(share_off(got_TH, want_TH) for got_TH in found)
+        hidden = packed_with_text(loaded, rows, *image_sequence(loaded, rows))
+        share = max(share_off(got_TH, want_TH) for got_TH in hidden)
         why = f"{share:.0%} of a probe's tokens get other hidden states" if share > MOST_OFF else ""
     except Exception as cause:  # any exception: the model's code is not ours
         why = _said(cause)
@@ -184,8 +184,8 @@ def _attempt(loaded: LoadedModel, compute: Callable[[], Tensor], want_NH: Tensor
 
 
 def _said(cause: Exception) -> str:
-    said = str(cause).split("\n")[0]
-    return said if isinstance(cause, ModelError) else f"{type(cause).__name__}: {said}"
+    text = str(cause).split("\n")[0]
+    return text if isinstance(cause, ModelError) else f"{type(cause).__name__}: {text}"
 
 
 # ------------------------------------------------------------------------------------------------- noise
@@ -198,13 +198,13 @@ def _draws(loaded: LoadedModel, ids_T: Tensor) -> bool:
     loaded.module.train()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            found = []
+            results = []
             for seed in (0, 1, 0):
                 torch.manual_seed(seed)
-                found.append(_alone(loaded, ids_T))
+                results.append(_alone(loaded, ids_T))
     finally:
         _evaluate(loaded.module, training)
-    return not torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    return not torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:
@@ -214,18 +214,18 @@ def _evaluate(module: nn.Module, training: list[nn.Module]) -> None:
 
 
 def _write_notes(loaded: LoadedModel, spec: ModelSpec, why: str) -> None:
-    notes, who = [], type(loaded.module).__name__
+    notes, model = [], type(loaded.module).__name__
     if loaded.layout == "alone":
         notes.append(
-            f"{who} cannot be computed packed ({why}). Sequences of each length go through it in a call of their own: "
-            "the same numbers, slower."
+            f"{model} cannot be computed packed ({why}). Sequences of each length go through it in a call of their "
+            "own: the same numbers, slower."
         )
     elif loaded.layout == "packed" and not loaded.boundaries:
-        notes.append(f"{who}: a prefix that sequences share is computed once for each of them ({why}).")
-    if loaded.noisy and (named := noise_settings(loaded.module)):
-        said = ", ".join(f"{name} = {value:g}" for name, value in named.items())
+        notes.append(f"{model}: a prefix that sequences share is computed once for each of them ({why}).")
+    if loaded.noisy and (noise := noise_settings(loaded.module)):
+        settings = ", ".join(f"{name} = {value:g}" for name, value in noise.items())
         notes.append(
-            f"{who} draws noise while it is trained ({said} in its config): gradients depend on how batches are "
+            f"{model} draws noise while it is trained ({settings} in its config): gradients depend on how batches are "
             "divided into micro-batches, and prefixes that sequences share are computed once for each of them."
         )
     loaded.notes = tuple(f"{spec.role.name}: {note}" for note in notes)
@@ -254,8 +254,8 @@ def _nearest_of_config(loaded: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) 
         want_TV = cap * torch.atanh((want_TV / cap).clamp(-0.999999, 0.999999))
     fitted = float((plain_TV * want_TV).sum() / (plain_TV * plain_TV).sum())
     config = loaded.module.config.get_text_config().to_dict()
-    named = [float(v) for v in config.values() if isinstance(v, int | float) and v]
-    return min((scale for v in named for scale in (v, 1 / v)), key=lambda scale: abs(scale - fitted), default=1.0)
+    numbers = [float(v) for v in config.values() if isinstance(v, int | float) and v]
+    return min((scale for v in numbers for scale in (v, 1 / v)), key=lambda scale: abs(scale - fitted), default=1.0)
 
 
 def _same(got_TV: Tensor, want_TV: Tensor) -> bool:

@@ -32,8 +32,8 @@ LENGTHS = (9, 14, 3, 14, 12)
 def probe_rows(loaded: LoadedModel) -> list[Tensor]:
     """Sequences of the probe: int64, on the model's device, without ids that the config uses as special tokens."""
     config = loaded.module.config
-    known = {**config.to_dict(), **config.get_text_config().to_dict()}
-    special = {value for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
+    fields = {**config.to_dict(), **config.get_text_config().to_dict()}
+    special = {value for name, value in fields.items() if name.endswith("token_id") and isinstance(value, int)}
     plain = [i for i in range(min(loaded.vocabulary, 1000)) if i not in special] or [0]
     generator = torch.Generator().manual_seed(derive_seed(0, "probe"))
     device = next(loaded.module.parameters()).device

@@ -43,11 +43,11 @@ class Published:
 
     def _plan(self, whole: Mapping[str, torch.Size]) -> None:
         for name, shape in self._own.items():
-            found = self._published_shapes({name: shape})
-            if any(whole.get(n) != s for n, s in found.items()):
+            shapes = self._published_shapes({name: shape})
+            if any(whole.get(n) != s for n, s in shapes.items()):
                 self._together.append(name)
-            elif found != {name: shape}:
-                self._alone[name] = list(found)
+            elif shapes != {name: shape}:
+                self._alone[name] = list(shapes)
 
     def _published_shapes(self, own: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         meta = {name: torch.empty(shape, device="meta") for name, shape in own.items()}
@@ -63,31 +63,32 @@ class Published:
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """(published name, tensor) of (own name, tensor). Tensors with the same name and shape pass unchanged; others
         are views or copies, made one after the other."""
-        held: dict[str, Tensor] = {}
+        group: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name in self._together:
-                held[name] = tensor
+                group[name] = tensor
             elif name in self._alone:
                 yield from self._convert({name: tensor}).items()
             else:
                 yield name, tensor
-        if held:
-            yield from self._convert(held).items()
+        if group:
+            yield from self._convert(group).items()
 
     @torch.no_grad()
-    def restore(self, given: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    def restore(self, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
         """{own name: tensor} of whole published tensors.
 
         Raises CheckpointError, naming ``where``, for other names or shapes than the published ones.
         """
         meta = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
-        copy_into(meta, {name: tensor.to("meta") for name, tensor in given.items()}, where)  # raises where they differ
-        own = {name: given[name] for name in self._own if name not in self._alone and name not in self._together}
+        # raises where they differ
+        copy_into(meta, {name: tensor.to("meta") for name, tensor in weights.items()}, where)
+        own = {name: weights[name] for name in self._own if name not in self._alone and name not in self._together}
         for group in [*([name] for name in self._alone), *([self._together] if self._together else [])]:
-            own |= self._gathered(group, given)
+            own |= self._gathered(group, weights)
         return {name: own[name] for name in self._own}
 
-    def _gathered(self, group: list[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _gathered(self, group: list[str], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts element numbers instead of values, which shows where each element belongs. Conversions move elements
         and do not change them."""
         numbers, count = {}, 0
@@ -96,9 +97,9 @@ class Published:
             numbers[name] = torch.arange(count, count + size).view(self._own[name])
             count += size
         places = self._convert(numbers)
-        like = given[next(iter(places))]
+        like = weights[next(iter(places))]
         flat = torch.empty(count, dtype=like.dtype, device=like.device)
         for name, place in places.items():
-            flat[place.reshape(-1).to(like.device)] = given[name].reshape(-1)
+            flat[place.reshape(-1).to(like.device)] = weights[name].reshape(-1)
         parts = flat.split([math.prod(self._own[name]) for name in group])
         return {name: part.view(self._own[name]) for name, part in zip(group, parts, strict=True)}

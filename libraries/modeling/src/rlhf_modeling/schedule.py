@@ -23,9 +23,11 @@ class Schedule:
 
     def __init__(self, config: TrainingConfig, total: int) -> None:
         if total <= 0 and (config.schedule not in ENDLESS or config.warmup_ratio):
-            what = f"warmup_ratio = {config.warmup_ratio}" if config.warmup_ratio else f"schedule = {config.schedule!r}"
+            option = (
+                f"warmup_ratio = {config.warmup_ratio}" if config.warmup_ratio else f"schedule = {config.schedule!r}"
+            )
             raise ConfigError(
-                f"{what} needs the number of optimizer steps of the run, which is not known here (total_updates = "
+                f"{option} needs the number of optimizer steps of the run, which is not known here (total_updates = "
                 f"{total}). Use schedule = 'constant' with warmup_steps, or give the run a length."
             )
         self.shape = config.schedule

@@ -64,17 +64,17 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
             runs[-1].append(s)
         else:
             runs.append([s])
-    found, queries, keys = [], [], []
+    groups, queries, keys = [], [], []
     for run in runs:
         length, skip = run[0].length, run[0].skip
         first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
-        found.append(Run(len(run), length, skip, first))
+        groups.append(Run(len(run), length, skip, first))
         for s in run:
             where = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
             keys.append(where)
             queries.append(where[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
-    return Runs(tuple(found), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
+    return Runs(tuple(groups), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
 
 
 def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Runs, options: Options) -> Tensor:

@@ -82,8 +82,8 @@ def share_prefixes(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[
     source_M[place_N] = every_N  # any token of those that share a place, because their ids and positions are equal
     position_N = every_N - torch.tensor(starts)[owners(torch.tensor(lens))]
     device = ids_N.device
-    found = (plain[source_M], position_N[source_M], place_N, source_M)
-    ids_M, position_M, place_N, source_M = (x.to(device) for x in found)
+    tensors = (plain[source_M], position_N[source_M], place_N, source_M)
+    ids_M, position_M, place_N, source_M = (x.to(device) for x in tensors)
     return Shared(ids_M, position_M, place_N, source_M, tuple(stretches))
 
 

@@ -56,9 +56,9 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     if lora is not None:
         head = module.get_output_embeddings()
         linear = [name for name, _ in adaptable(module, head if isinstance(head, nn.Module) else None, lora.vision)]
-        wanted = matching(linear, lora.targets, type(module).__name__)
+        layers = matching(linear, lora.targets, type(module).__name__)
         own_head = None if spec.role.head == "lm" else head
-        saved_modules(module, lora.modules_to_save or (), own_head, wanted)
+        saved_modules(module, lora.modules_to_save or (), own_head, layers)
     if config.aux_loss_coef and not any(isinstance(m, tuple(router_classes(module))) for m in module.modules()):
         raise CapabilityError(
             f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
@@ -111,10 +111,10 @@ def check_files(spec: ModelSpec) -> None:
 
     def load(place: str, **_: Any) -> Any:
         with torch.device("meta"):
-            built = auto.from_config(config)
-        return type(built).from_pretrained(  # with the class's own config, which may be a part of the folder's
+            model = auto.from_config(config)
+        return type(model).from_pretrained(  # with the class's own config, which may be a part of the folder's
             None,
-            config=built.config,
+            config=model.config,
             state_dict=state,
             device_map="meta",
             dtype=torch.float32,

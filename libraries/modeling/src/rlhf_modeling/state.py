@@ -34,14 +34,14 @@ class SavedFacts(SavedPart):
 
 def named_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by Hugging Face name, tied ones once, in a fixed order."""
-    seen: set[int] = set()
-    found = {}
+    keys: set[int] = set()
+    tensors = {}
     for name, tensor in module.state_dict().items():
         key = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
-        if key not in seen:
-            seen.add(key)
-            found[name] = tensor
-    return found
+        if key not in keys:
+            keys.add(key)
+            tensors[name] = tensor
+    return tensors
 
 
 def write(path: Path, files: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]) -> None:

@@ -108,8 +108,8 @@ class Part:
         own = self._exchange(out[0].flatten(1), self.sizes, [self.own] * ranks)
         return own.view(ranks, self.own, heads, size).transpose(0, 1).flatten(1, 2)[None]
 
-    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        exchanged: Tensor = _Exchange.apply(x, sent, received, self.among.group)
+    def _exchange(self, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(x, to_ranks, from_ranks, self.among.group)
         return exchanged
 
 
@@ -142,10 +142,10 @@ class PartAttention(PackedAttention):
         return self.part.to_tokens(out), None
 
 
-def heads_refused(who: str, heads: int, ranks: int) -> str:
+def heads_refused(name: str, heads: int, ranks: int) -> str:
     allowed = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
     return (
-        f"sequence_parallel = {ranks} does not divide the {heads} attention heads of {who}, each of which is computed "
+        f"sequence_parallel = {ranks} does not divide the {heads} attention heads of {name}, each of which is computed "
         f"on one rank. Use a divisor: {allowed}."
     )
 
@@ -154,23 +154,23 @@ def heads_refused(who: str, heads: int, ranks: int) -> str:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows: ``sent[r]`` of them to rank r, ``received[r]`` from it. The backward pass sends the gradients
-    back."""
+    """All-to-all of rows: ``to_ranks[r]`` of them to rank r, ``from_ranks[r]`` from it. The backward pass sends the
+    gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(x, sent, received, group)
+    def forward(ctx: Any, x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Any) -> Tensor:
+        ctx.to_ranks, ctx.from_ranks, ctx.group = to_ranks, from_ranks, group
+        return _all_to_all(x, to_ranks, from_ranks, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _all_to_all(grad, ctx.from_ranks, ctx.to_ranks, ctx.group), None, None, None
 
 
-def _all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    out = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+def _all_to_all(x: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: Any) -> Tensor:
+    out = x.new_empty((sum(from_ranks), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), list(from_ranks), list(to_ranks), group=group)
     return out
 
 

@@ -114,10 +114,10 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
     def choose_kernel(self) -> None:
         """Choose the kernel of attention, after the model was probed. Raises CapabilityError where an option names one
         and this model is not packed, or ``flash`` computes something else on this device than ``sdpa``."""
-        loaded, kernel, who = self.loaded, self.config.attention, type(self.loaded.module).__name__
+        loaded, kernel, model = self.loaded, self.config.attention, type(self.loaded.module).__name__
         if kernel != "auto" and loaded.layout == "alone":
             raise CapabilityError(
-                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {who} is "
+                f"trainer.attention = {kernel!r} chooses a kernel of packed attention, without which {model} is "
                 "computed. Leave it out."
             )
         loaded.attention = kernel
@@ -125,9 +125,9 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         if kernel == "sdpa" or why_not(self.device, dtype) or not (problem := disagreement(loaded.layers, self.device)):
             return
         if kernel == "flash":
-            raise CapabilityError(f"trainer.attention = 'flash': for layers of {who} {problem}. Leave it out.")
+            raise CapabilityError(f"trainer.attention = 'flash': for layers of {model} {problem}. Leave it out.")
         loaded.attention = "sdpa"
-        loaded.notes += (f"{self.spec.role.name}: attention of {who} is 'sdpa', because with 'flash' {problem}.",)
+        loaded.notes += (f"{self.spec.role.name}: attention of {model} is 'sdpa', because with 'flash' {problem}.",)
 
     @property
     def precision_note(self) -> str:
@@ -237,8 +237,8 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         the next one when it is computed."""
         for number, micro in enumerate(micros):
             if self.loaded.images is not None:
-                for near in micros[number : number + 2]:
-                    self.loaded.images.pixels.start(image for images in near.images_B for image in images)
+                for upcoming in micros[number : number + 2]:
+                    self.loaded.images.pixels.start(image for images in upcoming.images_B for image in images)
             yield micro
             if self.progress is not None:
                 self.progress(number + 1, len(micros))
@@ -266,9 +266,9 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         """It is in bf16 where this role's logits are. Raises ModelError where either head has no row for some token
         (:func:`rlhf_modeling.heads.comparable_head`)."""
         tokens = len(self.tokenizer or load_tokenizer(self.spec))
-        found = comparable_head(head, role, self.loaded.head.out_features, self.spec, tokens)
+        comparable = comparable_head(head, role, self.loaded.head.out_features, self.spec, tokens)
         bf16 = self.precision.bf16 and not self.config.head_fp32
-        self.borrowed[role] = found.to(self.device, torch.bfloat16 if bf16 else torch.float32)
+        self.borrowed[role] = comparable.to(self.device, torch.bfloat16 if bf16 else torch.float32)
 
     # ------------------------------------------------------------------------------------ internals
 

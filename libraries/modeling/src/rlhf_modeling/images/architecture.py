@@ -48,14 +48,14 @@ def require_images(spec: ModelSpec, config: Any) -> None:
     if not spec.images:
         return
     advice = "Name an image-text model (Qwen2.5-VL, Qwen3-VL, SmolVLM, LLaVA, ...), or leave the images out."
-    who = ", ".join(config.architectures or ()) or config.model_type
+    model = ", ".join(config.architectures or ()) or config.model_type
     if not reads_images(config, True):
         raise ModelError(
-            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {who}, which reads "
+            f"the data have images, but the model {spec.path!r} of role {spec.role.name!r} is a {model}, which reads "
             f"text only. {advice}"
         )
     if why := _image_problem(config):
-        raise ModelError(f"the data have images, but {who} ({spec.path!r}, role {spec.role.name!r}) {why}. {advice}")
+        raise ModelError(f"the data have images, but {model} ({spec.path!r}, role {spec.role.name!r}) {why}. {advice}")
 
 
 def _image_problem(config: Any) -> str:
@@ -77,16 +77,16 @@ def attends_ahead(config: Any) -> bool:
     """Whether an image-text model with this config lets any of four tokens, two of which are an image's, attend to a
     later one. Classes with such masks make them in ``create_masks_for_generate``, which reads the config only."""
     make = getattr(auto_classes().MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], "create_masks_for_generate", None)
-    given = set(inspect.signature(make).parameters) if make is not None else set()
-    kinds = given & {"token_type_ids", "mm_token_type_ids"}
+    parameters = set(inspect.signature(make).parameters) if make is not None else set()
+    kinds = parameters & {"token_type_ids", "mm_token_type_ids"}
     if make is None or not kinds:
         return False
     config = deepcopy(config)
     config.get_text_config()._attn_implementation = "eager"  # it makes masks of numbers
-    first = {"is_first_iteration": True} if "is_first_iteration" in given else {}
+    first = {"is_first_iteration": True} if "is_first_iteration" in parameters else {}
     kind_1T, position_1T = torch.tensor([[0, 1, 1, 0]]), torch.arange(4)[None]
-    made = make(config, torch.zeros(1, 4, 1), None, None, position_1T, **dict.fromkeys(kinds, kind_1T), **first)
-    masks = made.values() if isinstance(made, dict) else [made]
+    result = make(config, torch.zeros(1, 4, 1), None, None, position_1T, **dict.fromkeys(kinds, kind_1T), **first)
+    masks = result.values() if isinstance(result, dict) else [result]
     return any(bool((mask_11TT[0, 0] == 0).triu(1).any()) for mask_11TT in masks if mask_11TT is not None)
 
 
@@ -140,8 +140,8 @@ def _scored_class(config_class: type) -> Any:
 
 def classifier(config: Any, images: bool) -> Any | None:
     """The loader of an image-text model with a scalar or classes head; None: transformers has one."""
-    known = type(config) in auto_classes().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-    return Scored if reads_images(config, images) and not known else None
+    has_loader = type(config) in auto_classes().MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    return Scored if reads_images(config, images) and not has_loader else None
 
 
 def has_vision(module: nn.Module) -> bool:

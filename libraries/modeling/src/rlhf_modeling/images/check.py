@@ -51,9 +51,9 @@ def own_statement(loaded: LoadedModel, ids_T: Tensor, images: tuple[Image, ...])
     inputs = loaded.images
     assert inputs is not None
     kind_1T = (ids_T == inputs.token).int()[None]
-    taken = set(inspect.signature(loaded.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
+    parameters = set(inspect.signature(loaded.body.forward).parameters) & {"mm_token_type_ids", "token_type_ids"}
     pixels = joined(inputs.pixels.of(images), ids_T.device)
-    out = loaded.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(taken, kind_1T))
+    out = loaded.body(input_ids=ids_T[None], use_cache=False, **pixels, **dict.fromkeys(parameters, kind_1T))
     hidden_TH: Tensor = out.last_hidden_state[0]
     return hidden_TH.float()
 

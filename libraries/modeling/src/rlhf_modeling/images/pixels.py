@@ -44,20 +44,20 @@ class PixelReader:
     def of(self, images: Sequence[Image]) -> list[Pixels]:
         """The pixels of each image, on the CPU. Raises TrainingError where a file is no image."""
         self.start(images)
-        found = []
+        pixels = []
         for image in images:
             self._found.move_to_end(image.data)
-            found.append(self._found[image.data].result())
+            pixels.append(self._found[image.data].result())
         self._forget()
-        return found
+        return pixels
 
     def _read(self, data: bytes) -> Pixels:
         try:
             picture = open_image(data)
         except ModelError as cause:
             raise TrainingError(str(cause)) from cause
-        made = self.processor(images=[picture], return_tensors="pt")
-        return {name: values for name, values in made.items() if name in self.names}
+        outputs = self.processor(images=[picture], return_tensors="pt")
+        return {name: values for name, values in outputs.items() if name in self.names}
 
     def _forget(self) -> None:
         """Drop the images that were used longest ago, beyond :data:`KEPT`."""

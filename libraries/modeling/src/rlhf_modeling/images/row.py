@@ -124,14 +124,14 @@ class ImageInputs:
         positions: list[Tensor] = []
         kinds: list[Tensor] = []
         deltas: list[int] = []
-        found: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
+        by_place: dict[int, tuple[Count, Pixels]] = {}  # by the place of the image's first token in the row
         start = 0
         for b, (ids_T, position_T) in enumerate(zip(ids_N.cpu().split(lens), position_N.split(lens), strict=True)):
             own = [next(pixels) for _ in images_B[b]]
             kind_T, counts = self._placeholders(b, ids_T, images_B[b], own)
             for image, count, values in zip(images_B[b], counts, own, strict=True):
                 at = start + image.at
-                found.setdefault(at if shared is None else int(shared.place_N[at]), (count, values))
+                by_place.setdefault(at if shared is None else int(shared.place_N[at]), (count, values))
             try:
                 position, delta = self._positions(ids_T, position_T, kind_T, own)
             except Exception as cause:  # the model's code fails on sequences that do not fit their images
@@ -143,7 +143,7 @@ class ImageInputs:
             positions.append(position)
             deltas.append(delta)
             start += lens[b]
-        placed = [found[at] for at in sorted(found)]
+        placed = [by_place[at] for at in sorted(by_place)]
         kind_N, position_N = torch.cat(kinds).to(ids_N.device), torch.cat(positions, -1).to(ids_N.device)
         if shared is not None:
             ids_N, kind_N, position_N = (x[..., shared.source_M] for x in (ids_N, kind_N, position_N))
@@ -163,7 +163,7 @@ class ImageInputs:
         own embedding; the model would look for an image."""
         hook = None
         if (plain_N := row.plain_N) is not None:
-            hook = self._embedding.register_forward_pre_hook(lambda _, given: (plain_N.view(given[0].shape),))
+            hook = self._embedding.register_forward_pre_hook(lambda _, arguments: (plain_N.view(arguments[0].shape),))
         self._counts = row.counts
         try:
             yield
@@ -203,10 +203,10 @@ class ImageInputs:
         each = [_rows(part) for part in out.pooler_output]
         parts = [1] * len(self._counts) if len(each) == len(self._counts) else [c.parts for c in self._counts]
         ends = list(accumulate(parts, initial=0))
-        known = ends[-1] == len(each)
+        complete = ends[-1] == len(each)
         for i, count in enumerate(self._counts):
             features = sum(each[ends[i] : ends[i + 1]])
-            if known and features != count.placeholders:
+            if complete and features != count.placeholders:
                 raise TrainingError(
                     f"sequence {count.sequence} of a micro-batch has an image with {count.placeholders} placeholder "
                     f"tokens, but the model has {features} features of it. {MISFIT}"

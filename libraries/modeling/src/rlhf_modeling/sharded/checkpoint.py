@@ -115,12 +115,12 @@ def _check(trainer: ShardedWeights, facts: dict[str, Any], path: Path) -> None:
         "optimizer": trainer.config.optimizer,
         "lora": _lora(trainer),
     }
-    there = {key: facts.get(key) for key in here} | {"storage": facts.get("storage", "fp32")}  # older: not named
-    if there["lora"] is not None:  # of a version that had fewer options
-        there["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **there["lora"]}
-    if there != here:
+    saved = {key: facts.get(key) for key in here} | {"storage": facts.get("storage", "fp32")}  # older: not named
+    if saved["lora"] is not None:  # of a version that had fewer options
+        saved["lora"] = {**LoraOptions(rank=1).model_dump(mode="json"), **saved["lora"]}
+    if saved != here:
         raise ConfigError(
-            f"the checkpoint {str(path)!r} was saved with {there}; this run has {here}. Resume with its config."
+            f"the checkpoint {str(path)!r} was saved with {saved}; this run has {here}. Resume with its config."
         )
 
 

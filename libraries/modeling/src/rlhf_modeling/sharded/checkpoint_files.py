@@ -40,15 +40,15 @@ def own(partition: Partition, split: Split) -> list[tuple[int, Piece]]:
     """(index of the flat, piece) for everything that this rank writes: its pieces, or its share of what every replica
     holds. The first rank of a replica writes what is whole on all of its ranks."""
     replica, replicas = split.topology.replica, split.topology.replicas
-    found = []
+    shares = []
     for index, flat in enumerate(partition.flats):
         for piece in flat.pieces:
             if partition.replicated:
                 low, high = piece.numel * replica // replicas, piece.numel * (replica + 1) // replicas
                 piece = Piece(piece.name, low, low, high - low)
             if piece.numel and split.counts(piece.name):
-                found.append((index, piece))
-    return found
+                shares.append((index, piece))
+    return shares
 
 
 def write(
@@ -137,9 +137,9 @@ class SavedState:
     def check(self, kind: str) -> None:
         """Raises CheckpointError, naming the parameter, unless every element of every parameter is saved exactly
         once."""
-        there = {key.partition("/")[2] for key in self._stored if key.partition("/")[0] == kind}
-        if there != self.shapes.keys():
-            missing, unknown = sorted(self.shapes.keys() - there), sorted(there - self.shapes.keys())
+        names = {key.partition("/")[2] for key in self._stored if key.partition("/")[0] == kind}
+        if names != self.shapes.keys():
+            missing, unknown = sorted(self.shapes.keys() - names), sorted(names - self.shapes.keys())
             raise CheckpointError(
                 f"the checkpoint {str(self.path)!r} is of another model: missing {missing[:3] or 'nothing'}, unknown "
                 f"{unknown[:3] or 'nothing'}"
@@ -181,8 +181,8 @@ class SavedState:
         if now == self._dims.get(piece.name):
             self._read(key, 0 if dim is None else topology.part, piece.start, target)
         else:
-            held = self.split.own(piece.name, self._whole(key)).reshape(-1)
-            target.copy_(held[piece.start : piece.start + piece.numel])
+            part = self.split.own(piece.name, self._whole(key)).reshape(-1)
+            target.copy_(part[piece.start : piece.start + piece.numel])
 
     def _whole(self, key: str) -> Tensor:
         """The whole parameter, from the parts that it was saved in."""
@@ -190,10 +190,10 @@ class SavedState:
         dim, parts = self._dims.get(name, (0, 1))
         shape = list(self.shapes[name])
         shape[dim] //= parts
-        found = [torch.empty(torch.Size(shape)) for _ in range(parts)]
-        for part, target in enumerate(found):
+        tensors = [torch.empty(torch.Size(shape)) for _ in range(parts)]
+        for part, target in enumerate(tensors):
             self._read(key, part, 0, target.view(-1))
-        return torch.cat(found, dim)
+        return torch.cat(tensors, dim)
 
     def _read(self, key: str, part: int, start: int, target: Tensor) -> None:
         """Elements from ``start`` on of a part, into ``target`` [n]."""

@@ -60,8 +60,8 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
                 if size > 1:
                     dist.broadcast(whole[at], src=at)
                 if name in updates:
-                    held = self._split.own(name, whole[at].view(self._shapes[name])).reshape(-1)
-                    self._apply(*updates[name][:2], held, group)
+                    own_update = self._split.own(name, whole[at].view(self._shapes[name])).reshape(-1)
+                    self._apply(*updates[name][:2], own_update, group)
 
     def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
         """[numel] the update of the whole matrix, on rank ``to``."""
@@ -72,17 +72,17 @@ class DividedOrthogonalAdamW(OrthogonalAdamW):
         spare = replicated and split.topology.replica > 0  # another replica sends the same elements
         if own is not None and (everywhere or (split.counts(name) and not spare)):
             _, piece, update = own
-            held = split.own(name, whole)
-            part = torch.zeros(held.numel(), device=device)
+            own_part = split.own(name, whole)
+            part = torch.zeros(own_part.numel(), device=device)
             part[piece.start : piece.start + piece.numel] = update
-            held.copy_(part.view(held.shape))
+            own_part.copy_(part.view(own_part.shape))
         if not everywhere and dist.get_world_size() > 1:
             dist.reduce(whole, dst=to)
         return whole.view(-1)
 
-    def _apply(self, flat: Flat, piece: Piece, held: Tensor, group: dict[str, Any]) -> None:
-        """``held``: the update of this rank's part of the matrix."""
+    def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
+        """``update``: the update of this rank's part of the matrix."""
         weights = flat.data[piece.offset : piece.offset + piece.numel]
         weights.mul_(1 - group["lr"] * group["weight_decay"])
         rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
-        weights.add_(held[piece.start : piece.start + piece.numel], alpha=-rate)
+        weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)

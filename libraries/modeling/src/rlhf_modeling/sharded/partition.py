@@ -69,11 +69,11 @@ class Partition(ABC):
         parts = [p.detach().view(-1) for p in self.gradients(index)]
         ends = list(accumulate(p.numel() for p in parts))
         for piece in self.flats[index].pieces:
-            found, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
+            slices, at, end = [], bisect_right(ends, piece.offset), piece.offset + piece.numel
             while at < len(parts) and (start := ends[at] - parts[at].numel()) < end:
-                found.append(parts[at][max(piece.offset - start, 0) : end - start])
+                slices.append(parts[at][max(piece.offset - start, 0) : end - start])
                 at += 1
-            yield piece, found
+            yield piece, slices
 
 
 def scale(tensors: Sequence[Tensor], factor: float) -> None:

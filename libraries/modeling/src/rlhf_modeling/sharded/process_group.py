@@ -31,9 +31,9 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     gave them the same rendezvous. It must call them in the same order on all ranks.
     """
     global _joined
-    who = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
+    name = f"role {spec.role.name!r}, rank {spec.rank} of {spec.world_size}"
     if not 0 <= spec.rank < spec.world_size:
-        raise ConfigError(f"{who}: a rank lies in 0..{spec.world_size - 1}")
+        raise ConfigError(f"{name}: a rank lies in 0..{spec.world_size - 1}")
     os.environ.setdefault("LOCAL_RANK", "0")  # a process sees its own device only
     backend = "nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
@@ -41,7 +41,7 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
         alone = spec.world_size == 1 == size
         if not alone and _joined != (spec.rendezvous, spec.rank, spec.world_size):
             raise CapabilityError(
-                f"{who}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
+                f"{name}: this process is a rank of a group of {size} already. A role of several ranks needs processes "
                 "of its own: use a launcher that gives it some (capability 'ranks:many')."
             )
     elif spec.world_size == 1:
@@ -49,7 +49,7 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
     else:
         if not spec.rendezvous.startswith("tcp://"):
             raise ConfigError(
-                f"{who}: no rendezvous address. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
+                f"{name}: no rendezvous address. ModelSpec.rendezvous must be tcp://HOST:PORT, got {spec.rendezvous!r}"
             )
         limit = timedelta(seconds=seconds)
         try:
@@ -57,12 +57,12 @@ def join(spec: ModelSpec, device: torch.device, seconds: float) -> None:
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world_size, timeout=limit)
         except Exception as cause:
             raise WorkerError(
-                f"{who} did not meet the others at {spec.rendezvous} within {seconds:g} s "
+                f"{name} did not meet the others at {spec.rendezvous} within {seconds:g} s "
                 f"({type(cause).__name__}: {cause}). Did every rank start, and can it reach that address?"
             ) from cause
         _joined = (spec.rendezvous, spec.rank, spec.world_size)
     if spec.world_size > 1:
-        agree_on_role(spec, who)
+        agree_on_role(spec, name)
 
 
 def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
@@ -79,14 +79,14 @@ def _store(spec: ModelSpec, limit: timedelta) -> dist.TCPStore:
         )
 
 
-def agree_on_role(spec: ModelSpec, who: str) -> None:
+def agree_on_role(spec: ModelSpec, name: str) -> None:
     """Raises ConfigError unless every rank of the group holds the same role of the same model."""
     facts: list[Any] = [None] * spec.world_size
     dist.all_gather_object(
         facts, (spec.role.name, spec.role.head, spec.role.trained, spec.path, spec.dtype, spec.storage)
     )
     if len(set(facts)) > 1:
-        raise ConfigError(f"{who}: the ranks that met at {spec.rendezvous} differ: {facts}")
+        raise ConfigError(f"{name}: the ranks that met at {spec.rendezvous} differ: {facts}")
 
 
 @contextmanager
@@ -129,9 +129,9 @@ def first_text(text: str) -> str:
     size = dist.get_world_size()
     if size == 1:
         return text
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, text)
-    return next((f"{t} on rank {rank}" for rank, t in enumerate(found) if t), "")
+    texts: list[Any] = [None] * size
+    dist.all_gather_object(texts, text)
+    return next((f"{t} on rank {rank}" for rank, t in enumerate(texts) if t), "")
 
 
 def reduce_to_first(values: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ def ends_process() -> bool:
     return dist.is_initialized() and "nccl" in dist.get_backend()
 
 
-def _watch(end: threading.Event, thread: int, what: str, seconds: float) -> None:
+def _watch(end: threading.Event, thread: int, label: str, seconds: float) -> None:
     place, since = None, time.monotonic()
     while not end.wait(seconds / _LOOKS):
         frame, now = sys._current_frames().get(thread), time.monotonic()
@@ -188,7 +188,7 @@ def _watch(end: threading.Event, thread: int, what: str, seconds: float) -> None
         elif now - since >= _QUIET * seconds:
             stack = "".join(traceback.format_stack(frame)).rstrip()
             sys.stderr.write(
-                f"{what} has not moved for {now - since:.0f} s. If it waits for another rank, NCCL ends this process "
+                f"{label} has not moved for {now - since:.0f} s. If it waits for another rank, NCCL ends this process "
                 f"when trainer.timeout ({seconds:g} s) is over. One of the other ranks died, raised, or made another "
                 f"call: the first rank that failed has the cause. Its stack, innermost frame last:\n{stack}\n"
             )

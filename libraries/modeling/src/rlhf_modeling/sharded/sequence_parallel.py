@@ -50,29 +50,31 @@ def check_sequence_parallel(spec: ModelSpec, ranks: int) -> None:
             "which needs whole rows. Set sequence_parallel = 1."
         )
     settings = read_config(spec)
-    who = " or ".join(settings.architectures or [spec.path])
+    model = " or ".join(settings.architectures or [spec.path])
     heads = getattr(settings.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % ranks:
-        raise CapabilityError(heads_refused(who, heads, ranks))
+        raise CapabilityError(heads_refused(model, heads, ranks))
     try:
         module = skeleton(spec.path, spec.trust_remote_code)
     except Exception:  # any exception: the config may have any content
         return
     if any(isinstance(part, nn.Conv1d) for part in module.modules()):
-        raise _refused(who, ranks, "it has recurrent or convolutional layers")
+        raise _refused(model, ranks, "it has recurrent or convolutional layers")
     if any(name.endswith(".sinks") for name, _ in module.named_parameters()):  # transformers has no other name
-        raise _refused(who, ranks, "it has attention sinks, which packed attention does not have")
+        raise _refused(model, ranks, "it has attention sinks, which packed attention does not have")
     if length_rope(module) is not None:
-        raise _refused(who, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence")
+        raise _refused(
+            model, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence"
+        )
     try:
         use_packed_attention(module)
     except ModelError as cause:
-        raise _refused(who, ranks, str(cause)) from cause
+        raise _refused(model, ranks, str(cause)) from cause
 
 
-def _refused(who: str, ranks: int, why: str) -> CapabilityError:
+def _refused(name: str, ranks: int, why: str) -> CapabilityError:
     return CapabilityError(
-        f"sequence_parallel = {ranks}: a row of {who} cannot be divided over ranks ({why}). Set sequence_parallel = 1 "
+        f"sequence_parallel = {ranks}: a row of {name} cannot be divided over ranks ({why}). Set sequence_parallel = 1 "
         "for this role, or use a model whose layers mix tokens in attention only."
     )
 
@@ -104,11 +106,15 @@ def require_divisible(loaded: LoadedModel, spec: ModelSpec, ranks: int) -> None:
     rank."""
     if ranks == 1:
         return
-    who = type(loaded.module).__name__
+    model = type(loaded.module).__name__
     if loaded.rope is not None:
-        raise _refused(who, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence")
+        raise _refused(
+            model, ranks, "the frequencies of its rotary embedding depend on the length of the whole sequence"
+        )
     if loaded.layout == "alone" or loaded.boundaries:
-        raise _refused(who, ranks, "; ".join(loaded.notes) or "its recurrent layers carry a state from token to token")
+        raise _refused(
+            model, ranks, "; ".join(loaded.notes) or "its recurrent layers carry a state from token to token"
+        )
     with torch.no_grad(), quiet(), short_lengths(loaded.module), in_fp32(loaded.module):
         rows = probe_rows(loaded)
         ids_N, lens = torch.cat(rows), [len(ids) for ids in rows]
@@ -117,14 +123,14 @@ def require_divisible(loaded: LoadedModel, spec: ModelSpec, ranks: int) -> None:
         with attend_with(whole):
             want_NH = _body(loaded, ids_N, position_N)
         if uneven := next((heads for heads in whole.heads if heads % ranks), 0):
-            raise CapabilityError(heads_refused(who, uneven, ranks))
+            raise CapabilityError(heads_refused(model, uneven, ranks))
         parts = [slice(start, start + PART) for start in range(0, len(ids_N), PART)]
         try:
-            got = [_on_part(loaded, ids_N, position_N, whole, part) for part in parts]
+            hidden = [_on_part(loaded, ids_N, position_N, whole, part) for part in parts]
         except Exception as cause:  # any exception: the model's code is not ours
-            raise _refused(who, ranks, f"{type(cause).__name__}: {cause}") from cause
-        if wrong(torch.cat(got), want_NH):
-            raise _refused(who, ranks, "other parts of its layers than attention depend on other tokens")
+            raise _refused(model, ranks, f"{type(cause).__name__}: {cause}") from cause
+        if wrong(torch.cat(hidden), want_NH):
+            raise _refused(model, ranks, "other parts of its layers than attention depend on other tokens")
 
 
 def _on_part(loaded: LoadedModel, ids_N: Tensor, position_N: Tensor, whole: _WholeRow, part: slice) -> Tensor:

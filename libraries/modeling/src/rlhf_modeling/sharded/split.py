@@ -42,9 +42,9 @@ class Split:
         """The dimension along which the equal parts of a parameter lie; None: it is whole."""
         return None
 
-    def shape(self, name: str, held: torch.Size) -> torch.Size:
-        """Shape of the whole parameter; ``held`` is the shape of a rank's part."""
-        return held
+    def shape(self, name: str, part: torch.Size) -> torch.Size:
+        """Shape of the whole parameter; ``part`` is the shape of a rank's part."""
+        return part
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part, a view."""

@@ -26,10 +26,10 @@ class NamedTensors(ABC):
     def __init__(self, module: PreTrainedModel, split: Split) -> None:
         self.module, self.split = module, split
         self.objects: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        ids: set[int] = set()
         for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) not in ids:
+                ids.add(id(tensor))
                 self.objects[name] = tensor
         self.shapes = {name: self.shape(name, tensor) for name, tensor in self.objects.items()}
         """{name: shape of the whole tensor}."""
@@ -38,7 +38,7 @@ class NamedTensors(ABC):
         self._published = Published(module, {merged_name(n): self.shapes[n] for n in self._model()})
 
     @abstractmethod
-    def shape(self, name: str, held: Tensor) -> torch.Size:
+    def shape(self, name: str, tensor: Tensor) -> torch.Size:
         """Shape of the whole tensor."""
 
     def dtype(self, name: str) -> torch.dtype:
@@ -90,18 +90,18 @@ class NamedTensors(ABC):
         return [name for name in self.objects if not is_adapter(name)]
 
     @torch.no_grad()
-    def overwrite(self, given: Mapping[str, Tensor], partition: Partition, where: str) -> None:
+    def overwrite(self, weights: Mapping[str, Tensor], partition: Partition, where: str) -> None:
         """Copy whole tensors into the model, and the pieces that this rank owns into ``partition``.
 
         Raises CheckpointError, with nothing changed, if names or shapes differ.
         """
-        given = self._published.restore(given, where)
+        weights = self._published.restore(weights, where)
         for flat in partition.flats:
             for piece in flat.pieces:
-                values = self.split.own(piece.name, given[piece.name]).reshape(-1)[
+                values = self.split.own(piece.name, weights[piece.name]).reshape(-1)[
                     piece.start : piece.start + piece.numel
                 ]
                 flat.data[piece.offset : piece.offset + piece.numel].copy_(values)
         for name, target in self.objects.items():
             if name not in self.parameters:
-                target.copy_(given[name])
+                target.copy_(weights[name])

@@ -109,11 +109,11 @@ class ShardedTrainer(ShardedWeights):
         if skipped:
             self._discard()
             return norm, skipped
-        seen = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
+        coverage = Coverage(self.partition, list(self.parameters), self.device) if self._without_coverage else None
         set_rates(self.base, self.config, factor)
         self._take_step()
-        if seen is not None:
-            self._coverage = seen.after()
+        if coverage is not None:
+            self._coverage = coverage.after()
         if self.average is not None:
             self.average.update()
         return norm, ""
@@ -155,7 +155,7 @@ class ShardedTrainer(ShardedWeights):
 
     def gradients(self) -> dict[str, Tensor]:
         """Sums over ranks, whole on rank 0, one parameter at a time; zeros for parameters without a gradient."""
-        found = {}
+        gradients = {}
         with self._guard("gradients"):
             if self.spec.role.trained and self._micros:
                 self._reduce()
@@ -165,8 +165,8 @@ class ShardedTrainer(ShardedWeights):
             for name in self.parameters:
                 whole = self._collected(name, own.get(name))
                 if self.spec.rank == 0:
-                    found[name] = whole.cpu()
-        return found
+                    gradients[name] = whole.cpu()
+        return gradients
 
     # --------------------------------------------------------------------------------------- state
 

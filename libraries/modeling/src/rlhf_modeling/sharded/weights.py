@@ -119,10 +119,10 @@ class ShardedWeights(PackedTrainer):
         replicated = self.partition.replicated and self.split.topology.replica
         if own is not None and self.split.counts(name) and not replicated:
             piece, values = own
-            held = self.split.own(name, whole)
-            part = torch.zeros(held.numel(), device=self.device)
+            own_part = self.split.own(name, whole)
+            part = torch.zeros(own_part.numel(), device=self.device)
             part[piece.start : piece.start + piece.numel] = values
-            held.copy_(part.view(held.shape))
+            own_part.copy_(part.view(own_part.shape))
         reduce_to_first(whole)
         return whole
 
@@ -168,13 +168,13 @@ WEIGHTS_FILE = "model.safetensors"
 def plan_files(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Tensor names per file, in order; a file holds at most ``limit`` bytes, or one larger tensor."""
     files: list[list[str]] = [[]]
-    held = 0
+    file_bytes = 0
     for name, size in sizes.items():
-        if files[-1] and held + size > limit:
+        if files[-1] and file_bytes + size > limit:
             files.append([])
-            held = 0
+            file_bytes = 0
         files[-1].append(name)
-        held += size
+        file_bytes += size
     return files
 
 
@@ -184,16 +184,16 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
     count = len(plan)
     names = [WEIGHTS_FILE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
     weight_map: dict[str, str] = {}
-    for file, wanted in zip(names, plan, strict=True):
-        held: dict[str, Tensor] = {}
-        for expected in wanted:
+    for file, file_names in zip(names, plan, strict=True):
+        tensors: dict[str, Tensor] = {}
+        for expected in file_names:
             name, tensor = next(weights)
             if name != expected:
                 raise TrainingError(f"the export expected the weight {expected!r} and was given {name!r}")
-            held[name] = tensor.detach().contiguous().cpu()
-        save_file(held, path / file, metadata={"format": "pt"})
+            tensors[name] = tensor.detach().contiguous().cpu()
+        save_file(tensors, path / file, metadata={"format": "pt"})
         (path / file).chmod(0o644)
-        weight_map |= dict.fromkeys(held, file)
+        weight_map |= dict.fromkeys(tensors, file)
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / f"{WEIGHTS_FILE}.index.json").write_text(
