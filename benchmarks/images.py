@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,9 +24,11 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.suite_losses import NllLoss
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
+from tests.support.losses import NllLoss
 
 TEXT_PARTS = {"qwen3_vl": "qwen3", "idefics3": "llama", "llava": "llama"}
 SIZES: dict[str, Any] = {

@@ -27,6 +27,8 @@ from typing import Any
 
 from settings import SIZES, median
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -93,9 +95,10 @@ def rank(
     from rlhf.ops.reduce import weigh
     from rlhf.plugins import Plugins
     from rlhf_testing.optimizer_batch import columns, slim_batch
-    from rlhf_testing.rank_batches import spec
-    from rlhf_testing.suite_losses import SequenceLoss
-    from rlhf_testing.token_parts import kept_bytes
+
+    from tests.support.losses import SequenceLoss
+    from tests.support.rank_batches import spec
+    from tests.support.token_parts import kept_bytes
 
     loss, count = SequenceLoss(), int(tokens)
     drawn = torch.Generator().manual_seed(0)

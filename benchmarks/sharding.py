@@ -22,6 +22,8 @@ from typing import Any
 
 from settings import SIZES, median
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
+
 UNITS = 32
 TRAINERS = {"fsdp": {}, "deepspeed": {"stage": 3, "keep_whole": 0}}
 
@@ -86,8 +88,9 @@ def rank(folder: str, ranks: str, port: str, dtype: str, storages: str, repeats:
     """The updates of one rank; the last line that it prints is {trainer and storage: {wall, processor: seconds of
     each}}."""
     from rlhf.plugins import Plugins
-    from rlhf_testing.rank_batches import batch, shares, spec
     from rlhf_testing.suite_losses import TokenLoss
+
+    from tests.support.rank_batches import batch, shares, spec
 
     micros = shares(batch(0, units=UNITS), int(ranks), budget=256)[int(number)]
     made, seconds = {}, {}

@@ -6,10 +6,10 @@ import json
 import sys
 
 import pytest
-from rlhf_testing.tiny_architectures import causal_types
-from rlhf_testing.tiny_sizes import NOT_BUILT, OVERRIDES, VARIANTS
 
 from tests.pages import DOCS
+from tests.support.tiny_architectures import causal_types
+from tests.support.tiny_sizes import NOT_BUILT, OVERRIDES, VARIANTS
 
 sys.path.insert(0, str(DOCS / "reference"))
 from one_architecture import CLOSE, main, measure

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from rlhf_testing.hub import LoopbackHub
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
+
+from tests.support.hub import LoopbackHub
 
 pytestmark = pytest.mark.full
 

@@ -23,10 +23,10 @@ from rlhf_modeling.model import load_model
 from rlhf_modeling.skeleton import check_files, skeleton
 from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
-from rlhf_testing.tiny_architectures import tiny_architecture
 from safetensors.torch import load_file, save_file
 
 from tests.runs import Workshop
+from tests.support.tiny_architectures import tiny_architecture
 
 ON_RAY, VLLM, ZERO = ({"launcher": {"use": "ray"}}, {"generator": {"use": "vllm"}}, {"trainer": {"use": "deepspeed"}})
 

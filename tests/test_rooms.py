@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 from packaging.utils import canonicalize_name
+from rlhf_testing.conformance import SUITES
 
 from tests.imports import Import, imports, module_name, python_files, tree
 from tests.members import BY_NAME, MEMBERS, PLUGINS, ROOT, Member, name_of
@@ -160,6 +161,24 @@ def test_folders_of_the_runtime_import_each_other_in_one_order():
         below = {i.module.split(".")[1] for i in imports(path) if not i.typing and i.module.startswith("rlhf_runtime.")}
         arrows.setdefault(room, set()).update(below - {room})
     assert circles(arrows) == []
+
+
+def test_the_public_suites_hold_nothing_that_only_tests_of_this_repository_use():
+    """``rlhf plugins check`` and ``new``, pages, examples and sources of plugins reach every module of rlhf_testing."""
+    source = BY_NAME["rlhf-testing"].source
+    modules = {module_name(path, source): path for path in python_files(source)}
+    folders = [ROOT / "examples", *(m.source for m in MEMBERS if m.source != source)]
+    files = [path for folder in folders for form in ("*.md", "*.py", "*.template") for path in folder.rglob(form)]
+    files += (ROOT / "docs").rglob("*.md")
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    waiting = ["rlhf_testing", *re.findall(r"rlhf_testing\.\w+", text), *(module for module, _ in SUITES.values())]
+    reached: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in modules and name not in reached:
+            reached.add(name)
+            waiting += [other for i in imports(modules[name]) for other in modules_imported(i, modules)]
+    assert {*modules} - reached == set(), "move them to tests/support"
 
 
 # -------------------------------------------------------------------------------------------- core

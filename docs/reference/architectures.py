@@ -1,7 +1,7 @@
 """Which architectures of transformers are trained and sampled, and how: ``python docs/reference/architectures.py``.
 
 Every type that is a causal language model is made small and random in the proportions of the published model
-(:mod:`rlhf_testing.small_config`), loaded as the trained role of a trainer, and compared with transformers alone: the
+(:mod:`tests.support.small_config`), loaded as the trained role of a trainer, and compared with transformers alone: the
 same weights in a module of their own, its own attention (``eager``), one sequence at a time, no cache. Then ``rlhf
 train`` makes a dry run and a step of it with each trainer and sampler. ``--write`` writes ``architectures.md``.
 
@@ -25,9 +25,11 @@ from typing import Any
 from architecture_page import LAYOUTS, heading, line, reason, reasons, verdict_of
 from architecture_runs import PARTS, import_all
 from one_architecture import CLOSE, bad, measure, prepare, probe
-from rlhf_testing.tiny_architectures import causal_types
-from rlhf_testing.tiny_sizes import VARIANTS
 from transformers import __version__
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for tests.support
+from tests.support.tiny_architectures import causal_types
+from tests.support.tiny_sizes import VARIANTS
 
 PAGE = Path(__file__).parent / "architectures.md"
 HOW = {
@@ -74,7 +76,7 @@ def page(rows: list[dict[str, Any]], columns: Sequence[str]) -> str:
         "the trainer `torch`. `refused`: the run said in words that it does not take the model; the number is that of "
         "the reason below.",
         "The sizes are in proportion to those of the published model: the defaults of the type's config class "
-        "(and values of ours for parts that the defaults lack: `PUBLISHED` in `rlhf_testing/tiny_sizes.py`), one "
+        "(and values of ours for parts that the defaults lack: `PUBLISHED` in `tests/support/tiny_sizes.py`), one "
         "layer of every kind, widths divided by common factors. " + sentence_of_others(kept),
         "A model that is not in the list is probed from its `config.json`, in about half a minute, with vLLM too where "
         "it is installed. The command prints the model's line and the reasons of what is refused. It needs a "

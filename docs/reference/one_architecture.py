@@ -3,7 +3,7 @@
     python docs/reference/one_architecture.py CONFIG.json
 
 ``CONFIG.json`` is the ``config.json`` of a model on the hub. A small random model of the same proportions is made
-(:mod:`rlhf_testing.small_config`). Its log-probs and gradients are compared with those of transformers alone. Then
+(:mod:`tests.support.small_config`). Its log-probs and gradients are compared with those of transformers alone. Then
 ``rlhf train`` makes a dry run and one step with each trainer and sampler. The command prints the line of
 ``architectures.md`` and the reasons of what is refused. It ends with 1 where numbers are wrong or something fails
 without a reason in words, with 2 where no small model can be made of the config.
@@ -34,11 +34,13 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_sft.nll import NLL
-from rlhf_testing.small_config import published_fields, small_config
-from rlhf_testing.tiny_architectures import causal_types, random_model, tiny_architecture
-from rlhf_testing.tiny_sizes import NOT_BUILT, VARIANTS
 from transformers import AutoModelForCausalLM, __version__
 from transformers.utils import logging
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for tests.support
+from tests.support.small_config import published_fields, small_config
+from tests.support.tiny_architectures import causal_types, random_model, tiny_architecture
+from tests.support.tiny_sizes import NOT_BUILT, VARIANTS
 
 CLOSE = 1e-3
 """Largest difference of log-probs, in nats, and of gradients, relative, that is taken for rounding."""
@@ -85,7 +87,7 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
 
 def build(folder: Path, name: str, published: bool) -> dict[str, Any]:
     """Make the model of a type or a variant. Returns ``proportions``: ``published``, or ``set`` where the sizes are
-    those of :mod:`rlhf_testing.tiny_sizes`: for variants, and for types that cannot be small in proportion."""
+    those of :mod:`tests.support.tiny_sizes`: for variants, and for types that cannot be small in proportion."""
     if published and name not in VARIANTS:
         try:
             random_model(folder, small_config(published_fields(name)))

@@ -19,9 +19,10 @@ from rlhf_modeling.images import memory
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.model import load_model
 from rlhf_modeling.storage import Storage
-from rlhf_testing.image_batches import sequence
 from rlhf_testing.image_models import drawn, tiny_image_model
 from torch.autograd.graph import saved_tensors_hooks
+
+from tests.support.image_batches import sequence
 
 WITHIN = 0.2
 """One number of hidden widths stands for all classes; see ``memory.KEPT_WIDTHS``."""

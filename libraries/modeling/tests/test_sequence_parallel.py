@@ -10,7 +10,8 @@ from rlhf.types import RoleSpec
 from rlhf_modeling.model import load_model
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, require_divisible
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.tiny_architectures import tiny_architecture
+
+from tests.support.tiny_architectures import tiny_architecture
 
 CPU = torch.device("cpu")
 

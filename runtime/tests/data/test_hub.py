@@ -15,7 +15,8 @@ from rlhf.errors import ModelError
 from rlhf_hub.hub import HubName, hub_name
 from rlhf_hub.published import model_folder
 from rlhf_runtime.config.data_section import SourceSection
-from rlhf_testing.hub import LoopbackHub
+
+from tests.support.hub import LoopbackHub
 
 pytestmark = pytest.mark.slow  # the clients are started in processes of their own
 

@@ -43,41 +43,6 @@ class TokenLoss(Loss):
         return LossOutput(terms, {"nll": ("token", -logprobs)})
 
 
-class SequenceLoss(Loss):
-    """Terms of whole sequences and units: a ratio as in GSPO, and the logistic function of a sum as in DPO."""
-
-    name = "suite_sequences"
-
-    def outputs(self) -> tuple[str | Head, ...]:
-        return ("logprobs",)
-
-    def columns(self) -> tuple[str, ...]:
-        return ("targets",)
-
-    def reduce(self) -> dict[str, Reduce]:
-        return {"ratio": Reduce("seq_mean"), "margin": Reduce("seq_mean", coef=0.5)}
-
-    def __call__(self, x: LossInput) -> LossOutput:
-        ratio_S = x.mean_per_sequence(x["logprobs"] - x["targets"]).exp()
-        margin_S = torch.nn.functional.logsigmoid(0.1 * x.sum_per_sequence(x["logprobs"] - x["targets"]))
-        return LossOutput({"ratio": -ratio_S, "margin": -margin_S})
-
-
-class NllLoss(Loss):
-    """Mean negative log-prob."""
-
-    name = "suite_nll"
-
-    def outputs(self) -> tuple[str | Head, ...]:
-        return ("logprobs",)
-
-    def reduce(self) -> dict[str, Reduce]:
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x: LossInput) -> LossOutput:
-        return LossOutput({"nll": -x["logprobs"]})
-
-
 class ValueLoss(Loss):
     """Squared distance of a scalar head's values."""
 

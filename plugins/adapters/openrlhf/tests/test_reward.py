@@ -9,7 +9,8 @@ import pytest
 from rlhf.errors import PluginImportFailed, PluginInvalid
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 
 def group(*answers: str, **columns) -> Group:

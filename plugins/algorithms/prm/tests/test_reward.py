@@ -12,7 +12,8 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import Tokens
 from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_plugin_prm.reward import ProcessReward, _probability
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 BYTES = Tokens(lambda text: list(text.encode()), lambda ids: bytes(list(ids)).decode())
 CLASSES = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "wrong", "1": "right"}}

@@ -11,12 +11,13 @@ from typing import Any
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
 from rlhf.weights.fingerprint import fingerprint
-from rlhf_testing.rank_batches import batch, shares, spec
-from rlhf_testing.rank_case import held
 from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.trainer_rank_cases import TrainerRankCases
 from zero_cases import trainer
+
+from tests.support.rank_batches import batch, shares, spec
+from tests.support.rank_case import held
+from tests.support.trainer_rank_cases import TrainerRankCases
 
 LORA: dict[str, dict[str, Any]] = {
     "all": {"stage": 2, "lora": {"rank": 2, "alpha": 8}},

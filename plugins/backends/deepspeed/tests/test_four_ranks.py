@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rlhf_testing.trainer_ranks import FourRanksContract
 from zero_cases import one_rank
 from zero_ranks import ZeroRanks
+
+from tests.support.trainer_ranks import FourRanksContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import CapabilityError
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.rank_case import held
 from rlhf_testing.suite_losses import TokenLoss
-from rlhf_testing.trainer_rank_checks import same_bits
-from rlhf_testing.trainer_ranks_storage import STORED, StoredContract, masters
 from zero_cases import one_rank, trainer
+
+from tests.support.rank_batches import batch, spec
+from tests.support.rank_case import held
+from tests.support.trainer_rank_checks import same_bits
+from tests.support.trainer_ranks_storage import STORED, StoredContract, masters
 
 STAGES = ("3", "2", "host-2", "host-3")
 MUON = ("muon-2", "muon-3")

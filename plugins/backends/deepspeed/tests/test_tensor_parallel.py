@@ -15,14 +15,15 @@ from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.parallel_layers import check_sizes
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.rank_tests import reads
 from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.trainer_rank_checks import check_steps
-from rlhf_testing.trainer_ranks import Reference, TrainerRanksContract
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from zero_cases import apart, batch, one_rank, shares, spec, trainer
+
+from tests.support.rank_tests import reads
+from tests.support.trainer_rank_checks import check_steps
+from tests.support.trainer_ranks import Reference, TrainerRanksContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -10,13 +10,14 @@ from rlhf.interfaces import ModelSpec
 from rlhf_modeling.sharded.optimizer import build_optimizer
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.rank_batches import apart, spec
-from rlhf_testing.rank_tests import reads
 from rlhf_testing.suite_losses import ValueLoss
-from rlhf_testing.token_parts import CASES, IN_EVERY_RUN
-from rlhf_testing.trainer_ranks import Reference, TrainerRanksContract
 from zero_cases import one_rank
 from zero_ranks import ZeroRanks
+
+from tests.support.rank_batches import apart, spec
+from tests.support.rank_tests import reads
+from tests.support.token_parts import CASES, IN_EVERY_RUN
+from tests.support.trainer_ranks import Reference, TrainerRanksContract
 
 pytestmark = pytest.mark.slow
 

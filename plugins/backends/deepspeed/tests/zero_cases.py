@@ -8,11 +8,12 @@ from rlhf.interfaces import ModelSpec
 from rlhf_plugin_deepspeed.config import DeepSpeedTrainerConfig
 from rlhf_plugin_deepspeed.trainer import DeepSpeedTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.rank_batches import STEPS as STEPS
-from rlhf_testing.rank_batches import apart as apart
-from rlhf_testing.rank_batches import batch as batch
-from rlhf_testing.rank_batches import shares as shares
-from rlhf_testing.rank_batches import spec as spec
+
+from tests.support.rank_batches import STEPS as STEPS
+from tests.support.rank_batches import apart as apart
+from tests.support.rank_batches import batch as batch
+from tests.support.rank_batches import shares as shares
+from tests.support.rank_batches import spec as spec
 
 
 def trainer(of: ModelSpec, **options: Any) -> DeepSpeedTrainer:

@@ -9,11 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 from rlhf.errors import RlhfError
-from rlhf_testing.rank_batches import spec
-from rlhf_testing.rank_case import farthest, held, same
 from rlhf_testing.suite_losses import ValueLoss
-from rlhf_testing.trainer_rank_cases import DORA, TrainerRankCases
 from zero_cases import trainer
+
+from tests.support.rank_batches import spec
+from tests.support.rank_case import farthest, held, same
+from tests.support.trainer_rank_cases import DORA, TrainerRankCases
 
 STAGES = ("0", "1", "2", "3")
 

@@ -9,14 +9,15 @@ from typing import Any
 from unittest.mock import patch
 
 from fsdp_cases import trainer
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.rank_case import held, same
 from rlhf_testing.suite_losses import TokenLoss
-from rlhf_testing.token_parts import kept_bytes
-from rlhf_testing.trainer_rank_cases import DORA, TrainerRankCases
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.rank_batches import batch, spec
+from tests.support.rank_case import held, same
+from tests.support.token_parts import kept_bytes
+from tests.support.trainer_rank_cases import DORA, TrainerRankCases
 
 STORED: dict[str, Any] = {"dtype": "bf16", "storage": "bf16"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from fsdp_cases import one_rank
 from fsdp_ranks import FsdpRanks
-from rlhf_testing.trainer_ranks import FourRanksContract
+
+from tests.support.trainer_ranks import FourRanksContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 

@@ -11,10 +11,11 @@ from rlhf.errors import CapabilityError
 from rlhf.interfaces.memory import TrainerWork
 from rlhf_cli.plan.model_size import read_size
 from rlhf_plugin_fsdp.trainer import FsdpTrainer, storage
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.trainer_rank_cases import DORA
-from rlhf_testing.trainer_ranks_storage import STORED, StoredContract
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+from tests.support.rank_batches import batch, spec
+from tests.support.trainer_rank_cases import DORA
+from tests.support.trainer_ranks_storage import STORED, StoredContract
 
 
 class TestStored(StoredContract):

@@ -18,14 +18,16 @@ from rlhf_plugin_fsdp.layers import decoder_layers
 from rlhf_plugin_fsdp.linear import sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
-from rlhf_testing.image_batches import image_batch
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.rank_batches import apart, batch, spec
-from rlhf_testing.suite_losses import NllLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from tests.support.image_batches import image_batch
+from tests.support.losses import NllLoss
+from tests.support.rank_batches import apart, batch, spec
 
 
 def test_a_stand_in_for_an_older_torch_is_refused_when_the_trainer_is_chosen(tmp_path, monkeypatch):

@@ -6,10 +6,11 @@ import pytest
 import torch
 from fsdp_cases import one_rank, trainer
 from fsdp_ranks import STORED, FsdpRanks
-from rlhf_testing.rank_batches import spec
-from rlhf_testing.rank_tests import reads
-from rlhf_testing.token_parts import CASES, IN_EVERY_RUN
-from rlhf_testing.trainer_ranks import TrainerRanksContract
+
+from tests.support.rank_batches import spec
+from tests.support.rank_tests import reads
+from tests.support.token_parts import CASES, IN_EVERY_RUN
+from tests.support.trainer_ranks import TrainerRanksContract
 
 pytestmark = pytest.mark.slow
 

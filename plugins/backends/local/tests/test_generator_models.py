@@ -7,8 +7,9 @@ from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.kv_cache import SlotCache
-from rlhf_testing.tiny_architectures import tiny_architecture
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.tiny_architectures import tiny_architecture
 
 SIZE = {
     "vocab_size": 60,

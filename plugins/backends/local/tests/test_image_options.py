@@ -17,11 +17,12 @@ from rlhf_modeling.images.architecture import vision_parameters, vision_prefixes
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing import image_models
-from rlhf_testing.image_batches import SEQUENCES, PlainImageModel, image_batch
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.suite_losses import NllLoss
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.support.image_batches import SEQUENCES, PlainImageModel, image_batch
+from tests.support.losses import NllLoss
 
 FAMILY = "qwen2_5_vl"
 

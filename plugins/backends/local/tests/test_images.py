@@ -12,9 +12,10 @@ from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.shared_prefixes import share_prefixes
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
-from rlhf_testing.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
 from rlhf_testing.image_models import drawn, tiny_image_model
-from rlhf_testing.suite_losses import NllLoss
+
+from tests.support.image_batches import BLUE, RED, SEQUENCES, SMALL, PlainImageModel, image_batch, sequence
+from tests.support.losses import NllLoss
 
 TOLERANCE = 1e-5
 """Only the order of sums differs in fp32."""

@@ -11,11 +11,12 @@ from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling.model import load_model
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.tiny_architectures import tiny_architecture
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from tests.support.tiny_architectures import tiny_architecture
 
 LENS = [9, 30, 3, 30, 21]
 LONGROPE = {

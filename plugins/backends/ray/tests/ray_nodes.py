@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from rlhf_testing.two_hosts import ADDRESSES, TwoHosts
+from tests.support.two_hosts import ADDRESSES, TwoHosts
 
+ROOT = str(Path(__file__).resolve().parents[4])
+"""The programs of the nodes import ``tests.support``."""
 PORT = 6379
 RAY = (sys.executable, "-m", "ray.scripts.scripts")
 """The command ``ray``."""
@@ -49,7 +51,7 @@ class RayNodes:
     def environment(self, node: int) -> dict[str, str]:
         more = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        path = os.pathsep.join(filter(None, (self.paths[node], kept.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (self.paths[node], ROOT, kept.get("PYTHONPATH"))))
         return {**kept, **more, "PYTHONPATH": path}
 
     def run(self, *program: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:

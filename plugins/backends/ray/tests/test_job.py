@@ -9,7 +9,8 @@ import sys
 import pytest
 from ray_nodes import RAY, RayNodes
 from ray_paths import HERE, PATHS
-from rlhf_testing.two_hosts import ADDRESSES, NotPermitted
+
+from tests.support.two_hosts import ADDRESSES, NotPermitted
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from ray_nodes import RayNodes
 from ray_paths import HERE, PATHS
-from rlhf_testing.two_hosts import ADDRESSES, INTERFACE, NotPermitted
+
+from tests.support.two_hosts import ADDRESSES, INTERFACE, NotPermitted
 
 pytestmark = pytest.mark.full
 

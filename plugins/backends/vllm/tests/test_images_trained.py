@@ -15,10 +15,11 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
-from rlhf_testing.image_batches import SEQUENCES, image_batch, sequence
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.suite_losses import NllLoss
 from transformers import AutoModelForImageTextToText
+
+from tests.support.image_batches import SEQUENCES, image_batch, sequence
+from tests.support.losses import NllLoss
 
 pytestmark = pytest.mark.full
 

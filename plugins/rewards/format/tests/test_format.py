@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_format import FormatReward
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 THINK = "<think>{...}</think><answer>{...}</answer>"
 

@@ -14,7 +14,8 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_judge import JudgeReward, reward
 from rlhf_runtime.config.load import load
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 GOOD = '{"reason": "", "scores": {"quality": 10}}'
 

@@ -16,7 +16,8 @@ from rlhf_plugin_math import MathReward
 from rlhf_plugin_math.equivalence import equivalent
 from rlhf_plugin_math.extraction import extract_answer
 from rlhf_plugin_math.normalise import normalise
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 ALL = ("boxed", "hash", "answer_is", "last_number")
 

@@ -11,7 +11,8 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_plugin_model import ModelReward
-from rlhf_testing.scoring import score_groups
+
+from tests.support.scoring import score_groups
 
 
 @pytest.fixture

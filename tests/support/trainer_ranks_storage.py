@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 from rlhf.errors import ConfigError
+from rlhf_testing.contract import expect
+from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_testing.contract import expect
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.rank_case import held
-from rlhf_testing.suite_losses import TokenLoss, ValueLoss
-from rlhf_testing.tiny import tiny_model
-from rlhf_testing.trainer_rank_checks import close, equal, same_bits
-from rlhf_testing.trainer_rank_setup import Options
+from tests.support.rank_batches import batch, spec
+from tests.support.rank_case import held
+from tests.support.trainer_rank_checks import close, equal, same_bits
+from tests.support.trainer_rank_setup import Options
 
 STORED: dict[str, Any] = {"dtype": "auto", "storage": "bf16"}
 MATRIX = "model.layers.0.mlp.up_proj.weight"

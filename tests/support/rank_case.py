@@ -12,7 +12,7 @@
         MyCases.main()
 
 A case with parameters runs once for each combination of their :meth:`RankCases.values`; its name is ``NAME-VALUE``.
-Tests (:mod:`rlhf_testing.rank_tests`) read its return value, which is JSON, by this name. Tensors are in files.
+Tests (:mod:`tests.support.rank_tests`) read its return value, which is JSON, by this name. Tensors are in files.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
+from rlhf_testing.suite_losses import TokenLoss
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_testing.rank_batches import batch, shares, spec
-from rlhf_testing.suite_losses import TokenLoss
+from tests.support.rank_batches import batch, shares, spec
 
 PREFIX = "case_"
 
@@ -99,7 +99,7 @@ class RankCases:
     # ------------------------------------------------------------------------------ for the cases
 
     def here(self, **options: Any) -> ModelSpec:
-        """The model of this rank; options of :func:`~rlhf_testing.rank_batches.spec`."""
+        """The model of this rank; options of :func:`~tests.support.rank_batches.spec`."""
         return spec(self.folder, self.rank, self.ranks, self.port, **options)
 
     def mine(self, number: int, loss: Loss | None = None, units: int = 7, budget: int = 40) -> list[Batch]:

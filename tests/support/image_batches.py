@@ -12,10 +12,10 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import Image
 from rlhf_hub.processors import load_processor, open_image
+from rlhf_testing.image_models import FAMILIES, drawn
 from torch import Tensor
 
-from rlhf_testing.image_models import FAMILIES, drawn
-from rlhf_testing.suite_losses import NllLoss
+from tests.support.losses import NllLoss
 
 SHARES = (([1, 2, 0], [5], [3]), ([5], [1], [4, 6]))
 """[rank][micro-batch][unit] of a batch: one rank has images and the other none, no rank has some, both have some. Units
@@ -85,7 +85,7 @@ def sequence(path: Path, family: str, parts: tuple[Part, ...]) -> tuple[list[int
 
 
 def image_batch(path: Path, family: str, sequences: tuple[tuple[Part, ...], ...] = SEQUENCES) -> Batch:
-    """A batch for :class:`~rlhf_testing.suite_losses.NllLoss`: one unit per sequence, all tokens of text are taught."""
+    """A batch for :class:`~tests.support.losses.NllLoss`: one unit per sequence, all tokens of text are taught."""
     units = []
     for parts in sequences:
         ids, images = sequence(path, family, parts)

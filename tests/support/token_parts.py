@@ -14,14 +14,15 @@ from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
+from rlhf_testing.optimizer_batch import columns, slim_batch
+from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.tiny import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_testing.optimizer_batch import columns, slim_batch
-from rlhf_testing.rank_batches import apart, batch, shares, spec
-from rlhf_testing.rank_processes import Ranks
-from rlhf_testing.suite_losses import SequenceLoss, TokenLoss, ValueLoss
-from rlhf_testing.tiny import tiny_model
+from tests.support.losses import SequenceLoss
+from tests.support.rank_batches import apart, batch, shares, spec
+from tests.support.rank_processes import Ranks
 
 MODELS: dict[str, dict[str, Any]] = {
     "one key head": {"heads": 4, "kv_heads": 1},

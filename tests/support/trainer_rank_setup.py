@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhf.interfaces import ModelSpec
-
 from rlhf_testing.image_models import tiny_image_model
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.rank_case import RankCases
 from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
-from rlhf_testing.tiny_architectures import tiny_architecture
-from rlhf_testing.token_parts import CASES as ROWS
-from rlhf_testing.token_parts import make_models
+
+from tests.support.rank_batches import batch, spec
+from tests.support.rank_case import RankCases
+from tests.support.tiny_architectures import tiny_architecture
+from tests.support.token_parts import CASES as ROWS
+from tests.support.token_parts import make_models
 
 Options = Mapping[str, Any]
 OF_ROLE = ("gradient_checkpointing", "dtype", "storage")
@@ -32,7 +32,7 @@ def parted(options: Options) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class TrainerRankSetup(RankCases):
-    """The options of :class:`rlhf_testing.trainer_rank_cases.TrainerRankCases`."""
+    """The options of :class:`tests.support.trainer_rank_cases.TrainerRankCases`."""
 
     make: ClassVar[Callable[..., Any]]
     """``make(spec, **options)``: the trainer under test. Set a ``staticmethod``."""
@@ -47,9 +47,9 @@ class TrainerRankSetup(RankCases):
     images: Mapping[str, Options] = {}
     """Options of the cases with an image-text model, by name."""
     rows: Mapping[str, str] = {}
-    """{case of :mod:`rlhf_testing.token_parts`: its layout}; the others have the last layout."""
+    """{case of :mod:`tests.support.token_parts`: its layout}; the others have the last layout."""
     rows_on_four: Sequence[str] = ("tokens", "short rows")
-    """The cases of :mod:`rlhf_testing.token_parts` that four ranks run."""
+    """The cases of :mod:`tests.support.token_parts` that four ranks run."""
     export_options: Options = {}
     """Options of the case ``export``."""
 

@@ -2,7 +2,7 @@
 
 The defaults of a type's config are shrunk by the names of its fields. Lists with an entry for each layer keep one layer
 of every kind, so each kind of layer of a hybrid model occurs. What this
-cannot know stands in :mod:`rlhf_testing.tiny_sizes`.
+cannot know stands in :mod:`tests.support.tiny_sizes`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_testing.tiny_sizes import NOT_BUILT, OMIT, OVERRIDES, SIZES, VARIANTS, WINDOW
+from tests.support.tiny_sizes import NOT_BUILT, OMIT, OVERRIDES, SIZES, VARIANTS, WINDOW
 
 BY_NAME = {name: size for size, names in SIZES for name in names.split()}
 UNSET = {
@@ -37,7 +37,7 @@ def causal_types() -> list[str]:
 
 
 def tiny_config(name: str) -> Any:
-    """The config of a type, or of one of :data:`~rlhf_testing.tiny_sizes.VARIANTS`, shrunk.
+    """The config of a type, or of one of :data:`~tests.support.tiny_sizes.VARIANTS`, shrunk.
 
     Raises NotImplementedError with the reason, where no tiny language model of the type can be made.
     """
@@ -134,9 +134,8 @@ def random_model(path: str | Path, config: Any, seed: int = 0) -> Path:
     Its weights are large, so that log-probs depend visibly on every token before them. Returns ``path``.
     """
     import torch
-    from transformers import AutoModelForCausalLM
-
     from rlhf_testing.tiny import tiny_tokenizer
+    from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

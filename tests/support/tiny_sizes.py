@@ -1,4 +1,4 @@
-"""Sizes for :mod:`rlhf_testing.tiny_architectures`: by a field's name, and the exceptions of single types."""
+"""Sizes for :mod:`tests.support.tiny_architectures`: by a field's name, and the exceptions of single types."""
 
 from __future__ import annotations
 

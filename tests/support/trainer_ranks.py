@@ -3,7 +3,7 @@
 ::
 
     # my_ranks.py, the program of the ranks
-    from rlhf_testing.trainer_rank_cases import TrainerRankCases
+    from tests.support.trainer_rank_cases import TrainerRankCases
 
     class MyRanks(TrainerRankCases):
         module = "my_plugin.trainer"
@@ -22,6 +22,9 @@
         one_rank = TestTwoRanks.one_rank
 
 Use it after :class:`rlhf_testing.trainer.TrainerContract`, which compares one rank with the plain trainer.
+``layouts`` names the ways in which the trainer divides a model (stages of ZeRO), ``only`` chooses the layouts of a
+case: ``{"export": ()}`` leaves it out. ``full`` puts cases under the mark ``full``. The suite expects file names,
+messages and views of ``rlhf_modeling.sharded``.
 """
 
 from __future__ import annotations
@@ -34,20 +37,21 @@ import pytest
 import torch
 from rlhf.interfaces import Loss
 from rlhf.ops.batch import Batch
+from rlhf_testing.contract import expect
+from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_testing.contract import expect
-from rlhf_testing.image_batches import image_batch, image_shares
-from rlhf_testing.rank_batches import STEPS, apart, batch, shares, spec
-from rlhf_testing.rank_processes import Ranks
-from rlhf_testing.rank_tests import RankTests, reads
-from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
-from rlhf_testing.token_parts import check_case
-from rlhf_testing.trainer_rank_cases import TrainerRankCases
-from rlhf_testing.trainer_rank_checks import STEP, check_steps, close, equal, near
-from rlhf_testing.trainer_rank_setup import FAMILY
-from rlhf_testing.trainer_ranks_state import StateOfRanks
+from tests.support.image_batches import image_batch, image_shares
+from tests.support.losses import NllLoss
+from tests.support.rank_batches import STEPS, apart, batch, shares, spec
+from tests.support.rank_processes import Ranks
+from tests.support.rank_tests import RankTests, reads
+from tests.support.token_parts import check_case
+from tests.support.trainer_rank_cases import TrainerRankCases
+from tests.support.trainer_rank_checks import STEP, check_steps, close, equal, near
+from tests.support.trainer_rank_setup import FAMILY
+from tests.support.trainer_ranks_state import StateOfRanks
 
 GRADIENT = 1e-5
 """Only the order of sums differs."""

@@ -1,7 +1,5 @@
 """Tests that read the results of ranks. One group of processes runs the cases of a
-:class:`~rlhf_testing.rank_case.RankCases` once, for all selected tests of a class.
-
-Needs pytest: ``pip install 'rlhf-testing[pytest]'``."""
+:class:`~tests.support.rank_case.RankCases` once, for all selected tests of a class."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_testing.rank_case import RankCases
-from rlhf_testing.rank_processes import Ranks
+from tests.support.rank_case import RankCases
+from tests.support.rank_processes import Ranks
 
 
 def reads(case: str) -> Callable[[Any], Any]:

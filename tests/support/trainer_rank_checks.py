@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from rlhf_testing.contract import expect
 from torch import Tensor
 
-from rlhf_testing.contract import expect
-from rlhf_testing.rank_batches import apart
+from tests.support.rank_batches import apart
 
 STEP = 1e-4
 """Relative difference of losses and norms of steps: AdamW amplifies differences in gradients near zero."""

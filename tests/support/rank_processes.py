@@ -22,7 +22,7 @@ class Ranks:
     """``results[rank][case]``, written by the ranks, and files below ``folder``.
 
     Args:
-        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`rlhf_testing.rank_forks`). It
+        script: run as ``python SCRIPT RANK RANKS PORT FOLDER`` for each rank (:mod:`tests.support.rank_forks`). It
             writes ``FOLDER/rank-RANK.json``: {case: result}.
         trainer: module of the trainer, which is imported once for all ranks.
         cases: further arguments of the script.
@@ -30,14 +30,16 @@ class Ranks:
 
     def __init__(self, script: Path, folder: Path, ranks: int, trainer: str, *cases: str) -> None:
         self.folder, self.ranks = folder, ranks
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = str(Path(__file__).resolve().parents[2])  # for `tests.support`, here and in the ranks
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         # Bound to the end, so that the system gives the port to no other process before rank 0 listens there.
         with socket.socket() as reserved, (folder / "forks.log").open("w") as log:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.bind(("127.0.0.1", 0))
             port = reserved.getsockname()[1]
             words = [trainer, str(script), str(ranks), str(port), str(folder), *cases]
-            command = [sys.executable, "-m", "rlhf_testing.rank_forks", *words]
+            command = [sys.executable, "-m", "tests.support.rank_forks", *words]
             forks = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
             )

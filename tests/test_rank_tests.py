@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from rlhf_testing.contract import Nonconformance
-from rlhf_testing.rank_case import RankCases
-from rlhf_testing.rank_tests import RankTests, reads
-from rlhf_testing.trainer_rank_checks import check_steps
+
+from tests.support.rank_case import RankCases
+from tests.support.rank_tests import RankTests, reads
+from tests.support.trainer_rank_checks import check_steps
 
 
 class Base(RankCases):

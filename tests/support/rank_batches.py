@@ -11,11 +11,10 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.loss_value import FILLER
 from rlhf.ops.reduce import WEIGHT, weigh
 from rlhf.types import RoleSpec
-from torch import Tensor
-
 from rlhf_testing import fabricate
 from rlhf_testing.optimizer_batch import columns, slim_batch
 from rlhf_testing.suite_losses import TokenLoss
+from torch import Tensor
 
 STEPS = 5
 

@@ -12,23 +12,23 @@ from typing import Any
 import pytest
 import torch
 from rlhf.errors import CheckpointError
+from rlhf_testing.contract import expect
+from rlhf_testing.suite_losses import TokenLoss
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rlhf_testing.contract import expect
-from rlhf_testing.rank_batches import batch, spec
-from rlhf_testing.rank_processes import Ranks
-from rlhf_testing.rank_tests import RankTests, reads
-from rlhf_testing.suite_losses import TokenLoss
-from rlhf_testing.trainer_rank_cases import TrainerRankCases
-from rlhf_testing.trainer_rank_checks import check_steps, equal, near, same_bits
+from tests.support.rank_batches import batch, spec
+from tests.support.rank_processes import Ranks
+from tests.support.rank_tests import RankTests, reads
+from tests.support.trainer_rank_cases import TrainerRankCases
+from tests.support.trainer_rank_checks import check_steps, equal, near, same_bits
 
 EXACT = (1e-6, 1e-5, 1e-12)
 """Tolerances of steps that continue the same state: loss, norm, loss near zero."""
 
 
 class StateOfRanks(RankTests):
-    """A part of :class:`rlhf_testing.trainer_ranks.TrainerRanksContract`."""
+    """A part of :class:`tests.support.trainer_ranks.TrainerRanksContract`."""
 
     cases: type[TrainerRankCases]
     one_rank: Any

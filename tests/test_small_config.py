@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf_testing.small_config import published_fields, small_config
-from rlhf_testing.tiny_architectures import causal_types
-from rlhf_testing.tiny_sizes import NOT_BUILT, PUBLISHED
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.support.small_config import published_fields, small_config
+from tests.support.tiny_architectures import causal_types
+from tests.support.tiny_sizes import NOT_BUILT, PUBLISHED
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

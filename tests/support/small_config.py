@@ -4,7 +4,7 @@ Counts of heads are divided by one factor, sizes of heads by a second one, and a
 ratios stay: query to key-value heads, heads to the hidden size, an embedding size that is not the hidden size. One
 layer of every kind stays, and at least 16 experts where there are more. Windows and chunks become shorter than the
 sequences of a probe, the vocabulary is cut, dropout is 0. Vision and audio parts get the sizes of
-:mod:`rlhf_testing.tiny_sizes`.
+:mod:`tests.support.tiny_sizes`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rlhf_testing.tiny_architectures import BY_NAME, LAYERS, PARTS, TOKENS, merge, shrink
-from rlhf_testing.tiny_sizes import NOT_BUILT, PUBLISHED, VOCABULARY, WINDOW
+from tests.support.tiny_architectures import BY_NAME, LAYERS, PARTS, TOKENS, merge, shrink
+from tests.support.tiny_sizes import NOT_BUILT, PUBLISHED, VOCABULARY, WINDOW
 
 KINDS = {
     "query heads": """num_attention_heads n_head n_heads attention_heads decoder_attention_heads num_heads

@@ -1,4 +1,4 @@
-"""The cases that two ranks of a trainer run for :class:`rlhf_testing.trainer_ranks.TrainerRanksContract`."""
+"""The cases that two ranks of a trainer run for :class:`tests.support.trainer_ranks.TrainerRanksContract`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from rlhf_testing.suite_losses import LentLoss, TokenLoss, ValueLoss
 from safetensors.torch import save_file
 
-from rlhf_testing.image_batches import image_batch, image_shares
-from rlhf_testing.rank_batches import STEPS
-from rlhf_testing.rank_case import farthest, held, same
-from rlhf_testing.suite_losses import LentLoss, NllLoss, TokenLoss, ValueLoss
-from rlhf_testing.token_parts import run_case
-from rlhf_testing.trainer_rank_setup import DORA as DORA
-from rlhf_testing.trainer_rank_setup import FAMILY, parted
-from rlhf_testing.trainer_rank_state import StateCases
+from tests.support.image_batches import image_batch, image_shares
+from tests.support.losses import NllLoss
+from tests.support.rank_batches import STEPS
+from tests.support.rank_case import farthest, held, same
+from tests.support.token_parts import run_case
+from tests.support.trainer_rank_setup import DORA as DORA
+from tests.support.trainer_rank_setup import FAMILY, parted
+from tests.support.trainer_rank_state import StateCases
 
 
 class TrainerRankCases(StateCases):
-    """Subclass it in a module that is also the ranks' program (:meth:`~rlhf_testing.rank_case.RankCases.main`)."""
+    """Subclass it in a module that is also the ranks' program (:meth:`~tests.support.rank_case.RankCases.main`)."""
 
     def case_equal(self, layout: str) -> Any:
         """Gradients of the first step, five steps, scores, and coverage."""

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from rlhf.errors import WorkerError
-
-from rlhf_testing.rank_batches import batch, shares
-from rlhf_testing.rank_case import held, same
 from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss, ValueLoss
-from rlhf_testing.trainer_rank_setup import TrainerRankSetup
+
+from tests.support.rank_batches import batch, shares
+from tests.support.rank_case import held, same
+from tests.support.trainer_rank_setup import TrainerRankSetup
 
 
 class StateCases(TrainerRankSetup):
-    """A part of :class:`rlhf_testing.trainer_rank_cases.TrainerRankCases`."""
+    """A part of :class:`tests.support.trainer_rank_cases.TrainerRankCases`."""
 
     def case_critic_state(self, layout: str) -> Any:
         """A critic's checkpoint."""

@@ -1,4 +1,4 @@
-"""``python -m rlhf_testing.rank_forks TRAINER SCRIPT RANKS PORT FOLDER [CASE ...]``: one process per rank.
+"""``python -m tests.support.rank_forks TRAINER SCRIPT RANKS PORT FOLDER [CASE ...]``: one process per rank.
 
 The processes are forked after all imports. Each runs ``SCRIPT RANK RANKS PORT FOLDER [CASE ...]`` like ``python``, and
 writes its output to ``FOLDER/rank-RANK.log``.
