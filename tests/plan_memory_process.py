@@ -12,33 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
+from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
-from rlhf.types import GenerationRequest, Image, LossOutput, Reduce, RoleSpec, Sampling
+from rlhf.types import GenerationRequest, Image, RoleSpec, Sampling
+
+from tests.support.losses import NllLoss
 
 TOKENS, LENGTH = 512, 128
 SAMPLES = 64
 VOCABULARY = 32_000
-
-
-class Mean(Loss):
-    """The mean of the log-probs."""
-
-    name = "mean"
-
-    def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
-
-    def columns(self) -> tuple[str, ...]:
-        return ()
-
-    def reduce(self) -> dict[str, Reduce]:
-        return {"mean": Reduce("token_mean")}
-
-    def __call__(self, x: Any) -> LossOutput:
-        return LossOutput(terms={"mean": -x["logprobs"]})
 
 
 def batch(seed: int) -> Batch:
@@ -47,7 +31,7 @@ def batch(seed: int) -> Batch:
     mask_N = torch.ones(TOKENS, dtype=torch.bool)
     mask_N[::LENGTH] = False
     lens_B, unit_B = torch.full((count,), LENGTH), torch.arange(count)
-    return weigh(Batch(ids_N, lens_B, unit_B, torch.zeros_like(unit_B), {"loss_mask": mask_N}), Mean(None).reduce())
+    return weigh(Batch(ids_N, lens_B, unit_B, torch.zeros_like(unit_B), {"loss_mask": mask_N}), NllLoss().reduce())
 
 
 def image_batch(seed: int, path: str) -> Batch:
@@ -64,7 +48,7 @@ def image_batch(seed: int, path: str) -> Batch:
         ids = [*own, *(3 + i % 50 for i in range(LENGTH - len(own)))]
         mask = [n >= len(own) for n in range(LENGTH)]
         units.append(UnitData([SequenceData(ids, {"loss_mask": mask}, images=(Image(file, 0, len(own), own[:1]),))]))
-    return weigh(pack(units), Mean(None).reduce())
+    return weigh(pack(units), NllLoss().reduce())
 
 
 def requests() -> list[GenerationRequest]:
@@ -107,11 +91,11 @@ def main(work: dict[str, Any]) -> None:
     numbers = [2 * work["rank"] + number for number in range(2)]
     micros = [image_batch(number, work["path"]) if seen else batch(number) for number in numbers]
     if train:
-        made.update(micros, Mean(None), {}, {})  # the first step makes the optimizer's state
+        made.update(micros, NllLoss(), {}, {})  # the first step makes the optimizer's state
     generator = sampler(sampler.Config(), GeneratorSpec(eos_token_ids=(1,), decode=lambda ids: ""))
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
     if work["what"] == "train":
-        made.update(micros, Mean(None), {}, {})
+        made.update(micros, NllLoss(), {}, {})
     elif work["what"] == "forward":
         made.forward(micros, ["logprobs"])
     else:

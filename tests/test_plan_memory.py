@@ -78,7 +78,8 @@ def measured(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
         port = probe.getsockname()[1]
     work = {"what": what, "path": path, "ranks": ranks, "port": port, "options": options}
     script = str(ROOT / "tests" / "plan_memory_process.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
     children = [
         subprocess.Popen(
             [sys.executable, script, json.dumps(work | {"rank": rank})],

@@ -16,6 +16,8 @@ from rlhf.types import Annotation, Head, Lent, LossOutput, Needs, Reduce, RoleSp
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.contract import Nonconformance
 
+from tests.support.losses import NllLoss
+
 
 class Centered(Advantage):
     """Reward minus its group's mean."""
@@ -195,21 +197,6 @@ class TestContextualMasked(AlgorithmContract):
     parts = {"loss": MaskedContrast}
 
 
-class NLL(Loss):
-    """Negative log-likelihood."""
-
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
-
-
 class Imitation(Algorithm):
     """Rows become units; nothing is credited."""
 
@@ -231,7 +218,7 @@ class Imitation(Algorithm):
 class TestImitation(AlgorithmContract):
     algorithm = Imitation
     registered = False
-    parts = {"loss": NLL}
+    parts = {"loss": NllLoss}
 
 
 # ------------------------------------------------------------------------------- broken on purpose

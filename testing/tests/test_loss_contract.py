@@ -10,24 +10,11 @@ from rlhf.types import Head, LossOutput, Reduce
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.loss import LossContract
 
-
-class NLL(Loss):
-    """The complete example of the interface."""
-
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
+from tests.support.losses import NllLoss
 
 
 class TestNLL(LossContract):
-    loss = NLL
+    loss = NllLoss
     registered = False
 
     def statement(self, x_BT):
@@ -157,7 +144,7 @@ def suite(made, **attributes):
     return type("Broken", (LossContract,), {"loss": made, "registered": False, **attributes})()
 
 
-class PerMicroBatch(NLL):
+class PerMicroBatch(NllLoss):
     """Divides by the tokens of its own micro-batch."""
 
     def __call__(self, x):
@@ -165,14 +152,14 @@ class PerMicroBatch(NLL):
         return LossOutput({"nll": values / x.tokens * 10})
 
 
-class OwnMean(NLL):
+class OwnMean(NllLoss):
     """Returns a scalar."""
 
     def __call__(self, x):
         return LossOutput({"nll": -x["logprobs"].mean()})
 
 
-class IgnoresMask(NLL):
+class IgnoresMask(NllLoss):
     """Reads tokens that the mask hides."""
 
     def columns(self):
@@ -182,7 +169,7 @@ class IgnoresMask(NLL):
         return LossOutput({"nll": -x["logprobs"] + 0.0 * x["logprobs"] + x._batch.tok["bonus"].sum()})
 
 
-class OrderStatistic(NLL):
+class OrderStatistic(NllLoss):
     """prepare() depends on the packing order."""
 
     def columns(self):
@@ -195,7 +182,7 @@ class OrderStatistic(NLL):
         return LossOutput({"nll": x["logprobs"] * x["bonus"]})
 
 
-class Undeclared(NLL):
+class Undeclared(NllLoss):
     """Reads a column for one config only, and does not declare it."""
 
     class Config(ComponentConfig):
@@ -215,14 +202,14 @@ class Unbounded(Surrogate):
         return LossOutput({"policy": -ratio * x["advantages"], "bonus": x["entropy"]})
 
 
-class Detached(NLL):
+class Detached(NllLoss):
     """No gradient."""
 
     def __call__(self, x):
         return LossOutput({"nll": -x["logprobs"].detach()})
 
 
-class BatchMetric(NLL):
+class BatchMetric(NllLoss):
     """A metric that depends on the micro-batch."""
 
     def __call__(self, x):
@@ -231,7 +218,7 @@ class BatchMetric(NLL):
         return LossOutput({"nll": values}, {"share": ("token", share)})
 
 
-class Stateful(NLL):
+class Stateful(NllLoss):
     """Counts its calls."""
 
     calls = 0
@@ -248,7 +235,7 @@ class Needless(Surrogate):
         return ("advantages",)
 
 
-class Elsewhere(NLL):
+class Elsewhere(NllLoss):
     """Declares a column that it does not read."""
 
     def signal(self):
@@ -295,11 +282,11 @@ def test_wrong_statement_is_noticed():
         return -(x_BT["logprobs"] * x_BT.mask_BT).sum() / x_BT.mask_BT.numel()
 
     with pytest.raises(Nonconformance, match="the statement says"):
-        suite(NLL, statement=statement).test_statement()
+        suite(NllLoss, statement=statement).test_statement()
 
 
 def test_missing_statement_is_a_skip_that_says_so():
     import unittest
 
     with pytest.raises(unittest.SkipTest, match="statement"):
-        suite(NLL).test_statement()
+        suite(NllLoss).test_statement()

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rlhf.interfaces import Loss
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.types import Annotation, Group, LossOutput, Reduce, Row, Sampling, Snapshot, Trajectory, Turn, Update
+from rlhf.types import Annotation, Group, Row, Sampling, Snapshot, Trajectory, Turn, Update
 from rlhf_runtime.config.sections import EvalSection
 from rlhf_runtime.loop.evaluate import evaluate_loss, evaluate_rollouts
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
+
+from tests.support.losses import NllLoss
 
 ROWS = [Row({}, "held_out", i) for i in range(5)]
 
@@ -63,23 +64,12 @@ class Measured:
         return self.sums
 
 
-class Plain(Loss):
-    name = "plain"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
+class Plain(NllLoss):
     def prepass(self):
         return (Annotation("critic", "logprobs", "now"),)
 
     def prepare(self, batch):
         return batch.with_column("unit", "prepared", torch.ones(batch.units))
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]}, {})
 
 
 def algorithm(batch):

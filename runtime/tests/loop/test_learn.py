@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rlhf.errors import TrainingError
-from rlhf.interfaces import ApplyResult, Loss
+from rlhf.interfaces import ApplyResult
 from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.types import Annotation, LossOutput, Reduce, Update
+from rlhf.types import Annotation, Update
 from rlhf_runtime.loop.learn import learn, minibatches, train
+
+from tests.support.losses import NllLoss
 
 
 class Told:
@@ -29,23 +31,14 @@ class Told:
         return self.results.pop(0)
 
 
-class Plain(Loss):
+class Plain(NllLoss):
     name = "plain"
 
     def __init__(self, prepass=()):
         self._prepass = prepass
 
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
     def prepass(self):
         return self._prepass
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]}, {})
 
 
 def batch(units=4):

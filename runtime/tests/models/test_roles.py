@@ -12,6 +12,8 @@ from rlhf.types import Annotation, LossOutput, Reduce, RoleSpec, Update
 from rlhf_runtime.loop.learn import minibatches
 from rlhf_runtime.models.roles import Role
 
+from tests.support.losses import NllLoss
+
 
 class Bigram:
     """A trainer whose log-prob of a token is a parameter looked up by the token before it."""
@@ -59,15 +61,7 @@ class Ranks(WorkerGroup):
         raise NotImplementedError
 
 
-class NLL(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
+class NLL(NllLoss):
     def __call__(self, x):
         return LossOutput({"nll": -x["logprobs"]}, {"mean_logprob": ("token", x["logprobs"])})
 

@@ -12,41 +12,15 @@ from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf.types import RoleSpec
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.losses import NllLoss, SquaresLoss
+
 sys.path.insert(0, str(Path(__file__).parent))  # for sampling_cases
-
-
-class Nll(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
-
-
-class Squares(Loss):
-    """Squared distance of values from 1, for scalar heads."""
-
-    name = "squares"
-
-    def outputs(self):
-        return ("values",)
-
-    def reduce(self):
-        return {"squares": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"squares": (x["values"] - 1.0) ** 2})
 
 
 @pytest.fixture(scope="session")
@@ -55,13 +29,13 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def nll() -> Nll:
-    return Nll()
+def nll() -> NllLoss:
+    return NllLoss()
 
 
 @pytest.fixture
-def squares() -> Squares:
-    return Squares()
+def squares() -> SquaresLoss:
+    return SquaresLoss()
 
 
 @pytest.fixture

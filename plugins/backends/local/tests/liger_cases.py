@@ -18,7 +18,7 @@ from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf.types import RoleSpec
 from rlhf_modeling import liger
 from rlhf_modeling.attention import packed, use_packed_attention
 from rlhf_plugin_local.trainer import TorchTrainer
@@ -29,28 +29,10 @@ from transformers.models.qwen3 import modeling_qwen3
 
 sys.path.append(str(Path(__file__).resolve().parents[4]))  # the root's tests are not on a script's path
 from tests.interpreted import complete_the_interpreter
+from tests.support.losses import SquaresLoss
 
 FOLDER = Path(sys.argv[1])
 SMALL: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "intermediate": 24, "std": 0.3}
-
-
-class Squares(Loss):
-    """Squared distance of log-probs or values from 1."""
-
-    name = "squares"
-
-    def __init__(self, output: str) -> None:
-        super().__init__()
-        self.output = output
-
-    def outputs(self) -> tuple[str, ...]:
-        return (self.output,)
-
-    def reduce(self) -> dict[str, Reduce]:
-        return {"squares": Reduce("token_mean")}
-
-    def __call__(self, x: Any) -> LossOutput:
-        return LossOutput({"squares": (x[self.output] - 1.0) ** 2})
 
 
 def trainer(name: str, head: str = "lm", checkpointing: bool = False, **options: Any) -> TorchTrainer:
@@ -70,7 +52,7 @@ def bound(module: PreTrainedModel) -> int:
 def compare(name: str, head: str = "lm", steps: int = 1, **options: Any) -> dict[str, float]:
     """Compare log-probs (or values) and gradients after ``steps - 1`` steps."""
     output = "logprobs" if head == "lm" else "values"
-    loss = Squares(output)
+    loss = SquaresLoss(output)
     batch, found = batch_for(loss), []
     for chosen in ("liger", "none"):
         one = trainer(name, head, kernels=chosen, **options)

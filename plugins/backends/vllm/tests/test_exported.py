@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rlhf.interfaces import Loss, ModelSpec
+from rlhf.interfaces import ModelSpec
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf.types import RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_testing.models import model_path
+
+from tests.support.losses import NllLoss
 
 pytestmark = pytest.mark.full
 
@@ -25,26 +27,13 @@ CASES = {
 }
 
 
-class Nll(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
-
-
 def trained(path, options):
     """(trainer, log-probs of :data:`IDS` before and after four steps)."""
     one = TorchTrainer(
         TorchTrainer.Config(lr=0.02, device="cpu", **options), ModelSpec(RoleSpec("policy", trained=True), path, "fp32")
     )
     batch = pack([UnitData([SequenceData(IDS, {"loss_mask": [i > 0 for i in range(len(IDS))]})])])
-    nll = Nll()
+    nll = NllLoss()
     scores = [one.forward([batch], ("logprobs",))[0]["logprobs"][1:]]
     for _ in range(4):
         one.update([weigh(batch, nll.reduce())], nll, {}, {})

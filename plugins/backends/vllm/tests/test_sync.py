@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf.errors import ModelError, SyncError
-from rlhf.interfaces import Loss, ModelSpec
+from rlhf.interfaces import ModelSpec
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.types import GenerationRequest, LossOutput, Reduce, RoleSpec, Sampling
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
@@ -20,23 +20,12 @@ from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.models import model_path
 
+from tests.support.losses import NllLoss
+
 SIZES = {"head_dim": 32, "layers": 2}
 CASES = {"qwen3, tied": ("qwen3", {}), "llama, untied": ("llama", {"tied": False})}
 LOGPROBS = resolve_head("logprobs", None)
 CANARY = [[20, 21, 22, 7, 55, 3, 90, 14, 14, 60], [1, 2, 3, 4, 5, 6, 7, 8]]
-
-
-class Nll(Loss):
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
 
 
 def batch(sequences):
@@ -66,7 +55,7 @@ class Setup:
         draw = torch.Generator().manual_seed(1)
         rows = [torch.randint(3, 90, (20,), generator=draw).tolist() for _ in range(4)]
         for _ in range(steps):
-            self.role.group.worker.update([weigh(batch(rows), Nll().reduce())], Nll(), {}, {})
+            self.role.group.worker.update([weigh(batch(rows), NllLoss().reduce())], NllLoss(), {}, {})
 
     def logprobs(self, sequences=CANARY):
         flat = self.role.forward(batch(sequences), [LOGPROBS])["logprobs"]
