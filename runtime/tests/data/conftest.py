@@ -25,6 +25,19 @@ def chat(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tokenizer_with(tmp_path_factory):
+    """``tokenizer_with(template)``: one token per character, and this chat template."""
+    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+    def use(template):
+        tokenizer = load(path)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return use
+
+
+@pytest.fixture(scope="session")
 def bpe(tmp_path_factory):
     """Byte pairs trained on text in which `: 4`, `n\\n` and the like are frequent, without any pre-tokenizer, so that
     merges cross the boundary of prompt and answer."""

@@ -8,7 +8,6 @@ from rlhf.types import Row, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
-from rlhf_testing.tiny import tiny_tokenizer
 
 ADD = {
     "type": "function",
@@ -21,20 +20,6 @@ ADD = {
 ASK = {"role": "user", "content": "1+1?"}
 CALL = '<tool_call>\n{"name": "add",  "arguments": {"a": 1}}\n</tool_call>'
 """With two spaces, which no template writes."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer_with(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-    def load(template):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-        tokenizer.chat_template = template
-        return tokenizer
-
-    return load
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.messages import as_api_writes, as_template_reads
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES, QWEN3
-from rlhf_testing.tiny import tiny_tokenizer
 
 USER, BOT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 UNGUARDED = (
@@ -30,17 +29,8 @@ def call(arguments, **fields):
 
 
 @pytest.fixture(scope="module")
-def template_with(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-    def load(text, **fields):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-        tokenizer.chat_template = text
-        return Template(tokenizer, DataSection(**fields))
-
-    return load
+def template_with(tokenizer_with):
+    return lambda text, **fields: Template(tokenizer_with(text), DataSection(**fields))
 
 
 def prompt_text(template, messages):

@@ -11,7 +11,6 @@ from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, HERMES
-from rlhf_testing.tiny import tiny_tokenizer
 
 
 def tool(name):
@@ -34,20 +33,6 @@ TEMPLATE_WITH_BLOCKS = (
     "{% generation %}{{ m.content + '<eos>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer_with(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-    def load(template):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-        tokenizer.chat_template = template
-        return tokenizer
-
-    return load
 
 
 def tokens(template, form, columns):

@@ -11,24 +11,14 @@ from rlhf.types import Row, Turn
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
-from rlhf_testing.tiny import tiny_tokenizer
 
 ASK = {"role": "user", "content": "1+2?"}
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 @pytest.fixture(scope="module")
-def template_with(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-    def load(text, **options):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-        tokenizer.chat_template = text
-        return Template(tokenizer, DataSection(messages="messages", **options))
-
-    return load
+def template_with(tokenizer_with):
+    return lambda text, **options: Template(tokenizer_with(text), DataSection(messages="messages", **options))
 
 
 def call(name="add", **arguments):

@@ -12,7 +12,6 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.template import Template
 from rlhf_testing.chat_templates import CHATML, GENERATION, HERMES, LLAMA3, QWEN3
-from rlhf_testing.tiny import tiny_tokenizer
 
 ASK, SYSTEM = {"role": "user", "content": "1+2?"}, {"role": "system", "content": "Be brief."}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x", "c": None}}}
@@ -24,17 +23,10 @@ WRITES = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<eos>\\n' }}"
 
 
 @pytest.fixture(scope="module")
-def template_with(tmp_path_factory):
-    from transformers import AutoTokenizer
-
-    path = tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-    def load(text, day=None, **options):
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-        tokenizer.chat_template = text
-        return Template(tokenizer, DataSection(messages="messages", **options), day=day)
-
-    return load
+def template_with(tokenizer_with):
+    return lambda text, day=None, **options: Template(
+        tokenizer_with(text), DataSection(messages="messages", **options), day=day
+    )
 
 
 def encoded(template, messages):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from tests.support.loopback_server import Answer, LoopbackServer
 
 Reply = tuple[int, bytes]
 
@@ -16,45 +16,18 @@ def lengths(question: dict[str, Any]) -> Reply:
     return 200, json.dumps({"rewards": [len(text) for text in question["query"]]}).encode()
 
 
-class RewardServer:
+class RewardServer(LoopbackServer):
     """``asked`` has the questions so far. ``reply`` makes an answer of a question."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], Reply] = lengths) -> None:
+        super().__init__()
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.reply = reply
-        self.leave = threading.Event()
-        """A reply may wait for the end of the test."""
-        server = self
+        self.url = f"{self.address}/get_reward"
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                server.asked.append(question)
-                server.headers.append(dict(self.headers))
-                status, body = server.reply(question)
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/get_reward"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-
-    def __enter__(self) -> RewardServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave.set()
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, path: str, body: Any, headers: Mapping[str, str]) -> Answer:
+        self.asked.append(body)
+        self.headers.append(dict(headers))
+        status, content = self.reply(body)
+        return status, content, {"Location": "/elsewhere"} if status == 302 else {}
