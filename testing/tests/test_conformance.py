@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from rlhf.errors import PluginInvalid
-from rlhf.interfaces import KINDS, Env, Loss, Reward
-from rlhf.types import EnvStep, LossOutput, Reduce, RewardResult
-from rlhf_testing.conformance import SUITES, CheckResult, check_names, run, suite
+from rlhf.interfaces import KINDS, Env, Reward
+from rlhf.types import EnvStep, RewardResult
+from rlhf_testing.conformance import DECOY, SUITES, CheckResult, check_names, run, suite
 from rlhf_testing.contract import Contract, PluginContract
-from rlhf_testing.hearing import DECOY
+
+from tests.support.losses import NllLoss
 
 
 @dataclass
@@ -47,22 +48,7 @@ class Hidden(Env):
         return EnvStep(done=True)
 
 
-class NLL(Loss):
-    """Negative log-likelihood with the author's statement."""
-
-    name = "nll"
-
-    def outputs(self):
-        return ("logprobs",)
-
-    def reduce(self):
-        return {"nll": Reduce("token_mean")}
-
-    def __call__(self, x):
-        return LossOutput({"nll": -x["logprobs"]})
-
-
-class Stated(NLL):
+class Stated(NllLoss):
     """With a statement."""
 
     @staticmethod
@@ -175,7 +161,7 @@ def test_installed_plugin_must_be_named_in_its_metadata():
 
 def test_author_supplies_what_the_suite_cannot_guess():
     assert all(r.passed for r in run(Selected("env", "hidden", Hidden)))
-    assert by_name(run(Selected("loss", "nll", NLL)))["statement"].skipped
+    assert by_name(run(Selected("loss", "nll", NllLoss)))["statement"].skipped
     stated = by_name(run(Selected("loss", "nll", Stated)))["statement"]
     assert stated.passed
     assert not stated.skipped

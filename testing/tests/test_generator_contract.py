@@ -11,7 +11,7 @@ from rlhf.errors import SyncError
 from rlhf.interfaces import Generator, ModelSpec, Proof
 from rlhf.types import RoleSpec, Turn
 from rlhf.weights.bucket import Bucket
-from rlhf_testing import generator_links
+from rlhf_testing import generator
 from rlhf_testing.contract import Nonconformance
 from rlhf_testing.generator import GeneratorContract
 from rlhf_testing.plain import PlainTrainer
@@ -359,6 +359,6 @@ def test_broken_generator_fails_the_right_check(made, check, message):
 
 
 def test_a_generator_that_ignores_the_second_link_cannot_take_its_buckets(monkeypatch):
-    monkeypatch.setattr(generator_links, "_SECONDS", 1.0)
+    monkeypatch.setattr(generator, "LINK_SECONDS", 1.0)
     with pytest.raises(SyncError, match=r"waiting for a rank of the trainer on cpu took longer than 1 s"):
         suite(FirstLinkOnly).test_links()

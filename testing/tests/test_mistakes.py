@@ -19,8 +19,7 @@ from rlhf.types import EnvStep, RewardResult, RoleSpec, Turn, Update
 from rlhf_algorithms.policy_gradient import PolicyGradient
 from rlhf_cli.main import main
 from rlhf_testing import conformance
-from rlhf_testing.changed_options import not_default
-from rlhf_testing.contract import Nonconformance, no_number
+from rlhf_testing.contract import Nonconformance, no_number, not_default
 
 
 @dataclass

@@ -24,8 +24,7 @@ import torch
 from rlhf.ops.batch import Batch
 from rlhf.types import Group, Snapshot, Update
 
-from rlhf_testing.algorithm_credit import credited_columns
-from rlhf_testing.algorithm_samples import SampleChecks
+from rlhf_testing.algorithm_samples import SampleChecks, credited_columns
 from rlhf_testing.algorithm_step import Step
 from rlhf_testing.compare import GRADIENT, LOSS, distance, finite, generators_left_alone, layouts, same_bits
 from rlhf_testing.contract import check_state, expect

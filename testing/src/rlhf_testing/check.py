@@ -16,8 +16,7 @@ from typing import Any
 
 from rlhf.interfaces.check import Examination, Finding, Probe, ProbeAnswer
 
-from rlhf_testing.contract import Nonconformance, PluginContract, expect
-from rlhf_testing.light_import import expect_light_import
+from rlhf_testing.contract import Nonconformance, PluginContract, expect, expect_light_import
 
 
 class CheckContract(PluginContract):

@@ -17,8 +17,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_testing.contract import Nonconformance, PluginContract, expect, missing
-from rlhf_testing.light_import import expect_light_import
+from rlhf_testing.contract import Nonconformance, PluginContract, expect, expect_light_import, missing
 
 LONGEST = 100
 """Maximum characters of the line that ``rlhf --help`` shows."""

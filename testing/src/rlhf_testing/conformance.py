@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
+import os
 import sys
 import traceback
 import unittest
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rlhf.errors import PluginInvalid
 from rlhf.plugins.resolved import FILE, IN_PROCESS
+from rlhf.secrets import names_secret
 
 from rlhf_testing.contract import Contract, PluginContract
-from rlhf_testing.hearing import DECOY, Hearing
 
 SUITES: dict[str, tuple[str, str]] = {
     kind: (f"rlhf_testing.{kind}", f"{kind.title()}Contract")
@@ -47,6 +51,10 @@ class Selected(Protocol):
     def cls(self) -> type[Any]: ...
 
 
+DECOY = "RLHF_CHECK_API_KEY"
+"""An environment variable that is set during the checks, to detect a plugin that prints the whole environment."""
+_SHORTEST = 8
+"""Minimum characters of a secret's value. Shorter values may occur in a text by chance."""
 SECRETS = "secrets"
 """Name of the check that runs after the others: their output and errors contain no secret."""
 
@@ -62,6 +70,54 @@ class CheckResult:
     detail: str
     """What the check proves; where it failed, what is wrong; where it was skipped, what it needs."""
     skipped: bool = False
+
+
+class Hearing:
+    """Passes on what a plugin prints while it is checked, with secrets replaced. ``leaks`` holds the variables whose
+    values were printed."""
+
+    def __init__(self) -> None:
+        self.leaks: set[str] = set()
+        values = {name: value for name, value in os.environ.items() if names_secret(name) and len(value) >= _SHORTEST}
+        self.secrets = {**values, DECOY: uuid.uuid4().hex}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        out, err = _Passing(self, sys.stdout), _Passing(self, sys.stderr)
+        os.environ[DECOY] = self.secrets[DECOY]
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                yield
+        finally:
+            os.environ.pop(DECOY, None)
+
+    def hide(self, text: str) -> str:
+        """The text with ``$NAME`` in place of each secret. The names are added to ``leaks``."""
+        for name, value in self.secrets.items():
+            if value in text:
+                self.leaks.add(name)
+                text = text.replace(value, f"${name}")
+        return text
+
+
+class _Passing(io.TextIOBase):
+    """A stream that passes text on, without secrets."""
+
+    def __init__(self, hearing: Hearing, to: TextIO) -> None:
+        self._hearing, self._to = hearing, to
+
+    def write(self, text: str) -> int:
+        self._to.write(self._hearing.hide(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._to.flush()
+
+    def fileno(self) -> int:
+        return self._to.fileno()
+
+    def isatty(self) -> bool:
+        return self._to.isatty()
 
 
 def suite(kind: str) -> type[PluginContract]:

@@ -7,10 +7,14 @@ A suite is a plain class with ``test_`` methods. pytest collects a subclass whos
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import json
 import math
 import numbers
 import re
+import subprocess
+import sys
 import types
 import typing
 import unittest
@@ -18,14 +22,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.secrets import names_secret
 
-from rlhf_testing.changed_options import not_default
 from rlhf_testing.fabricate import NoColumn
-from rlhf_testing.members import misspelled, taken_fields, uncallable
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
+FRAMEWORKS = ("torch", "transformers", "datasets", "vllm", "deepspeed", "ray")
 _MUTABLE = (list, dict, set, bytearray)
 
 
@@ -42,6 +46,20 @@ def expect(condition: bool, message: str) -> None:
 def missing(part: str) -> unittest.SkipTest:
     """Raise this where the author did not supply ``part``: pytest and ``rlhf plugins check`` report a skip."""
     return unittest.SkipTest(f"The check needs what only you can supply: {part}")
+
+
+def expect_light_import(about: str, module: str, remedy: str) -> None:
+    """Fails where importing ``module``, in a process of its own, fails or imports a framework.
+
+    Args:
+        about: the component, at the beginning of messages.
+        remedy: what its author can do, at their end.
+    """
+    code = f"import sys, {module}; print(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    expect(done.returncode == 0, f"{about} its module cannot be imported: {done.stderr[-500:]}")
+    frameworks = done.stdout.split()
+    expect(not frameworks, f"{about} importing {module} imports {frameworks}; {remedy}")
 
 
 @contextlib.contextmanager
@@ -64,6 +82,27 @@ def knowing_columns(about: str, give: str) -> Iterator[None]:
             f"an example of it: conformance = {{{entry}}} in the plugin's class (in a "
             "file with a function: beside the function)"
         ) from error
+
+
+def changed_fields(config: BaseModel, path: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """``kl.coef``, its value and its field, for each field of a config, nested ones included, that is not at its
+    default."""
+    for name, info in type(config).model_fields.items():
+        value, default = getattr(config, name), info.get_default(call_default_factory=True)
+        if isinstance(value, BaseModel) and type(value) is type(default):
+            yield from changed_fields(value, f"{path}{name}.")
+        elif value != default:
+            yield f"{path}{name}", value, info
+
+
+def not_default(config: BaseModel) -> list[str]:
+    """``kl.coef = 0.1`` for each field of a config that is not at its default."""
+    return [f"{path} = {value!r}" for path, value, _ in changed_fields(config)]
+
+
+def set_options(config: BaseModel) -> list[str]:
+    """``kl.coef`` for each option of a config, nested ones included, that is set to another value than its default."""
+    return [path for path, _, info in changed_fields(config) if not info.is_required()]
 
 
 class PluginContract:
@@ -163,6 +202,61 @@ class Contract(PluginContract):
         """``state_dict`` holds JSON values and loads into a fresh instance."""
         for config in self.grid():
             check_state(self.build(config), self.build(config), self.about(config))
+
+
+def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
+    """[(a public name that ``cls`` defines, a similarly spelled member of the interface ``base`` that ``cls`` does not
+    override)]. Example: ``step_finish``, where the runtime calls ``step_finished``."""
+    optional = [
+        n
+        for n in dir(base)
+        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
+    ]
+    own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
+    pairs = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
+    return [(n, match[0]) for n, match in pairs if match]
+
+
+def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
+    """Problems with methods of ``cls`` that the interface ``base`` declares differently: other arguments, plain instead
+    of ``async``, or a method instead of a property."""
+    for name in dir(base):
+        theirs, ours = inspect.getattr_static(base, name), inspect.getattr_static(cls, name)
+        if theirs is ours or (name.startswith("_") and name != "__call__"):
+            continue
+        if isinstance(theirs, property) and inspect.isfunction(ours):
+            yield f"{cls.__name__}.{name} is read without a call: put @property above it"
+        if not (inspect.isfunction(theirs) and inspect.isfunction(ours)):
+            continue
+        signature = inspect.signature(theirs)
+        parameters = [
+            p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        try:
+            inspect.signature(ours).bind(*parameters)
+        except TypeError as error:
+            yield (
+                f"{cls.__name__}.{name}{_parameters(inspect.signature(ours))} is called as "
+                f"{name}{_parameters(signature)}: {error}"
+            )
+        if inspect.iscoroutinefunction(theirs) and not inspect.iscoroutinefunction(ours):
+            yield f"{cls.__name__}.{name} is awaited: write `async def {name}`"
+
+
+def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
+    """{field of ``cls.Config``: who reads it} for names that the run file's section or an algorithm's slot already
+    uses."""
+    from rlhf_runtime.config.runfile import LISTS, SINGLE
+
+    section = {**SINGLE, **LISTS}.get(kind)
+    own = set(section.model_fields) if section is not None else {"use"}
+    readers = dict.fromkeys(own, f"the section of the {kind} itself")
+    readers |= {name: f"the slot {name!r}" for name in getattr(cls, "slots", {})}
+    return {name: readers[name] for name in cls.Config.model_fields if name in readers}
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    return f"({', '.join(signature.parameters)})"
 
 
 def no_number(value: Any) -> str:

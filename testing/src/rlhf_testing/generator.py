@@ -25,7 +25,6 @@ from torch import Tensor
 
 from rlhf_testing.compare import same_bits
 from rlhf_testing.contract import Contract, expect
-from rlhf_testing.generator_links import LinkChecks
 from rlhf_testing.generator_sampling import SamplingChecks
 from rlhf_testing.models import model_path
 from rlhf_testing.plain import PlainTrainer
@@ -36,6 +35,9 @@ sequence."""
 TEMPERATURES = (0.7, 1.0, 1.3)
 PROMPTS = ((20, 21, 22), (30,), (20, 21, 22), (40, 41, 42, 43, 44, 45, 46), (9, 8))
 """Prompts of different lengths. Equal prompts may share their prefill."""
+BUCKET_BYTES = 2**14
+LINK_SECONDS = 60.0
+"""After this time an end of a link gives up waiting for the other."""
 
 
 class Sampled:
@@ -64,7 +66,7 @@ class Sampled:
         return torch.log_softmax(rows / temperature, 1)
 
 
-class GeneratorContract(SamplingChecks, LinkChecks, Contract):
+class GeneratorContract(SamplingChecks, Contract):
     """Checks log-probs against the reference, seeds, batching, stops and budgets, and that the trainer is not
     changed."""
 
@@ -100,7 +102,7 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
         if "accept:module" in self.cls.capabilities:
             return sampled.generator.load(sampled.source, version)
         sampled.generator.begin_load(version)
-        for bucket in sampled.source.buckets("live", 2**14):
+        for bucket in sampled.source.buckets("live", BUCKET_BYTES):
             sampled.generator.take(bucket)
         [proof, *_] = sampled.generator.end_load()
         return proof
@@ -201,6 +203,47 @@ class GeneratorContract(SamplingChecks, LinkChecks, Contract):
             expect(s.generator.version == 3, f"{about} after load(..., 3) its version is {s.generator.version}")
             for _, turn in self._same_logprobs(s, sampling, f"{about} after new weights:"):
                 expect(turn.versions == ((0, 3),), f"{about} after load(..., 3) a turn says versions {turn.versions}")
+
+    def test_links(self) -> None:
+        """With the capability ``accept:links``, weights that come over a link are proven and sampled from, and a second
+        link replaces the first. The check uses CPUs, shared memory and one configuration, because GPU memory cannot be
+        shared within one process, and a link does not depend on options."""
+        from rlhf_workers.links.coordination import serve
+        from rlhf_workers.links.ends import ConnectedTrainer
+        from rlhf_workers.links.link import Link
+        from rlhf_workers.links.receiving import ReceivesOverLinks, receives_over_links
+
+        config = next(iter(self.grid()))
+        about, s = self.about(config), self.make(config)
+        generator = s.generator
+        if not receives_over_links(type(generator)) or torch.cuda.is_available():
+            return
+        expect(
+            isinstance(generator, ReceivesOverLinks),
+            f"{about} has the capability accept:links and is no rlhf_workers.links.receiving.ReceivesOverLinks",
+        )
+        stores = []  # kept alive: a store serves until it is collected, and an unread link must time out
+        for version in (1, 2):
+            other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=4 + version))))
+            s.source.load_weights(other.weights())
+            store, address = serve("127.0.0.1", LINK_SECONDS)
+            stores.append(store)
+            link = Link("shared", address, generator.receivers(), 1, False, LINK_SECONDS)
+            trainer = ConnectedTrainer(s.source, link)
+            generator.connect(link, 0)
+            generator.begin_load(version)
+            for header in trainer.send_buckets("live", BUCKET_BYTES):
+                generator.take(header)
+            for proof in generator.end_load():
+                expect(
+                    proof.version == version and dict(proof.received) == s.source.sent(),
+                    f"{about} version {version} came over a link; {proof.who} proves version {proof.version} and "
+                    f"{len(proof.received)} tensors, {len(s.source.sent())} were sent: fingerprints must be equal",
+                )
+            self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{about} after weights came over a link:")
+            stale = [name for header in trainer.send_buckets("live", BUCKET_BYTES) for name in generator.stale(header)]
+            expect(not stale, f"{about} stale() names {stale} of the weights that it samples from")
+            trainer.close()
 
     def test_source_untouched(self) -> None:
         """Generating does not change the trainer's weights, modes and gradients or the global random state."""

@@ -20,14 +20,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import ConfigError
+from rlhf.interfaces import RunControl
 from rlhf.interfaces.observer import Observer, RunInfo
 
 from rlhf_testing import fabricate
 from rlhf_testing.contract import Contract, Nonconformance, expect
-from rlhf_testing.run_control import RecordedControl
 
 EVENTS = ("run_started", "rollouts_finished", "step_finished", "checkpoint_saved", "run_ended")
 METRICS = {"policy/loss": 0.25, "reward/mean": -1.0, "time/step": 1.5, "step": 1.0}
+
+
+class RecordedControl(RunControl):
+    """A run's control that changes no run. ``requests`` holds every request: ``("stop", reason)``, ``("save",)``,
+    ``("change", option, value)``."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[Any, ...]] = []
+        self._options: dict[str, Any] = {"trainer.lr": 1e-3}
+
+    def stop(self, reason: str) -> None:
+        self.requests.append(("stop", reason))
+
+    def save(self) -> None:
+        self.requests.append(("save",))
+
+    @property
+    def changeable(self) -> Mapping[str, Any]:
+        return dict(self._options)
+
+    def change(self, option: str, value: Any) -> None:
+        if option not in self._options:
+            raise ConfigError(f"the option {option!r} cannot be changed; those that can are {', '.join(self._options)}")
+        self._options[option] = value
+        self.requests.append(("change", option, value))
 
 
 class ObserverContract(Contract):

@@ -9,8 +9,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
-from rlhf_testing.changed_options import set_options
-from rlhf_testing.contract import Contract, expect
+from rlhf_testing.contract import Contract, expect, set_options
 
 
 def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:

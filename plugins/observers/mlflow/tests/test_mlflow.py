@@ -12,8 +12,7 @@ from rlhf.interfaces import RunInfo
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_mlflow import rlhf_register_observer
 from rlhf_plugin_mlflow.observer import MLflowConfig, MLflowObserver
-from rlhf_testing.observer import ObserverContract
-from rlhf_testing.run_control import RecordedControl
+from rlhf_testing.observer import ObserverContract, RecordedControl
 
 
 @pytest.fixture(autouse=True)

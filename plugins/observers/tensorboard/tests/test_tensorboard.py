@@ -8,8 +8,7 @@ from rlhf.interfaces import RunInfo
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_tensorboard import rlhf_register_observer
 from rlhf_plugin_tensorboard.observer import TensorBoardConfig, TensorBoardObserver
-from rlhf_testing.observer import ObserverContract
-from rlhf_testing.run_control import RecordedControl
+from rlhf_testing.observer import ObserverContract, RecordedControl
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 

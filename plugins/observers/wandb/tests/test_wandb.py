@@ -13,8 +13,7 @@ from rlhf.interfaces import RunInfo
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_wandb import rlhf_register_observer
 from rlhf_plugin_wandb.observer import WandbConfig, WandbObserver
-from rlhf_testing.observer import ObserverContract
-from rlhf_testing.run_control import RecordedControl
+from rlhf_testing.observer import ObserverContract, RecordedControl
 from wandb.proto import wandb_internal_pb2
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
