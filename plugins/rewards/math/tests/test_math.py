@@ -201,3 +201,65 @@ def test_agreement_with_labelled_gsm8k_solutions() -> None:
     print(f"agreement with is_correct: {agree} of {total} = {agree / total:.4f}")
     assert total >= 4000
     assert agree / total >= 0.999
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"so $\boxed{1}$ and $\boxed{-2}$.", "1, -2"),
+        (r"\boxed{2}, \boxed{3}, \boxed{5}", "2, 3, 5"),
+        (r"\[\boxed{(2, 2)} \quad \text{and} \quad \boxed{(6, 2)}\]", "(2, 2), (6, 2)"),
+        (r"$\boxed{5}$, in short $\boxed{5}$", "5"),
+        (r"\boxed{5}, \boxed{5}", "5"),
+        ("\\boxed{4}\n\n\\boxed{5}", "5"),
+        (r"\boxed{4} is wrong, and \boxed{5} is right", "5"),
+        (r"\boxed{3} or rather \boxed{4}", "4"),
+    ],
+)  # fmt: skip
+def test_boxes_that_are_joined_are_one_answer(text: str, answer: str) -> None:
+    assert extract_answer(text, ALL) == answer
+
+
+@pytest.mark.parametrize(
+    ("given", "truth"),
+    [
+        (r"5 \geq x", r"x \leq 5"), ("x >= 5", r"x \ge 5"),
+        (r"(-\infty, 2) \cup (5, \infty)", r"(5, \infty) \cup (-\infty, 2)"),
+        (r"\begin{bmatrix} 1 & 0 \\ 0 & \frac{1}{2} \end{bmatrix}", r"\begin{pmatrix} 1 & 0 \\ 0 & 0.5 \end{pmatrix}"),
+        (r"1 \pm \sqrt{2}", r"\{1+\sqrt{2}, 1-\sqrt{2}\}"), (r"y = \frac{1}{2}x + 3", "x - 2y + 6 = 0"),
+        (r"-2 \le x \le 7", "[-2,7]"), (r"6 \text{ and } 8", "6, 8"), (r"(x, y) = (3, 2)", "(3,2)"),
+    ],
+)  # fmt: skip
+def test_structures_are_compared_by_math_verify(given: str, truth: str) -> None:
+    assert equivalent(given, truth)
+
+
+@pytest.mark.parametrize(
+    ("given", "truth"),
+    [
+        (r"x < 5", r"x \leq 5"), (r"5 \leq x", r"x \leq 5"),
+        (r"(-\infty, 2) \cup (5, \infty)", r"(-\infty, 2] \cup (5, \infty)"),
+        (r"\begin{pmatrix} 1 & 0 \\ 0 & 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix}"),
+        (r"1 \pm \sqrt{2}", r"1 \pm \sqrt{3}"), (r"y = 2x + 3", "y = 2x + 4"), (r"(0.333333, 1)", r"(1/3, 1)"),
+        (r"x \leq 5", "5"), (r"6 \text{ and } 8", "6"),
+        (r"(0.3333333, 1) \cup (2, 3)", r"(\frac{1}{3}, 1) \cup (2, 3)"),
+    ],
+)  # fmt: skip
+def test_structures_that_differ(given: str, truth: str) -> None:
+    assert not equivalent(given, truth)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        r"x \leq 9^9^9^9", r"(1, 9^{9^{9}}) \cup (2, 3)", r"\begin{pmatrix} (9!)! & 1 \end{pmatrix}",
+        r"x \le 10^{10000}",
+        r"x = 99999!", r"x \le \binom{99999999}{9999999}", r"((((x+1)^{50}+1)^{50}+1)^{50}+y)^{50} \le 3",
+        r"\left" * 40 + r"x \le 2",
+        r"x \le \sum_{n=1}^{\infty} \frac{\sin(n)}{n^3+1}", r"x = \int_0^1 \sin(x^x) dx", "x <= 9**9**9**9",
+    ],
+)  # fmt: skip
+def test_hostile_structures_cost_little(bomb: str) -> None:
+    begin = time.process_time()
+    assert not equivalent(bomb, r"x \leq 5")
+    assert time.process_time() - begin < 4.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate
 
 from rlhf_plugin_math.normalise import normalise, number
+from rlhf_plugin_math.structured import equal_structures
 
 POINTS = (Fraction(7, 5), Fraction(-13, 11), Fraction(29, 17))
 """Values of free symbols at which expressions are compared: positive and negative, not roots of common expressions."""
@@ -13,12 +15,19 @@ DIGITS = 30
 
 
 def equivalent(answer: str, truth: str, tolerance: float = 0.0, max_chars: int = 300, max_bits: int = 10_000) -> bool:
-    """Whether the answers are equal as text, as numbers, element by element, or as expressions.
+    """Whether the answers are equal as text, as numbers, element by element, as expressions, or as structures.
 
     ``50%`` equals both 50 and 1/2, because data sets use both. Expressions are equal if their difference is zero: by
     SymPy's automatic arithmetic, or numerically to 30 digits at three points (Schwartz 1980: only an answer that was
-    constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded.
+    constructed for these points can agree at them by mistake). Nothing is simplified, so the cost is bounded. What
+    these rules cannot read goes to math-verify.
     """
+    verdict = _verdict(answer, truth, tolerance, max_chars, max_bits)
+    return equal_structures(answer, truth) if verdict is None else verdict
+
+
+def _verdict(answer: str, truth: str, tolerance: float, max_chars: int, max_bits: int) -> bool | None:
+    """None: these rules cannot read one of the two."""
     left, right = normalise(answer), normalise(truth)
     if not left or not right:
         return False
@@ -33,7 +42,7 @@ def equivalent(answer: str, truth: str, tolerance: float = 0.0, max_chars: int =
     if parts_a is not None and parts_b is not None:
         return _equal_parts(parts_a, parts_b, tolerance, max_chars, max_bits)
     if parts_a is not None or parts_b is not None or not (_formula(left) and _formula(right)):
-        return False
+        return None
     return _equal_expressions(left, right, max_bits)
 
 
@@ -47,16 +56,19 @@ def _equal_numbers(a: tuple[Fraction, bool], b: tuple[Fraction, bool], tolerance
 
 def _equal_parts(
     a: tuple[str, list[str], str], b: tuple[str, list[str], str], tolerance: float, max_chars: int, max_bits: int
-) -> bool:
+) -> bool | None:
     """Tuples, intervals and sets: same brackets, equal elements in order (sets: in any order)."""
-    if (a[0], a[2]) != (b[0], b[2]) or len(a[1]) != len(b[1]):
+    if (a[0], a[2]) != (b[0], b[2]):
+        return None
+    if len(a[1]) != len(b[1]):
         return False
     rest = list(b[1])
     for element in a[1]:
         candidates = rest if a[0] in ("{", "") else rest[:1]
-        match = next((c for c in candidates if equivalent(element, c, tolerance, max_chars, max_bits)), None)
+        verdicts = [_verdict(element, c, tolerance, max_chars, max_bits) for c in candidates]
+        match = next((c for c, equal in zip(candidates, verdicts, strict=True) if equal), None)
         if match is None:
-            return False
+            return None if None in verdicts else False
         rest.remove(match)
     return True
 
@@ -65,16 +77,17 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
     r"""(opening, elements, closing) of ``(1, 2)``, ``[0, 1)``, ``\{1, 2\}`` or ``1, 2``; None without a comma."""
     text = text.replace("\\{", "{").replace("\\}", "}").strip()
     opening, closing = "", ""
-    if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}":
+    if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}" and min(_depths(text[1:-1]), default=0) >= 0:
         opening, closing, text = text[0], text[-1], text[1:-1]
-    elements, depth, start = [], 0, 0
-    for i, c in enumerate(text):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0)
-        if c == "," and depth == 0:
-            elements.append(text[start:i])
-            start = i + 1
-    elements.append(text[start:])
-    return (opening, [e.strip() for e in elements], closing) if len(elements) > 1 else None
+    commas = [i for i, (c, depth) in enumerate(zip(text, _depths(text), strict=True)) if c == "," and depth == 0]
+    starts, ends = [0, *(i + 1 for i in commas)], [*commas, len(text)]
+    elements = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    return (opening, elements, closing) if commas else None
+
+
+def _depths(text: str) -> list[int]:
+    """How many brackets are open after each character."""
+    return list(accumulate({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(c, 0) for c in text))
 
 
 def _formula(text: str) -> bool:
@@ -84,10 +97,10 @@ def _formula(text: str) -> bool:
     return all(w in commands for w in words) and bool(re.search(r"[\d+\-*/^\\|]|^[A-Za-z]$|π|√|pi", text))
 
 
-def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
+def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
     import sympy  # imported here, because most answers are plain numbers and the import is slow
 
-    from rlhf_plugin_math.expression import Unreadable, parse
+    from rlhf_plugin_math.expression import NoValue, Unreadable, parse
 
     try:
         a, b = parse(left, max_bits), parse(right, max_bits)
@@ -105,7 +118,9 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool:
             if not symbols:
                 break
         return True
-    except (Unreadable, ArithmeticError, ValueError, TypeError, RecursionError):
+    except Unreadable:
+        return None
+    except (NoValue, ArithmeticError, ValueError, TypeError, RecursionError):
         return False
 
 

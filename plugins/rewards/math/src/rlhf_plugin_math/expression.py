@@ -1,8 +1,8 @@
 """A small parser that converts LaTeX and plain formulas to SymPy.
 
 SymPy's own parsers execute Python and evaluate every expression, which is not safe for a policy's text. This parser
-raises :class:`Unreadable` for syntax that its grammar does not have, and for powers above a size limit before they are
-computed.
+raises :class:`Unreadable` for syntax that its grammar does not have, and :class:`NoValue` for powers above a size limit
+before they are computed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ MAX_CHOSEN = 100
 
 
 class Unreadable(Exception):
-    """Not a formula of this grammar, or too large to compute."""
+    """Not a formula of this grammar."""
+
+
+class NoValue(Exception):
+    """A formula that is not computed: too large, nested too deeply, or a division by zero."""
 
 
 def parse(text: str, max_bits: int) -> Any:
-    """A SymPy expression; raises :class:`Unreadable`."""
+    """A SymPy expression; raises :class:`Unreadable` and :class:`NoValue`."""
     parser = _Parser(_plain(text), max_bits)
     expression = parser.sum()
     if parser.peek() is not None:
@@ -86,7 +90,7 @@ class _Parser:
                 self.take()
                 right = self._signed_power()
                 if token == "/" and right == 0:
-                    raise Unreadable("division by zero")
+                    raise NoValue("division by zero")
                 value = value * right if token == "*" else value / right
             else:
                 value = value * self.power()
@@ -105,7 +109,7 @@ class _Parser:
     def atom(self) -> Any:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise NoValue("nested too deeply")
         try:
             return self._atom()
         finally:
@@ -129,7 +133,7 @@ class _Parser:
             if token == "binom":
                 return self._binomial(top, bottom)
             if bottom == 0:
-                raise Unreadable("division by zero")
+                raise NoValue("division by zero")
             return top / bottom
         if token in FUNCTIONS:
             return self._function(token)
@@ -141,18 +145,18 @@ class _Parser:
 
     def _factorial(self, base: Any) -> Any:
         if self.peek() == "!":
-            raise Unreadable("two factorials: of a factorial, or a double factorial")
+            raise NoValue("two factorials: of a factorial, or a double factorial")
         if not (base.is_Integer and base >= 0) or base * int(base).bit_length() > self.max_bits:
-            raise Unreadable("a factorial of something else than a number, or too large to work out")
+            raise NoValue("a factorial of something else than a number, or too large to work out")
         return sympy.factorial(base)
 
     def _binomial(self, top: Any, bottom: Any) -> Any:
         """top (top - 1) ... (top - bottom + 1) / bottom!, also for an expression at the top."""
         if not (bottom.is_Integer and 0 <= bottom <= MAX_CHOSEN):
-            raise Unreadable(f"a binomial with {bottom} below")
+            raise NoValue(f"a binomial with {bottom} below")
         bits = sum(max(abs(n.p).bit_length(), n.q.bit_length()) for n in top.atoms(sympy.Rational))
         if bits * bottom > self.max_bits:
-            raise Unreadable("a binomial too large to work out")
+            raise NoValue("a binomial too large to work out")
         value = sympy.Integer(1)
         for number in range(int(bottom)):
             value = value * (top - number) / (number + 1)
@@ -165,7 +169,7 @@ class _Parser:
             digits = self.take()
             self.take("]")
             if not digits.isdigit() or not 0 < int(digits) <= 100:
-                raise Unreadable(f"a root of order {digits!r}")
+                raise NoValue(f"a root of order {digits!r}")
             root = int(digits)
         argument = self.atom() if self.peek() == "(" else self.power()
         return sympy.root(argument, root) if name == "sqrt" else FUNCTIONS[name](argument)
@@ -173,7 +177,7 @@ class _Parser:
     def _signed_power(self) -> Any:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise NoValue("nested too deeply")
         try:
             if self.peek() in ("+", "-"):
                 return -self._signed_power() if self.take() == "-" else self._signed_power()
@@ -185,11 +189,11 @@ class _Parser:
         if base.is_Rational and exponent.is_Rational:
             bits = max(abs(base.p).bit_length(), base.q.bit_length())
             if bits * abs(exponent) > self.max_bits:
-                raise Unreadable("a power too large to work out")
+                raise NoValue("a power too large to work out")
         elif exponent.is_Rational:  # SymPy computes powers of its numbers: 2^(5 * 10^8) for sqrt(2)^(10^9)
             bits = sum(max(abs(n.p).bit_length(), n.q.bit_length()) for n in base.atoms(sympy.Rational))
             if bits * abs(exponent) > self.max_bits:
-                raise Unreadable("a power too large to work out")
+                raise NoValue("a power too large to work out")
         if base == 0 and exponent.is_negative:
-            raise Unreadable("division by zero")
+            raise NoValue("division by zero")
         return base**exponent

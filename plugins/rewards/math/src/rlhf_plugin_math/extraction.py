@@ -39,15 +39,35 @@ def extract_answer(text: str, places: Sequence[str]) -> str | None:
     return None
 
 
+_BOX = re.compile(r"\\(?:f?box|boxed)\s*\{")
+_JOIN = re.compile(
+    r"(?:\\[()\[\],;]|\\q?quad|[\s$}])*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b)(?:\\[()\[\],;]|\\q?quad|[\s$}])*"
+)
+"""What stands between boxes that are one answer: ``$\boxed{1}$ and $\boxed{2}$``."""
+
+
 def boxed(text: str) -> str | None:
-    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``."""
-    for start in sorted((m.end() for m in re.finditer(r"\\(?:f?box|boxed)\s*\{", text)), reverse=True):
-        depth = 1
-        for i in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start:i]
-        text = text[:start]  # not closed, so an earlier one must end before it
+    r"""The content of the last complete ``\boxed{...}`` or ``\fbox{...}``, after those that a comma or "and" joins."""
+    contents: list[str] = []
+    limit = len(text)
+    for match in reversed(list(_BOX.finditer(text))):
+        content = _braced(text, match.end(), limit)
+        end = match.end() + len(content or "") + 1
+        if contents and (content is None or not _JOIN.fullmatch(text, end, limit)):
+            break
+        if content is not None and content not in contents:
+            contents.insert(0, content)
+        limit = match.start()  # a box that is not closed: an earlier one must end before it
+    return ", ".join(contents) if contents else None
+
+
+def _braced(text: str, start: int, limit: int) -> str | None:
+    """The text from ``start`` to the brace that closes it, which must stand before ``limit``."""
+    depth = 1
+    for i in range(start, limit):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start:i]
     return None
 
 
