@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rlhf.errors import PluginVersionMismatch
+from rlhf.plugins import Plugins
 
 pytestmark = pytest.mark.full
 
@@ -55,6 +58,113 @@ def test_equality_runs_without_a_gpu(tmp_path):
     assert all(found["tokens"] == 48 for found in samples["figures"].values())
 
 
+def test_kernels_determinism_and_training_run_without_a_gpu(tmp_path):
+    file = tmp_path / "result.json"
+    options = ("--device", "cpu", "--small", "--only", "attention", "determinism", "training", "--skip", "deepspeed")
+    done = execute("--result", str(file), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("no predictions")
+    result = json.loads(file.read_text())
+    assert {name: section["status"] for name, section in result["sections"].items()} == dict.fromkeys(
+        ("attention", "determinism", "training"), "passed"
+    )
+    for part in result["sections"]["attention"]["parts"].values():
+        assert set(part["figures"]) == {"sdpa"}
+        assert all(0 < part["figures"]["sdpa"][name] < 2e-2 for name in ("out", "dq", "dk", "dv"))
+    for part in result["sections"]["determinism"]["parts"].values():
+        figures = part["figures"]
+        assert figures["tensors"] > 10
+        assert (figures["tensors that differ"], figures["not trained"]) == (0, {})
+    training = result["sections"]["training"]["parts"]
+    why = {name: part["why"] for name, part in training.items() if part["status"] == "not run"}
+    assert {name.partition(",")[0] for name in why} == {
+        "attention sdpa",
+        "kernels liger",
+        "deepspeed stage 2 on one rank",
+        "deepspeed stage 3 on one rank",
+    }
+    assert "--device is cpu" in why["attention sdpa, 16 x 1k"]
+    for name, part in training.items():
+        if name not in why and "aside" not in name:
+            assert part["figures"]["tokens per second"] > 0
+            assert part["figures"]["planned GiB"]["train"] > part["figures"]["planned GiB"]["rest"] > 0
+
+
+@pytest.mark.cluster
+def test_a_colocated_run_goes_through_processes_without_ray(tmp_path):
+    pytest.importorskip("vllm")
+    file = tmp_path / "result.json"
+    done = execute("--result", str(file), "--device", "cpu", "--small", "--only", "colocated")
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(file.read_text())["sections"]["colocated"]["parts"]
+    store = parts.pop("store")
+    assert store["status"] == "passed"
+    assert len(store["figures"]["steps"]) == 3
+    assert store["figures"]["syncs at the first try, share"] == 1
+    assert len(parts) == 4
+    assert all(part["status"] == "not run" and "--device is cpu" in part["why"] for part in parts.values())
+
+
+def test_predictions_are_printed_and_compared(load):
+    predictions, run, training = load("predictions"), load("run"), load("training")
+    assert predictions.of(run.SECTIONS, "cpu", False) == predictions.of(run.SECTIONS, "cuda", True) == []
+    expected = predictions.of(["training"], "cuda", False)
+    assert {p.part for p in expected} <= {arm.name for arm in training.ARMS}
+    assert {p.section for p in predictions.EXPECTED} <= set(run.SECTIONS)
+    lines = list(predictions.announced(expected))
+    assert len(lines) == len(expected) + 2
+    assert "tokens per second 12,000 to 15,000" in lines[1]
+    assert "11,900" in lines[-1]
+    figures = {"tokens per second": 20e3, "MFU %": 12.0}
+    sections = {"training": {"parts": {training.DEFAULTS: {"figures": figures}}}}
+    rows = predictions.compared(expected, sections)
+    assert [(row["measured"], row["true"]) for row in rows[:2]] == [(20e3, False), (12.0, True)]
+    assert all(row["measured"] is None and row["true"] is None for row in rows[2:])
+
+
+def test_a_kernel_that_computes_something_else_fails(load, parts, monkeypatch):
+    attention = load("attention")
+    row, shape = attention.Row.of(30, 20, 28, 60, "cpu"), attention.Shape(4, 2, 16, window=9)
+    right, wrong = parts.Part(), parts.Part()
+    attention.check(row, shape, "cpu", right)
+    assert all(check["passed"] for check in right.checks)
+    other = attention.Options(shape.head_dim**-0.5, 0.0, 8, None)  # a window that is one token shorter
+    monkeypatch.setattr(attention, "kernels", lambda *_: {"wrong": partial(attention.stated, row, other)})
+    attention.check(row, shape, "cpu", wrong)
+    assert [check["passed"] for check in wrong.checks] == [False] * 4 + [True]
+
+
+def test_fsdp_is_measured_with_an_older_torch(load, monkeypatch):
+    def refuse(*_):
+        raise PluginVersionMismatch("needs torch>=2.13, found 2.11.0")
+
+    trained = load("trained")
+    monkeypatch.setattr(Plugins, "resolve", refuse)
+    assert trained.trainer_class("fsdp").name == "fsdp"
+    with pytest.raises(PluginVersionMismatch, match="needs torch"):
+        trained.trainer_class("torch")
+
+
+def test_operations_are_those_that_prime_rl_counts(load, tmp_path):
+    """Per token of Qwen3-0.6B at 16,384 tokens: 3.6 GFLOP for the matrices, 5.6 for attention."""
+    from transformers import Qwen3Config
+
+    training, shapes = load("training"), load("shapes")
+    sizes = shapes.QWEN3_06B
+    Qwen3Config(
+        hidden_size=sizes["hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        intermediate_size=sizes["intermediate"],
+        vocab_size=shapes.VOCABULARY,
+    ).save_pretrained(tmp_path)
+    short, long = (training.operations_per_token(tmp_path, n) for n in (1024, 16384))
+    assert long == pytest.approx(9.2e9, rel=0.01)
+    assert long - short == 12 * 28 * 1024 * (16384 - 1024)
+
+
 def test_a_missing_gpu_is_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = execute("--result", str(tmp_path / "result.json"), "--only", "equality")
@@ -66,13 +176,19 @@ def test_a_missing_gpu_is_reported_at_once(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def parts():
-    spec = importlib.util.spec_from_file_location("gpu_parts", FOLDER / "parts.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def load(monkeypatch):
+    """Imports a module of the folder, by its short name, for one test."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    folder = str(FOLDER.parent)
+    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", None)).startswith(folder)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def parts(load):
+    return load("parts")
 
 
 def test_a_part_that_fails_is_in_the_file_and_the_others_run(parts, tmp_path):
@@ -118,7 +234,7 @@ sys.path.insert(0, {str(FOLDER)!r})
 from pathlib import Path
 from checkout import use_checkout
 assert use_checkout(Path({str(tmp_path)!r}))
-import importlib.util
+import importlib
 assert importlib.util.find_spec("rlhf") and importlib.util.find_spec("rlhf_plugin_grpo")
 from importlib.metadata import entry_points
 print(*sorted(e.name for kind in ("trainer", "generator") for e in entry_points(group="rlhf." + kind)))

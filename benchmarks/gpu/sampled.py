@@ -101,9 +101,9 @@ def engine(model: Any, dtype: str, **options: Any) -> Iterator[Generator]:
         generator.close()
 
 
-def check_vllm(recorded: Recorded, device: str, dtype: str, part: Part) -> None:
+def check_vllm(recorded: Recorded, device: str, dtype: str, part: Part, **options: Any) -> None:
     """The engine gets its weights by a sync, as in a run, canaries included."""
     role = policy(recorded.model, device, dtype)
-    with engine(recorded.model, dtype, kv_cache_gib=0.25) as generator:
+    with engine(recorded.model, dtype, kv_cache_gib=0.25, **options) as generator:
         part.figures["sync"] = WeightSync(role, generator, SyncSection(), 0, print).push(1)
         compare(part, dtype, dtype, role, generator, recorded.small)

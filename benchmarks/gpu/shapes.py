@@ -23,10 +23,19 @@ VOCABULARY = 151936
 TINY: dict[str, Any] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 32, "intermediate": 128}
 TINY_VOCABULARY = 512
 
-
 MIDDLE: dict[str, Any] = {**LARGE, "layers": 8}
 MIDDLE_VOCABULARY = 8192
 """126 M parameters: for parts that write an optimizer's state to disk."""
+QWEN3_06B: dict[str, Any] = {
+    "hidden": 1024,
+    "layers": 28,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "intermediate": 3072,
+    "max_position_embeddings": 40960,
+}
+"""Qwen3-0.6B, 596 M parameters with the large vocabulary, head and embedding tied."""
 
 
 def sizes(small: bool) -> tuple[dict[str, Any], int]:
@@ -47,6 +56,15 @@ def make(folder: Path, small: bool) -> Path:
 
 def make_middle(folder: Path, small: bool) -> Path:
     return _make(folder / "middle", *((TINY, TINY_VOCABULARY) if small else (MIDDLE, MIDDLE_VOCABULARY)))
+
+
+def make_06b(folder: Path, small: bool) -> Path:
+    return _make(folder / "06b", TINY if small else QWEN3_06B, vocabulary(small))
+
+
+def vocabulary(small: bool) -> int:
+    """Tokens of the large models, and of the tiny one."""
+    return TINY_VOCABULARY if small else VOCABULARY
 
 
 def parameters(model: Path) -> int:

@@ -15,18 +15,15 @@ import machine
 import shapes
 import torch
 from parts import NotRun, Part, Section
-from rlhf.interfaces import Loss, ModelSpec, Trainer
-from rlhf.ops.packing import SequenceData, UnitData, pack
-from rlhf.ops.reduce import weigh
-from rlhf.plugins import Plugins
-from rlhf.types import RoleSpec
+from rlhf.interfaces import Loss, Trainer
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.setup.build import train
 from safetensors.torch import load_file
 from sampled import draw_all, engine, policy, requests
-from sync import colocated
+from sync import one_device
+from trained import nll, policy_spec, rows, trainer_class
 
 KV_GIB = 4.0
 GIVEN_BACK = 0.9
@@ -83,13 +80,12 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
 
 def aside(section: Section, model: Path, name: str, options: dict[str, Any], part: Part) -> None:
     """The contents of a checkpoint are the same before and after, bit for bit."""
-    chosen: type[Trainer] = Plugins.discover().resolve("trainer", name).cls
+    chosen = trainer_class(name)
     if chosen.offload is Trainer.offload:
         raise NotRun(f"trainer {name!r} keeps its optimizer on the device: it does not override offload()")
-    device, nll = section.device, Plugins.discover().resolve("loss", "nll").cls()
-    spec = ModelSpec(RoleSpec("policy", trained=True), str(model), "bf16")
-    trainer = chosen(chosen.Config(device=device, lr=1e-3, **options), spec)
-    learn(trainer, nll)
+    device, loss = section.device, nll()
+    trainer = chosen(chosen.Config(device=device, lr=1e-3, **options), policy_spec(model))
+    learn(trainer, loss)
     folder = section.work / f"states of {name} {options}"
     trainer.save(folder / "before")
     memory = part.figures["bytes of the device"] = {"with the optimizer": machine.memory_used(device, tidy=True)}
@@ -101,7 +97,7 @@ def aside(section: Section, model: Path, name: str, options: dict[str, Any], par
     files = sorted(p.relative_to(folder / "before") for p in (folder / "before").rglob("*") if p.is_file())
     same = [same_state(folder / "before" / f, folder / "after" / f) for f in files]
     part.holds(f"the {len(files)} files of its state are equal", bool(files) and all(same))
-    norm, _, skipped = learn(trainer, nll)
+    norm, _, skipped = learn(trainer, loss)
     part.holds("it goes on learning", not skipped and math.isfinite(norm))
     shutil.rmtree(folder)
     if device == "cuda":
@@ -121,18 +117,15 @@ def same_state(one: Path, other: Path) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-def learn(trainer: Trainer, nll: Loss) -> tuple[float, float, str]:
+def learn(trainer: Trainer, loss: Loss) -> tuple[float, float, str]:
     """One step on a fixed batch: (gradient norm, learning rate, why it was skipped)."""
-    draw = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 90, (48,), generator=draw).tolist() for _ in range(4)]
-    batch = pack([UnitData([SequenceData(ids, {"loss_mask": [i > 0 for i in range(len(ids))]})]) for ids in rows])
-    _, applied = trainer.update([weigh(batch, nll.reduce())], nll, {}, {})
+    _, applied = trainer.update([rows((48,) * 4, 90, loss)], loss, {}, {})
     return applied.grad_norm, applied.lr, applied.skipped
 
 
 def phases(section: Section, model: Path, part: Part) -> None:
     """Whole steps with policy and engine on one device: the engine sleeps while the policy learns."""
-    run = train(colocated(section, model, steps=3))
+    run = train(one_device(section, model, steps=3))
     lines = read_metrics(run.directory.path / "metrics.jsonl")
     part.figures["steps"] = lines
     part.holds("three steps were made and learnt from", len(lines) == 3 and run.state.updates == 3)

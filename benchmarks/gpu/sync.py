@@ -7,6 +7,7 @@ import statistics
 import typing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import machine
 import shapes
@@ -85,7 +86,7 @@ def in_process(model: Path, device: str, part: Part) -> None:
 
 def through_ray(section: Section, model: Path, transport: str, part: Part) -> None:
     """Policy and engine are processes on one device; the sync is the controller's own."""
-    config = colocated(section, model, transport)
+    config = one_device(section, model, transport)
     run = build(prepare(config, Plugins.discover()))
     try:
         assert run.sampler is not None
@@ -95,21 +96,31 @@ def through_ray(section: Section, model: Path, transport: str, part: Part) -> No
         run.close()
 
 
-def colocated(section: Section, model: Path, transport: str | None = None, steps: int = 1) -> RunFile:
-    """A run whose policy and engine share one device on Ray."""
+def one_device(
+    section: Section,
+    model: Path,
+    transport: str | None = None,
+    steps: int = 1,
+    launcher: str = "ray",
+    **generator: Any,
+) -> RunFile:
+    """A run whose policy and engine are processes on one device. ``generator``: options laid over; None leaves one
+    out."""
     prompts = section.work / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "{a}+{b}="}}\n' for a in range(4) for b in range(4)))
     gpu = section.device == "cuda"
     chosen = transport is not None and "transport" in SyncSection.model_fields
+    engine = {"eager": True, "kv_cache_gib": 2.0 if gpu else 0.25, "max_sequences": 64, **generator}
+    numbers = len(list(section.work.glob("run *")))
     return RunFile.model_validate(
         {
-            "run": {"output": str(section.work / f"run {transport} {steps}"), "steps": steps},
+            "run": {"output": str(section.work / f"run {numbers} {transport}"), "steps": steps},
             "algorithm": "grpo",
             "policy": {"model": str(model), "dtype": "bf16"},
             "trainer": {"use": "torch", "device": section.device},
-            "launcher": {"use": "ray", **({} if gpu else {"cpus": 2})},
+            "launcher": {"use": launcher, **({} if gpu else {"cpus": 2})},
             "placement": {"policy": {"ranks": 1}, "generator": {"share": "policy"}},
-            "generator": {"use": "vllm", "eager": True, "kv_cache_gib": 2.0 if gpu else 0.25, "max_sequences": 64},
+            "generator": {"use": "vllm", **{name: x for name, x in engine.items() if x is not None}},
             "sync": {"transport": transport} if chosen else {},
             "reward": f"file:{REWARD}:score",
             "data": {"train": str(prompts), "batch_size": 4, "max_tokens": 128},

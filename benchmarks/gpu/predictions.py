@@ -1,0 +1,83 @@
+"""What is expected of an H100 or H200 at full size. It is written down and printed before anything is measured.
+
+The numbers come from arithmetic about the shapes, not from a measurement: nothing of this was run on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+DEFAULTS, WIDE, WIDE_BF16 = "defaults, 16k", "large chunks, 16k", "large chunks, head in bf16, 16k"
+"""Parts of the section ``training`` with one row of 16,384 tokens."""
+CHECKPOINTED = f"{WIDE_BF16}, checkpointing"
+RATE, MFU, PEAK, OF_PLAN = "tokens per second", "MFU %", "peak GiB", "reserved memory, of the plan"
+PRIME_RL = {RATE: 11.9e3, MFU: 11.1, PEAK: 12.5}
+"""Published by prime-rl for Qwen3-0.6B with rows of 16,384 tokens on one H100. Its checkpointing and its optimizer
+are other ones, so its memory compares with the part with checkpointing only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A figure, or a fact that holds (1) or not (0), in a closed range."""
+
+    section: str
+    part: str
+    figure: str
+    least: float
+    most: float
+    reason: str
+
+    def measured(self, sections: dict[str, Any]) -> float | None:
+        """None where the part was not run, or did not come so far."""
+        part = sections.get(self.section, {}).get("parts", {}).get(self.part, {})
+        value = part.get("figures", {}).get(self.figure)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def __str__(self) -> str:
+        values = f"{self.least:,g}" if self.least == self.most else f"{self.least:,g} to {self.most:,g}"
+        return f"{self.section}, {self.part}: {self.figure} {values}"
+
+
+HEAD = "its half is the head: fp32 without tensor cores, 149 chunks of 110 tokens"
+EXPECTED: tuple[Prediction, ...] = (
+    Prediction("determinism", "the same steps twice", "tensors that differ", 1, math.inf, "flash adds in any order"),
+    Prediction("determinism", "the same steps twice, deterministic", "tensors that differ", 0, 0, "the order is fixed"),
+    Prediction("training", DEFAULTS, RATE, 12e3, 15e3, HEAD),
+    Prediction("training", DEFAULTS, MFU, 11, 14, HEAD),
+    Prediction("training", WIDE_BF16, RATE, 22e3, 27e3, "attention 0.35 s, layers 0.1 s, element-wise 0.15 to 0.3 s"),
+    Prediction("training", WIDE_BF16, MFU, 21, 25, "the same"),
+    Prediction("training", DEFAULTS, PEAK, 36, 48, "the plan has 47.4"),
+    Prediction("training", CHECKPOINTED, PEAK, 11, 15, "8.9 of state, 2 of hidden states, a chunk; the plan has 14.8"),
+    Prediction("training", DEFAULTS, OF_PLAN, 0.75, 1.25, "the tolerance of the plan on a processor"),
+    Prediction("training", WIDE_BF16, OF_PLAN, 0.75, 1.25, "the same"),
+    Prediction("training", CHECKPOINTED, OF_PLAN, 0.75, 1.25, "the same"),
+    Prediction("colocated", "shared, compiled", "syncs at the first try, share", 1, 1, "graphs read weights in place"),
+)
+
+
+def of(sections: Iterable[str], device: str, small: bool) -> list[Prediction]:
+    """Those of the sections; none for a run that is not the one they are about."""
+    return [p for p in EXPECTED if p.section in sections and device == "cuda" and not small]
+
+
+def announced(predictions: Iterable[Prediction]) -> Iterator[str]:
+    lines = [f"  {prediction} ({prediction.reason})" for prediction in predictions]
+    if not lines:
+        yield "no predictions: they are about an H100 at full size, and about sections that are not chosen"
+        return
+    yield "expected of an H100, before anything is measured:"
+    yield from lines
+    yield "  for comparison, prime-rl's own row: " + ", ".join(f"{name} {x:,g}" for name, x in PRIME_RL.items())
+
+
+def compared(predictions: Iterable[Prediction], sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each prediction with what was measured, and whether it came true; a wrong one does not make a run fail."""
+    rows = []
+    for prediction in predictions:
+        value = prediction.measured(sections)
+        true = None if value is None else prediction.least <= value <= prediction.most
+        rows.append({"expected": str(prediction), "reason": prediction.reason, "measured": value, "true": true})
+    return rows
