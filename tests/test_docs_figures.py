@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 from xml.etree import ElementTree
 
@@ -30,32 +31,177 @@ def script(monkeypatch):
             del sys.modules[name]
 
 
-def written(page: Path) -> list[str]:
-    """The rows of all tables of the page."""
-    return [f"| {' | '.join(row.values())} |" for table in tables(page) for row in table.rows]
+def pages_of_figures() -> list[Path]:
+    return [BENCHMARKS / "measurements.md", *sorted((BENCHMARKS / "notes").glob("*.md"))]
 
 
-def made(report: Any, preferences: Any, driver: Any, overlap: Any) -> set[str]:
-    """The rows that the scripts make from each result."""
-    shown = []
-    for result in RESULTS.values():
-        if "scaling" in result:
-            shown.append(report.tables(result))
-        elif "parity" in result:
-            shown += [preferences.table(result["comparison"]), preferences.phases(result["arms"])]
-        elif "overlap" in result:
-            shown.append(overlap.table(result["overlap"]))
-        elif "per_token" in result:
-            whole = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
-            shown.append(driver.table(whole))  # the first measurement has other parts
-    return {re.sub(r" +", " ", line) for text in shown for line in text.splitlines()}
+def plain(row: str) -> str:
+    """The row with one space where a table has several."""
+    return re.sub(r" +", " ", row).strip()
 
 
-def test_the_tables_of_benchmarks_are_made_of_the_results(script):
-    rows = written(BENCHMARKS / "measurements.md")
-    assert len(rows) > 50
-    known = made(*map(script, ("report", "preferences", "driver", "overlap")))
-    assert [row for row in rows if re.sub(r" +", " ", row) not in known] == []
+def sections(page: Path) -> list[tuple[list[str], set[str]]]:
+    """Of every section of the page: the rows of its tables, and the results that it links."""
+    links = {}
+    for text in re.split(r"^(?=#)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        links[text.partition("\n")[0].lstrip("# ")] = set(re.findall(r"results/([\w.-]+\.json)", text))
+    rows: dict[str, list[str]] = {}
+    for table in tables(page):
+        assert len(set(table.header)) == len(table.header), f"{table.heading}: two columns with one name"
+        shown = [plain(f"| {' | '.join(row.values())} |") for row in table.rows]
+        rows.setdefault(table.heading, []).extend(shown)
+    return [(shown, links[heading]) for heading, shown in rows.items()]
+
+
+def beside_trl(result: dict[str, Any]) -> list[str]:
+    """The rows of a result of ``run.py`` in the table of all processors."""
+    name = "EPYC" if "EPYC" in result["machine"]["processor"] else "Xeon"
+    rows = []
+    for r in result["comparison"]:
+        parts = "| |"
+        if "trl_parts_peak_mib" in r:
+            over = r["ours_tokens_per_second"] / r["trl_parts_tokens_per_second"]
+            parts = f"| {over:.2f} | {r['trl_parts_peak_mib']:.0f}"
+        rows.append(
+            f"| {name} | {r['workload']} | {r['precision']} | {r['ours_seconds']:.2f} | {r['trl_seconds']:.2f} "
+            f"| {r['ours_tokens_per_second']:.0f} | {r['trl_tokens_per_second']:.0f} | **{r['ratio']:.2f}** "
+            f"| {r['target']}{'' if r['ratio'] >= r['target'] else ' (missed)'} | {r['ours_peak_mib']:.0f} "
+            f"| {r['trl_peak_mib']:.0f} {parts} |"
+        )
+    return rows
+
+
+def preference_rows(comparison: list[dict[str, Any]]) -> list[str]:
+    """A row for each workload, with both precisions side by side."""
+    rows = []
+    for low, high in zip(comparison[1::2], comparison[::2], strict=True):
+        assert (high["workload"], high["precision"], low["precision"]) == (low["workload"], "fp32", "bf16")
+        steps = [
+            f"{r['ours_seconds']:.2f} | {r['trl_seconds']:.2f} | **{r['ratio']:.2f}**"
+            + ("" if r["ratio"] >= r["target"] else " (missed)")
+            for r in (high, low)
+        ]
+        memory = [f"{r['ours_peak_mib']:.0f} | {r['trl_peak_mib']:.0f}" for r in (high, low)]
+        sizes = f"{high['target']} | {high['tokens']} | {high['computed_tokens']:.0f}"
+        rows.append(f"| {high['workload']} | {' | '.join([*steps, sizes, *memory])} |")
+    return rows
+
+
+def cluster(result: dict[str, Any]) -> str:
+    """Median seconds, and tokens a second of all steps together."""
+    arms = [result["arms"][f"fp32/{who}"] for who in ("ours", "trl")]
+    seconds = [[s for run in runs for s in run["seconds"]] for runs in arms]
+    tokens = [sum(sum(run["tokens"]) for run in runs) for runs in arms]
+    rates = [count / sum(steps) for count, steps in zip(tokens, seconds, strict=True)]
+    cells = [f"{median(steps):.2f}" for steps in seconds] + [f"{rate:.0f}" for rate in rates]
+    return f"| grpo-natural | fp32 | {' | '.join(cells)} | **{result['ratio']['fp32']:.2f}** |"
+
+
+def launchers(result: dict[str, Any]) -> list[str]:
+    steps = (result.get(f"step_milliseconds_{where}") for where in ("on_ray", "in_processes", "in_one_process"))
+    return [f"| {' | '.join(f'{ms:.1f}' for ms in steps if ms is not None)} |"]
+
+
+def sharding(result: dict[str, Any]) -> list[str]:
+    storages = ["fp32", "bf16"] if result["dtype"] == "bf16" else [""]
+    rows = []
+    for storage in storages:
+        cells = []
+        for clock in ("wall", "processor"):
+            ours, other = (result[clock][f"{name} {storage}".strip()] for name in ("fsdp", "deepspeed"))
+            cells += [f"{ours:.2f}", f"{other:.2f}", f"{ours / other:.2f}"]
+        rows.append(f"| {result['dtype']} | {storage or result['dtype']} | {' | '.join(cells)} |")
+    return rows
+
+
+def weight_sync(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for key in ("seconds", "processor_seconds"):
+        cells = [f"{result[key][part]:.3f}" for part in ("copy", "repack", "sync", "sync with canary")]
+        cells += [f"{result[key][f'{part} / (copy + repack)']:.2f}" for part in ("sync", "sync with canary")]
+        rows.append(f"| {key.replace('_', ' ')} | {' | '.join(cells)} |")
+    return rows
+
+
+def long_contexts(ranks: dict[str, Any]) -> list[str]:
+    return [
+        f"| {n} | {r['kept'] / 1e6:.0f} | {r['peak'] / 1e6:.0f} | {r['processor']:.1f} | {r['wall']:.1f} |"
+        for n, r in ranks.items()
+    ]
+
+
+def busy(result: dict[str, Any]) -> list[str]:
+    whole = result["whole_steps"]
+    ours, trl = (
+        median(s for run in whole["processes"] if run["who"] == who for s in run["seconds"]) for who in ("ours", "trl")
+    )
+    before, after = (median(whole["before_the_change"][key]["seconds"]) for key in ("before", "after"))
+    return [f"| 16 | 5 to 10 | {ours:.1f} | | {trl:.1f} |", f"| 16 | 3 | {after:.1f} | {before:.1f} | |"]
+
+
+def stream(result: dict[str, Any]) -> list[str]:
+    streams = ["submission, staleness 1", "submission, staleness 4", "completion, staleness 4"]
+    rows = []
+    for name, runs in result.items():
+        by_name = [runs["waves"], *(runs[f"continuous, {key}"] for key in streams)]
+        rates = [f"{run['samples a second']:.1f}" for run in by_name]
+        idle = [f"{run['engines idle']:.1%}" for run in by_name[1:3]]
+        rows.append(f"| {name} | {' | '.join(rates)} | {' | '.join(idle)} |")
+    return rows
+
+
+def in_flight(runs: dict[str, Any]) -> list[str]:
+    names = ("drain", "continue", "restart")
+    rates = {age: [runs[f"{name}, staleness {age}"]["samples a second"] for name in names] for age in (1, 4)}
+    return [f"| {age} | {' | '.join(f'{rate:.1f}' for rate in row)} |" for age, row in rates.items()]
+
+
+def rows_of(result: dict[str, Any], report: Any, preferences: Any, driver: Any, overlap: Any) -> set[str]:
+    """The rows that the scripts and this file make from a result."""
+    rows: list[str] = []
+    if "scaling" in result:
+        rows = [*report.tables(result).splitlines(), *beside_trl(result)]
+        if "competing_processes" in result:
+            [r] = result["comparison"]
+            rows.append(f"| 64 | none | {r['ours_seconds']:.1f} | | {r['trl_seconds']:.1f} |")
+    elif "parity" in result:
+        rows = [preferences.table(result["comparison"]), preferences.phases(result["arms"])]
+        rows += preference_rows(result["comparison"])
+    elif "overlap" in result:
+        rows = [overlap.table(result["overlap"])]
+    elif "per_token" in result:
+        whole = {n: parts for n, parts in result["per_token"].items() if driver.TOTAL in parts}
+        rows = [driver.table(whole)]  # the first measurement has other parts
+    elif "fp32/ours" in result.get("arms", {}):
+        rows = [cluster(result)]
+    elif "milliseconds_on_ray" in result:
+        rows = launchers(result)
+    elif "wall" in result:
+        rows = sharding(result)
+    elif "bucket_mb" in result:
+        rows = weight_sync(result)
+    elif "whole_steps" in result:
+        rows = busy(result)
+    elif "trainer" in result:
+        rows = long_contexts(result["ranks"])
+    elif "delays, learning 2 s" in result:
+        rows = stream(result)
+    elif "answers of 10 to 1,000 tokens, learning 2 s" in result:
+        rows = in_flight(*result.values())
+    return {plain(line) for text in rows for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("page", pages_of_figures(), ids=lambda page: page.name)
+def test_the_tables_of_a_section_are_made_of_the_results_that_it_links(script, page):
+    scripts = [script(name) for name in ("report", "preferences", "driver", "overlap")]
+    for rows, links in sections(page):
+        known = set().union(*(rows_of(RESULTS[name], *scripts) for name in links))
+        assert [row for row in rows if row not in known] == [], links
+
+
+def test_no_table_of_the_page_of_measurements_is_left_out():
+    rows = [row for rows, _ in sections(BENCHMARKS / "measurements.md") for row in rows]
+    assert len(rows) > 30
 
 
 def test_the_learning_curve_is_drawn_from_a_run(shop, monkeypatch):
@@ -71,5 +217,5 @@ def test_the_learning_curve_is_drawn_from_a_run(shop, monkeypatch):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_every_kept_result_is_linked_from_a_page(name):
-    pages = [*DOCS.rglob("*.md"), *BENCHMARKS.glob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
+    pages = [*DOCS.rglob("*.md"), *BENCHMARKS.rglob("*.md"), *ROOT.glob("plugins/*/*/README.md")]
     assert any(f"results/{name}" in page.read_text(encoding="utf-8") for page in pages)
