@@ -105,6 +105,18 @@ def test_a_colocated_run_goes_through_processes_without_ray(tmp_path):
     assert all(part["status"] == "not run" and "--device is cpu" in part["why"] for part in parts.values())
 
 
+@pytest.mark.cluster
+def test_a_run_in_phases_goes_through_ray(tmp_path):
+    """Ray's processes import the reward function from the folder of the benchmarks."""
+    pytest.importorskip("ray")
+    pytest.importorskip("vllm")
+    file = tmp_path / "result.json"
+    others = ("deepspeed", "vllm sleeps, level 1", "vllm sleeps, level 2", "optimizer of torch aside")
+    done = execute("--result", str(file), "--device", "cpu", "--small", "--only", "sleep", "--skip", *others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(file.read_text())["sections"]["sleep"]["parts"]["a run in phases on Ray"]["status"] == "passed"
+
+
 def test_predictions_are_printed_and_compared(load):
     predictions, run, training = load("predictions"), load("run"), load("training")
     assert predictions.of(run.SECTIONS, "cpu", False) == predictions.of(run.SECTIONS, "cuda", True) == []

@@ -29,6 +29,8 @@ def main() -> None:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.seconds
     sys.path.insert(1, str(HERE.parent))  # what the benchmarks on a CPU share is shared here too
+    # and with the processes that import the reward function
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "BENCH_DEVICE": arguments.device}
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
