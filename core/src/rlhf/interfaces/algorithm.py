@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
@@ -15,6 +15,10 @@ from rlhf.types import Annotation, DataForm, Group, Needs, OnlineShape, RunOptio
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.types.examples import Example
+
+
+Examples = TypeVar("Examples", bound="Group | Example")
+"""What ``assemble`` gets: ``Algorithm[Group]`` learns from samples, ``Algorithm[Example]`` from tokenised rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Slot:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Algorithm(Component):
+class Algorithm(Component, Generic[Examples]):
     """Decides what a step learns from and what it trains. It runs on the driver and holds no model.
 
     In every step the runtime calls ``assemble``, ``annotations``, ``credit``, ``updates`` and ``finish``, in this order
@@ -76,7 +80,7 @@ class Algorithm(Component):
         return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
 
     @abstractmethod
-    def assemble(self, examples: Sequence[Group] | Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
+    def assemble(self, examples: Sequence[Examples]) -> tuple[Batch | None, dict[str, float]]:
         """The batch of a step, and metrics about it (how many rows were left out).
 
         A batch of None means that there is nothing to learn from: the step is counted as empty, and the other methods
@@ -99,7 +103,7 @@ class Algorithm(Component):
         return batch, {}
 
     @abstractmethod
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+    def updates(self, step: int, batch: Batch | None = None) -> Sequence[Update | Snapshot]:
         """What is trained in step ``step`` (from 0), in order.
 
         Args:

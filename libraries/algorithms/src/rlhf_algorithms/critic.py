@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
+from rlhf.ops.losses import LossInput
 from rlhf.types import LossOutput, Reduce
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class Value(Loss):
     def reduce(self) -> dict[str, Reduce]:
         return {"value": Reduce("token_mean")}
 
-    def __call__(self, x: Any) -> LossOutput:
+    def __call__(self, x: LossInput) -> LossOutput:
         values_A, returns_A = x["values"], x["returns"]
         error_A = (values_A - returns_A).square()
         metrics: dict[str, tuple[Any, Tensor]] = {"value": ("token", values_A), "return": ("token", returns_A)}

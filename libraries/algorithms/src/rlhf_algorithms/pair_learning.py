@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from rlhf.interfaces.algorithm import Algorithm
 from rlhf.interfaces.loss import Loss
 from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, Snapshot, Update
+from rlhf.types.examples import Example
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.ops.losses import LossInput
-    from rlhf.types.examples import Example
     from rlhf.types.losses import How
     from torch import Tensor
 
 
-class PairLearning(Algorithm):
+class PairLearning(Algorithm[Example]):
     """One optimizer step per step of the run, on all pairs of the step, with the loss in the slot ``loss``. Complete
     example::
 
@@ -37,7 +37,7 @@ class PairLearning(Algorithm):
         """The policy only. For a reference, override this method and ``annotations``."""
         return Needs((RoleSpec("policy", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """See :func:`rlhf_algorithms.pairs.pack_pairs`; and the number of pairs that were left out."""
         from rlhf_algorithms.pairs import pack_pairs
 

@@ -33,7 +33,7 @@ BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
 
 
-class PolicyGradient(Algorithm):
+class PolicyGradient(Algorithm[Group]):
     """Per step: rollouts, advantages, one policy update and, if the advantage reads values, one critic update.
 
     Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
@@ -176,7 +176,7 @@ class PolicyGradient(Algorithm):
 
     # ---------------------------------------------------------------------------------------- work
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         return assemble(examples, self.run.step_sources), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.ops.batch import Batch
+from rlhf.ops.losses import LossInput
 from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce
 from torch import Tensor
 
@@ -77,7 +78,7 @@ class PolicyLoss(Loss):
         return self.config.correction.active
 
     @abstractmethod
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         """(Loss value per token [A], a multiple of ``x["advantages"]``; metrics)."""
 
     def outputs(self) -> tuple[str, ...]:
@@ -131,7 +132,7 @@ class PolicyLoss(Loss):
             batch = batch.with_column("tok", PUSHES, pushes_N.float())
         return batch
 
-    def __call__(self, x: Any) -> LossOutput:
+    def __call__(self, x: LossInput) -> LossOutput:
         values_A, metrics = self.surrogate(x)
         if self.config.correction.active:
             weights_A = correction_weights(
@@ -159,7 +160,7 @@ class PolicyLoss(Loss):
         return LossOutput(terms, metrics)
 
     @staticmethod
-    def _stale(x: Any, limit: float) -> Tensor:
+    def _stale(x: LossInput, limit: float) -> Tensor:
         """bool [A]: tokens with a negative advantage in answers whose mean log-prob fell by more than ``limit``.
 
         Deviations from the paper: (1) the sign is that of the token's own advantage; the paper has one per answer. (2)
@@ -196,7 +197,7 @@ class PPO(PolicyLoss):
     source = "Schulman et al. 2017, Proximal policy optimization, arXiv:1707.06347"
     Config = PPOConfig
 
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         c, ratio_A = self.config, token_ratio(x["logprobs"], x["old_logprobs"])
         values_A, clipped_A = clipped_surrogate(ratio_A, x["advantages"], c.clip_low, c.clip_high, c.dual_clip)
         return values_A, {"clip_fraction": ("token", clipped_A.float()), "ratio": ("token", ratio_A)}
@@ -210,7 +211,7 @@ class ReinforceLoss(PolicyLoss):
     source = "Williams 1992, Simple statistical gradient-following algorithms"
     reads_old = False
 
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         return -x["advantages"] * x["logprobs"], {}
 
 
@@ -236,7 +237,7 @@ class GSPO(PolicyLoss):
     source = "Zheng et al. 2025, Group sequence policy optimization, arXiv:2507.18071"
     Config = GSPOConfig
 
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         c = self.config
         ratio_S = bounded(x.mean_per_sequence(x["logprobs"].float() - x["old_logprobs"].float())).exp()
         values_A, clipped_A = clipped_surrogate(x.to_tokens(ratio_S), x["advantages"], c.clip_low, c.clip_high)
@@ -263,7 +264,7 @@ class CISPO(PolicyLoss):
     source = "MiniMax 2025, MiniMax-M1, arXiv:2506.13585"
     Config = CISPOConfig
 
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         c = self.config
         ratio_A = token_ratio(x["logprobs"].detach(), x["old_logprobs"])
         weight_A = ratio_A.clamp(1 - c.clip_low, 1 + c.clip_high)
@@ -295,7 +296,7 @@ class SAPO(PolicyLoss):
     source = "Gao et al. 2025, Soft adaptive policy optimization, arXiv:2511.20347"
     Config = SAPOConfig
 
-    def surrogate(self, x: Any) -> tuple[Tensor, Metrics]:
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
         c, advantages_A = self.config, x["advantages"]
         ratio_A = token_ratio(x["logprobs"], x["old_logprobs"])
         tau_A = torch.where(advantages_A > 0, c.tau_positive, c.tau_negative)

@@ -25,7 +25,7 @@ def _in_bf16(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
     return hidden_CH.bfloat16()
 
 
-class _Distillation(Algorithm):
+class _Distillation(Algorithm[Any]):
     """A policy, a teacher that is not trained, and the teacher's hidden states at the tokens under the loss mask."""
 
     class Config(ComponentConfig):
@@ -40,7 +40,7 @@ class _Distillation(Algorithm):
         output = "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
         return [Annotation(TEACHER, output, HIDDEN)]
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         return [Update("policy", "loss")]
 
 
@@ -56,7 +56,7 @@ class DistillDemonstrations(_Distillation):
     data = "demonstrations"
     slots = {"loss": Slot("loss", "distill")}
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.rows import pack_rows
 
         return pack_rows(examples), {}
@@ -102,7 +102,7 @@ class DistillOnPolicy(_Distillation):
     def needs(self) -> Needs:
         return replace(super().needs(), given=1 - self.config.sampled)
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.trajectories import assemble
         from rlhf_algorithms.pipeline import length_metrics
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.types import Group
 
 
-class Pairwise(Algorithm):
+class Pairwise(Algorithm[Any]):
     """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
 
     Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
@@ -139,7 +139,7 @@ class OnlineDPO(Pairwise):
         # "correction": pairs may come from any distribution, so sampling with top_p needs no importance weights.
         return replace(super().needs(), group_min=2, features=("correction",))
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         samples = assemble(examples, self.run.step_sources)
         if samples is None:
             return None, {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rlhf.interfaces import Algorithm, Slot
 from rlhf.types import Annotation, DataForm, Head, Needs, RoleSpec, Snapshot, Update
+from rlhf.types.examples import Example
 from rlhf_algorithms.snapshots import SnapshotConfig, snapshots_due
 
 from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
@@ -14,10 +15,9 @@ from rlhf_plugin_kto.twins import ANSWER, TWIN, TWIN_MASK, Labelled, twins
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.ops.packing import UnitData
-    from rlhf.types.examples import Example
 
 
-class KTO(Algorithm):
+class KTO(Algorithm[Example]):
     """Make desirable answers likelier and undesirable answers less likely than they are for the reference.
 
     One optimizer step in every step of the run, on all its rows. A unit is a row's answer (role 0, unit column
@@ -50,7 +50,7 @@ class KTO(Algorithm):
         """(index of the sequence, whether it is desirable) of each answer of a row."""
         return [(0, example.values["label"])]
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.packing import pack
 
         rows, answers, sources = [], 0, set()

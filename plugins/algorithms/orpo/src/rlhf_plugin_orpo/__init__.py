@@ -29,7 +29,7 @@ class ORPO(PairLearning):
     source = "Hong et al. 2024, arXiv:2403.07691"
     slots = {"loss": Slot("loss", "orpo")}
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         batch, metrics = super().assemble(examples)
         if batch is None or all(r.over != TEXT_MASK for r in self.parts["loss"].reduce().values()):
             return batch, metrics

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
 
 
-class PerSource(Algorithm):
+class PerSource(Algorithm[Group]):
     """Every row is trained on by the algorithm of its source. All share the policy and the optimizer step.
 
     ::
@@ -114,7 +114,7 @@ class PerSource(Algorithm):
 
     # ---------------------------------------------------------------------------------------- work
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf_plugin_per_source.parts import join
 
         groups: dict[str, list[Group]] = {name: [] for name in self.members}
@@ -160,7 +160,7 @@ class PerSource(Algorithm):
             metrics |= {f"{name}/{key}": value for key, value in counts.items()}
         return join(parts, self.members), metrics
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         """One update of the policy. A step with fewer samples than minibatches takes as many as the member that takes
         most."""
         planned = self._check_updates(step)

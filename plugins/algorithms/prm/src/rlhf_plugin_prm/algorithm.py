@@ -9,13 +9,13 @@ from pydantic import Field, field_validator, model_validator
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Slot, Tokens
 from rlhf.types import Needs, RoleSpec, RunOptions, Update
+from rlhf.types.examples import Example
 
 from rlhf_plugin_prm.heads import CLASSES, RIGHT_TOKEN, STEP_END, WRONG_TOKEN, step_logits
 from rlhf_plugin_prm.step_labels import LABEL, StepLabels
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
-    from rlhf.types.examples import Example
 
 
 class ProcessRewardModelConfig(ComponentConfig):
@@ -40,7 +40,7 @@ class ProcessRewardModelConfig(ComponentConfig):
         return self
 
 
-class ProcessRewardModel(Algorithm):
+class ProcessRewardModel(Algorithm[Example]):
     """Train a model to tell, after each step of a solution, whether the step is right.
 
     The policy is the process reward model. It starts from a causal language model (``classes`` adds a new head), or
@@ -81,7 +81,7 @@ class ProcessRewardModel(Algorithm):
         if isinstance(self.parts["loss"], StepLabels):  # other losses declare their own heads
             self.parts["loss"] = StepLabels(self.parts["loss"].config, step_logits(right, wrong))
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """Token columns ``step_end`` (bool) and ``step_label`` (the label there, 0 elsewhere)."""
         from rlhf.ops.packing import SequenceData, UnitData, pack
 
@@ -98,7 +98,7 @@ class ProcessRewardModel(Algorithm):
                 units.append(UnitData([SequenceData(sequence.ids, tok, images=sequence.images)]))
         return pack(units) if units else None, {}
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         return [Update("policy", "loss")]
 
     def model_config(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class RejectionSamplingConfig(ComponentConfig):
     """Optimizer steps per pass; fewer if a step keeps fewer samples."""
 
 
-class RejectionSampling(Algorithm):
+class RejectionSampling(Algorithm[Group]):
     """Keep the best of n samples and maximise the likelihood of their tokens (supervised fine-tuning).
 
     For each prompt the samples with the highest rewards are kept. Ties go to the lower sample number, so the choice
@@ -53,7 +53,7 @@ class RejectionSampling(Algorithm):
         # "correction": any text may be a demonstration, so sampling with top_p needs no importance weights.
         return Needs((RoleSpec("policy", trained=True),), self.config.keep, features=("correction",))
 
-    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.trajectories import assemble
 
         samples = assemble(examples, self.run.step_sources)
@@ -72,7 +72,7 @@ class RejectionSampling(Algorithm):
             "rejection/ties": float(best.ties),
         }
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         """At most one minibatch per kept sample. The number of kept samples is not known before they are scored."""
         minibatches = self.config.minibatches if batch is None else min(self.config.minibatches, batch.units)
         return [Update("policy", "loss", self.config.epochs, minibatches)]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
 from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, RunOptions, Update
+from rlhf.types.examples import Example
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
     from rlhf.ops.losses import LossInput
-    from rlhf.types.examples import Example
 
 
 class RewardModelConfig(ComponentConfig):
@@ -25,7 +25,7 @@ class RewardModelConfig(ComponentConfig):
     no evaluation."""
 
 
-class RewardModel(Algorithm):
+class RewardModel(Algorithm[Example]):
     """Train a scalar head, and the model under it, to score the chosen answer of a pair above the rejected one.
 
     The policy is the reward model: it starts from a causal language model with a new head, or from a reward model.
@@ -53,7 +53,7 @@ class RewardModel(Algorithm):
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy", head="scalar", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` if rows have one."""
         from rlhf.ops.packing import SequenceData, UnitData, pack
 
@@ -67,7 +67,7 @@ class RewardModel(Algorithm):
         ]
         return pack(units) if units else None, {}
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         return [Update("policy", "loss")]
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss, Slot
 from rlhf.types import Needs, RoleSpec, Update
+from rlhf.types.examples import Example
 
 from rlhf_plugin_sft.nll import DFT, NLL
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
-    from rlhf.types.examples import Example
 
 
-class SFT(Algorithm):
+class SFT(Algorithm[Example]):
     """Maximise the likelihood of demonstrations: one optimizer step per step, over all its rows.
 
     Which tokens are trained on (the last answer, all answers, everything) is decided by ``data.loss_on`` when rows
@@ -31,12 +31,12 @@ class SFT(Algorithm):
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy", trained=True),))
 
-    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:  # type: ignore[override]
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.rows import pack_rows
 
         return pack_rows(examples), {}
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:  # type: ignore[override]
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         return [Update("policy", "loss")]
 
 
