@@ -51,7 +51,12 @@ def test_the_class_says_its_kind_once(tmp_path, name, made):
     assert [n.name for n in ast.parse(source).body if isinstance(n, ast.ClassDef)] == [made]
 
 
-BASES = {None: "Algorithm", "supervised": "Algorithm", "policy_gradient": "PolicyGradient", "pairs": "PairLearning"}
+BASES = {
+    None: "Algorithm[Example]",
+    "supervised": "Algorithm[Example]",
+    "policy_gradient": "PolicyGradient",
+    "pairs": "PairLearning",
+}
 
 
 @pytest.mark.parametrize("like", [None, *LIKE])
