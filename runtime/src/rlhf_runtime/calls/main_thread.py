@@ -86,19 +86,19 @@ class MainThread:
 
     def close(self) -> None:
         """Stop the event loop and its thread, and end the processes that were started there."""
-        if self.loop.is_running():
+        if not self.loop.is_closed():
             asyncio.run_coroutine_threadsafe(self.loop.end(), self.loop)
             self._thread.join(timeout=0 if self._stuck else 10)
-        if not self.loop.is_running() and not self.loop.is_closed():
-            self.loop.close()
 
     def _serve(self) -> None:
-        """Run the event loop until it is stopped. A task that raises SystemExit or KeyboardInterrupt leaves the loop;
-        whoever awaits the task gets the error too, and all other coroutines go on."""
+        """Run the event loop until it is stopped, and close it here: nobody waits for a loop that was stuck.
+
+        A task that raises SystemExit or KeyboardInterrupt leaves the loop; whoever awaits the task gets the error too,
+        and all other coroutines go on."""
         while True:
             try:
                 self.loop.run_forever()
-                return
+                return self.loop.close()
             except (SystemExit, KeyboardInterrupt):
                 continue
 
