@@ -11,7 +11,7 @@ from typing import Any
 
 import shapes
 from parts import Part, Section
-from rlhf_runtime.observe import read_metrics
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_runtime.setup.build import train
 from sync import one_device
 
