@@ -105,7 +105,7 @@ class Section:
     def needs_cuda(self) -> None:
         """Raise NotRun if the device is not a GPU."""
         if self.device != "cuda":
-            raise NotRun("it is about a GPU's memory, and --device is cpu")
+            raise NotRun("it needs a GPU, and --device is cpu")
 
     def write(self) -> None:
         write(self.result, {"parts": self.parts})
