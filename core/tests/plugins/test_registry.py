@@ -293,6 +293,22 @@ def test_requirements_on_third_parties_are_checked_when_the_plugin_is_chosen(sit
     assert plugins.list("reward")[0].status == "ok", "a list reads no metadata of third parties"
 
 
+def test_a_command_looks_for_what_is_wrong_also_where_a_requirement_is_not_met(site):
+    source = """
+from rlhf import hookimpl
+from rlhf.interfaces import Command
+class Look(Command):
+    name = "look"
+    def add_arguments(self, parser): pass
+    def run(self, arguments): return 0
+@hookimpl
+def rlhf_register_command(): return [Look]
+"""
+    points = {"rlhf.command": {"look": "throwaway_look"}}
+    site.add("rlhf-plugin-look", points, {"throwaway_look": source}, requires=["no-such-thing>=1"])
+    assert site.plugins().resolve("command", "look").name == "look"
+
+
 def test_a_version_that_an_extra_excludes_is_named(site):
     site.reward("x", requires=["Pair_of.arms>=2,<3; extra == 'two'"])
     assert unmet_optional("rlhf-plugin-x", "pair-of-arms", "2.5+cpu") == ""

@@ -175,7 +175,8 @@ class Plugins:
             raise PluginInvalid(f"{entry}: its entry point is {entry.module!r}; it must name a module, without ':'")
         key = (entry.kind, entry.module)
         if key not in self._classes:
-            if problem := unmet_requirements(entry.distribution, self._path):
+            # a command such as `doctor` is what looks for the reason, and needs little of its distribution
+            if entry.kind != "command" and (problem := unmet_requirements(entry.distribution, self._path)):
                 raise PluginVersionMismatch(f"{entry} {problem}")
             module = import_plugin(entry.module, str(entry))
             with boundary(PluginInvalid, str(entry)):  # a metaclass may raise anything
