@@ -318,7 +318,8 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert out.splitlines()[-1].startswith(f"stopped: {slurm.output} (continue with: rlhf train ")
+    resume = f"rlhf train {slurm.output}/config.toml --resume"
+    assert out.splitlines()[-1] == f"stopped: {slurm.output} (continue with: {resume})"
     assert slurm.log[-1] == f"scontrol requeue {slurm.job}"
     done = steps()
     assert done == list(range(1, len(done) + 1))

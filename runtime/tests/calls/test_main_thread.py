@@ -78,6 +78,8 @@ def test_a_coroutine_that_blocks_is_abandoned_after_a_stop_request(capsys):
         main.close()
     line = inspect.getsourcelines(blocks)[1] + 1
     assert f"{__file__}:{line} blocked all rollouts, rewards and environments" in str(error.value)
+    main._thread.join(10)
+    assert main.loop.is_closed(), "nobody waited for it"
 
 
 def test_a_coroutine_that_awaits_completes_after_a_stop_request():

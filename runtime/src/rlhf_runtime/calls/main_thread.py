@@ -186,14 +186,11 @@ class Loop(asyncio.SelectorEventLoop):
             last = self.time() + ENDING
             while any(transport.get_returncode() is None for transport in self._started) and self.time() < last:
                 await asyncio.sleep(0.01)
-        for transport in list(self._started):  # its pipes; a loop that is closed cannot close them any more
-            transport.close()
         tasks = asyncio.all_tasks(self) - {asyncio.current_task(self)}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=ENDING)
-        await asyncio.sleep(0)  # for what close() has put off
         self.stop()
 
 
