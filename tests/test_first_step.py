@@ -25,7 +25,7 @@ class Sample:
     """One saved trajectory, laid end to end."""
 
     def __init__(self, line: dict[str, Any]) -> None:
-        self.group, self.reward = line["group"], line["reward"]
+        self.group, self.reward, self.source = line["group"], line["reward"], line["row"]["source"]
         assert not any(turn.get("fresh") for turn in line["turns"])
         self.ids: list[int] = []
         self.own: list[int] = []
