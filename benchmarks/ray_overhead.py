@@ -23,7 +23,17 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorMethod
-from rlhf.interfaces import GENERATOR, ApplyResult, GeneratorSpec, Launcher, Loss, ModelSpec, Place, TrainerFacts
+from rlhf.interfaces import (
+    GENERATOR,
+    ApplyResult,
+    GeneratorSpec,
+    Launcher,
+    Loss,
+    ModelSpec,
+    Place,
+    TakesTensors,
+    TrainerFacts,
+)
 from rlhf.interfaces.generator import Generator, Proof
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
@@ -61,11 +71,11 @@ class EchoTrainer(CountingTrainer):
         return iter([("weight", torch.zeros(WEIGHTS))])
 
 
-class EchoGenerator(Generator):
+class EchoGenerator(TakesTensors, Generator):
     """Returns the same answer to every request without computing."""
 
     name = "echo"
-    capabilities = frozenset({"accept:tensors", "logprobs", "seeds"})
+    capabilities = frozenset({"logprobs", "seeds"})
 
     def __init__(self, config: Any, spec: GeneratorSpec) -> None:
         self.version = 0

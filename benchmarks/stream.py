@@ -33,7 +33,7 @@ from typing import Any
 from pyarrow import feather
 from rlhf.types import GenerationRequest, Turn
 from rlhf_cli.main import main as rlhf
-from rlhf_plugin_simulated.generator import SimulatedGenerator
+from rlhf_plugin_simulated.pool import SimulatedPool
 from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 
@@ -128,9 +128,9 @@ class Requests:
     """Processor seconds of the process at the first request, as ``wall`` is elapsed seconds."""
 
     def watch(self) -> None:
-        answer = SimulatedGenerator.answer
+        answer = SimulatedPool.answer
 
-        async def counted(generator: SimulatedGenerator, request: GenerationRequest) -> Turn:
+        async def counted(generator: SimulatedPool, request: GenerationRequest) -> Turn:
             if not self.wall:
                 self.wall, self.cpu = time.perf_counter(), time.process_time()
             self.now += 1
@@ -141,7 +141,7 @@ class Requests:
                 self.now -= 1
                 self.answered += 1
 
-        SimulatedGenerator.answer = counted
+        SimulatedPool.answer = counted
 
 
 def measure_scale(folder: Path, batch: int) -> dict[str, float]:

@@ -100,32 +100,44 @@ def test_after_an_evaluation_that_breaks_the_trained_weights_are_saved(shop: Wor
 
 
 UNABLE = """
-from rlhf.interfaces import Trainer
-from rlhf_plugin_local.trainer import TorchTrainer
+import dataclasses
+from rlhf_plugin_simulated.trainer import SimulatedTrainer
 
 
-class Unable(TorchTrainer):
+class Unable(SimulatedTrainer):
     name = "unable"
-    use_view = Trainer.use_view
+
+    def facts(self):
+        return dataclasses.replace(super().facts(), views=("live", "ema"))
+
+    def export(self, path, view="live"):
+        super().export(path)
 """
 
 
 def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_first_step(shop: Workshop) -> None:
-    trainer = {"use": f"file:{shop.file('unable.py', UNABLE)}"}
-    refused = shop.run("rloo", "run", **averaged(shop, trainer=trainer))
+    changes = {
+        "trainer": {"use": f"file:{shop.file('unable.py', UNABLE)}"},
+        "data": {"eval": [{"path": str(shop.data)}]},
+        "sync": {"canaries": 0},
+    }
+    refused = shop.run_config(simulated(shop, "run", **changes))
     assert refused.code == 2
     assert "trainer 'unable' keeps an average that it cannot be evaluated with. Set --eval.weights live" in refused.said
-    shop.train("rloo", "live", **averaged(shop, trainer=trainer, eval={"weights": "live"}))
+    live = shop.run_config(simulated(shop, "live", **changes, eval={"weights": "live"}))
+    assert live.code == 0, live.said
 
 
 AVERAGED = """
 import dataclasses
 import json
-from rlhf_plugin_simulated.generator import SimulatedGenerator
+from rlhf.interfaces import HasViews
+from rlhf_plugin_simulated.launcher import SimulatedLauncher
+from rlhf_plugin_simulated.pool import SimulatedPool
 from rlhf_plugin_simulated.trainer import SimulatedTrainer
 
 
-class Averaged(SimulatedTrainer):
+class Averaged(HasViews, SimulatedTrainer):
     '''Its average is half a step behind.'''
 
     name = "averaged"
@@ -145,10 +157,9 @@ class Averaged(SimulatedTrainer):
         super().export(path)
 
 
-class Watched(SimulatedGenerator):
+class Watched(SimulatedPool):
     '''Writes of each answer whether it was for training, and all weights that were loaded while it was sampled.'''
 
-    name = "watched"
     weights, under_way = 0.0, {}
 
     def take(self, bucket):
@@ -171,6 +182,13 @@ class Watched(SimulatedGenerator):
         with open({log!r}, "a") as file:
             file.write(json.dumps([request.sampling.temperature > 0, seen]) + "\\n")
         return turn
+
+
+class Watching(SimulatedLauncher):
+    name = "watching"
+
+    def launch_generator(self, generator, config, spec, policy=None, refresh=None):
+        return Watched(config, spec)
 """
 
 
@@ -181,7 +199,8 @@ def test_no_training_sample_of_a_continuous_stream_is_drawn_with_the_average(sho
         "data": {"eval": [{"path": str(shop.data)}]},
         "eval": {"every": 2, "temperature": 0.0},
         "stream": {"staleness": 2},
-        "generator": {"use": f"file:{file}:Watched", "tokens": 60.0, "tokens_sigma": 0.0, "speed": 20.0},
+        "launcher": {"use": f"file:{file}:Watching"},
+        "generator": {"tokens": 60.0, "tokens_sigma": 0.0, "speed": 20.0},
         "trainer": {"use": f"file:{file}:Averaged"},
         "sync": {"canaries": 0},
     }

@@ -18,18 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from tests.runs import LABELS, PAIRS, Finished, Workshop, assert_same_run, merged
 
 COPYING = """
-from rlhf.interfaces import ComponentConfig, Generator, ModelSpec
+from rlhf.interfaces import ComponentConfig, Generator, ModelSpec, TakesTensors
 from rlhf.interfaces.generator import Proof
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 
 
-class Copying(Generator):
+class Copying(TakesTensors, Generator):
     '''Samples from a copy of the policy that gets its weights as tensors, like an engine.'''
 
     name = "copying"
-    capabilities = frozenset({"accept:tensors", "logprobs", "seeds"})
+    capabilities = frozenset({"logprobs", "seeds"})
 
     def __init__(self, config, spec):
         self.config = ComponentConfig()

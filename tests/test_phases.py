@@ -43,10 +43,9 @@ class Trainer(TorchTrainer):
     offload, reload = (noted(w, getattr(TorchTrainer, w)) for w in ("offload", "reload"))
 
 
-class Engine(Copying):
+class Engine(Sleeps, Copying):
     name = "noting_engine"
     Config = Config
-    capabilities = Copying.capabilities | {"sleep"}
 
     def __init__(self, config, spec):
         super().__init__(config, spec)

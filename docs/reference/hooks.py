@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf import hookspecs, interfaces
 from rlhf import types as flowing
-from rlhf.interfaces import KINDS, Component, ComponentConfig, Extension
+from rlhf.interfaces import KINDS, Ability, Component, ComponentConfig, Extension, preflight
 from rlhf.ops import trajectories
 from rlhf.ops.losses import LossInput
 from rlhf.types.examples import Example, Sequence
@@ -47,6 +47,7 @@ def reference(kind: str) -> str:
         text(hook),
         f"Entry-point group: `rlhf.{kind}`.",
         *section(interface),
+        *(part for base in asked_before(interface) for part in section(base)),
         COMPONENT if issubclass(interface, Component) else EXTENSION,
     ]
     for name in (interface.__module__, *BESIDE.get(kind, ())):
@@ -56,9 +57,14 @@ def reference(kind: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def asked_before(interface: type[Any]) -> list[type[Any]]:
+    """The classes from which the interface has what is asked before a run starts."""
+    return [base for base in interface.__mro__ if base.__module__ == preflight.__name__]
+
+
 def component_reference() -> str:
     """Markdown: what the kinds of a run have in common, and what the others have."""
-    parts = [MARKER, *section(Component), *section(ComponentConfig), *section(Extension)]
+    parts = [MARKER, *section(Component), *section(ComponentConfig), *section(Ability), *section(Extension)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

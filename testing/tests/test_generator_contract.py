@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rlhf.errors import SyncError
-from rlhf.interfaces import Generator, ModelSpec, Proof
+from rlhf.interfaces import AnswersRequests, Generator, ModelSpec, Proof, TakesModule
 from rlhf.types import RoleSpec, Turn
 from rlhf.weights.bucket import Bucket
 from rlhf_testing import generator
@@ -19,19 +19,15 @@ from rlhf_workers.links.ends import connect_receiver
 from rlhf_workers.links.receiving import ReceivesOverLinks
 
 
-class PlainGenerator(Generator):
+class PlainSampling(Generator):
     """One request at a time, the whole sequence again for each token."""
 
     name = "plain"
-    capabilities = frozenset({"accept:module", "logprobs", "seeds", "top_k", "top_p", "min_p"})
+    capabilities = frozenset({"logprobs", "seeds", "top_k", "top_p", "min_p"})
 
     def __init__(self, config, spec):
         self.config = self.Config() if config is None else config
         self.eos, self.decode = spec.eos_token_ids, spec.decode
-
-    def load(self, source, version):
-        self.source, self.version = source, version
-        return Proof(version)
 
     def generate(self, requests):
         for n, request in enumerate(requests):
@@ -74,11 +70,18 @@ class PlainGenerator(Generator):
         return Turn(ids, True, logprobs, ((0, self.version),), finish, temperature, text=self.decode(ids))
 
 
-class PlainLinked(ReceivesOverLinks, PlainGenerator):
+class PlainGenerator(TakesModule, PlainSampling):
+    """Samples from the trainer's module."""
+
+    def load(self, source, version):
+        self.source, self.version = source, version
+        return Proof(version)
+
+
+class PlainLinked(ReceivesOverLinks, PlainSampling):
     """Holds a copy of the model, and takes weights over links."""
 
     name = "plain_linked"
-    capabilities = PlainGenerator.capabilities - {"accept:module"} | {"accept:tensors", "accept:links"}
     receiver = None
 
     def __init__(self, config, spec):
@@ -113,10 +116,8 @@ class PlainLinked(ReceivesOverLinks, PlainGenerator):
             return [name for name, tensor in opened.tensors if not torch.equal(held[name], tensor)]
 
 
-class Advances(PlainGenerator):
+class Advances(AnswersRequests, PlainGenerator):
     """One request per call, complete."""
-
-    capabilities = PlainGenerator.capabilities | {"answers"}
 
     def advance(self, requests, dropped=(), seconds=0.0):
         self.waiting = getattr(self, "waiting", {}) | requests
@@ -296,12 +297,6 @@ class DropsABucket(PlainLinked):
         return super().end_load()
 
 
-class OnlyTheCapability(PlainGenerator):
-    """Declares the capability, but takes no headers."""
-
-    capabilities = PlainGenerator.capabilities | {"accept:links"}
-
-
 class AllStale(PlainLinked):
     """Calls every tensor that comes over a link stale."""
 
@@ -349,7 +344,6 @@ def suite(made):
         (SeedByName, "test_advance", r"by advance\(\) and .* by generate\(\)"),
         (HeaderForBucket, "test_links", "after weights came over a link: .*log-probs differ"),
         (DropsABucket, "test_links", "fingerprints must be equal"),
-        (OnlyTheCapability, "test_links", "is no rlhf_workers.links.receiving.ReceivesOverLinks"),
         (AllStale, "test_links", r"stale\(\) names \['model.embed_tokens.weight'"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from rlhf.errors import RlhfError
+from rlhf.interfaces import abilities
 from rlhf.plugins import Plugins, Resolved
 from rlhf_runtime.config.options import options_of
 
@@ -19,8 +20,8 @@ DECLARATIONS: dict[str, tuple[str, ...]] = {
     "curriculum": ("min_scores", "repeats", "reads_probabilities"),
     "rollout": ("needs_env",),
     "reward": ("roles", "columns"),
-    "trainer": ("capabilities",),
-    "generator": ("capabilities",),
+    "trainer": ("abilities", "capabilities"),
+    "generator": ("abilities", "capabilities"),
     "launcher": ("capabilities",),
 }
 """Declarations of each kind that are shown: class attributes, properties, and methods without arguments."""
@@ -65,7 +66,7 @@ def declarations(resolved: Resolved, plugins: Plugins) -> dict[str, Any]:
             problem = f"depends on {_why_not_built(error)}"
             return values | dict.fromkeys(DECLARATIONS[resolved.kind], problem)
     for name in DECLARATIONS.get(resolved.kind, ()):
-        value = getattr(subject, name)
+        value = abilities(cls) if name == "abilities" else getattr(subject, name)
         values[name] = plain(value() if inspect.ismethod(value) else value)
     return values
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from rlhf.errors import CapabilityError, ConfigError, WorkerError
-from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
+from rlhf.interfaces import GENERATOR, Generator, GeneratorSpec, Place, TakesModule
 from rlhf.types import GenerationRequest, Sampling
+from rlhf_testing.launcher import CountingGenerator
 from worker_run import Run, expected, requests
 from worker_standins import OddConfig, OddGenerator
 
@@ -113,9 +114,8 @@ def test_more_deaths_than_max_restarts_end_the_run(run):
 
 
 def test_an_impossible_transport_is_refused(launch):
-    class Alone(OddGenerator):
+    class Alone(CountingGenerator):
         name = "alone"
-        capabilities = frozenset({"accept:tensors"})
 
     launcher = launch()
     launcher.place({"policy": Place(), GENERATOR: Place(1)})
@@ -134,9 +134,8 @@ def test_the_error_of_an_engine_that_cannot_start_is_raised(launch):
 
 
 def test_generators_that_need_the_trainers_module_are_refused(launch):
-    class Inside(OddGenerator):
+    class Inside(TakesModule, Generator):
         name = "inside"
-        capabilities = frozenset({"accept:module"})
 
     with pytest.raises(CapabilityError, match="generator 'inside' samples from a trainer's module"):
         launch().launch_generator(Inside, None, GeneratorSpec((0,), str))

@@ -71,7 +71,6 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     r.engines.wake()
     assert [len(r.notes(word)) for word in ("sleep", "wake")] == [2, 2]
     assert r.engines.name == "odd"
-    assert "accept:tensors" in r.engines.capabilities
 
 
 def test_an_engine_killed_before_a_sync(r):

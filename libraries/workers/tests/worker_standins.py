@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, RlhfError, WorkerError
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+from rlhf.interfaces.generator import AnswersRequests, Generator, GeneratorSpec, Proof, Sleeps
 from rlhf.types import GenerationRequest, Turn
 from rlhf_testing.launcher import CountingTrainer
 from rlhf_workers.links.receiving import ReceivesOverLinks
@@ -132,11 +132,11 @@ class OddConfig(ComponentConfig):
     """Seconds that the constructor takes."""
 
 
-class OddGenerator(ReceivesOverLinks, Generator):
+class OddGenerator(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
     """Tokens are a hash of weights, prompt and seed, one sample after another."""
 
     name = "odd"
-    capabilities = frozenset({"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers"})
+    capabilities = frozenset({"logprobs", "seeds"})
     Config = OddConfig
 
     def __init__(self, config: OddConfig | None, spec: GeneratorSpec) -> None:

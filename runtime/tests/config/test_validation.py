@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 from rlhf.errors import ConfigError
-from rlhf.interfaces import Advantage, Algorithm, Generator, Loss, Trainer
+from rlhf.interfaces import (
+    Advantage,
+    Algorithm,
+    Generator,
+    LendsHead,
+    Loss,
+    SendsWeights,
+    TakesModule,
+    TakesTensors,
+    Trainer,
+)
 from rlhf.types import Lent, Needs, RoleSpec
 from rlhf_runtime.config.components import check
 from rlhf_runtime.config.load import load
@@ -98,13 +108,11 @@ def test_an_algorithm_that_needs_no_reward():
 
 
 def test_shared_heads_need_a_trainer_with_that_capability():
-    class Lends(Trainer):
+    class Lends(LendsHead, Trainer):
         name = "lends"
-        capabilities = frozenset({"lend:head", "export:module"})
 
     class Keeps(Trainer):
         name = "keeps"
-        capabilities = frozenset({"export:module"})
 
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
     flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
@@ -116,11 +124,10 @@ def test_shared_heads_need_a_trainer_with_that_capability():
 def test_weights_in_bf16_need_a_trainer_with_that_capability():
     class Wide(Trainer):
         name = "wide"
-        capabilities = frozenset({"export:module"})
 
     class Narrow(Trainer):
         name = "narrow"
-        capabilities = frozenset({"export:module", "storage:bf16"})
+        capabilities = frozenset({"storage:bf16"})
 
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
     flags = [*OFFLINE, ("roles.teacher.model", "t"), ("roles.teacher.storage", "bf16")]
@@ -131,13 +138,13 @@ def test_weights_in_bf16_need_a_trainer_with_that_capability():
 
 
 def test_settings_of_a_sync_that_never_happens_are_refused():
-    class Holds(Generator):
+    class Holds(TakesTensors, Generator):
         name = "holds"
-        capabilities = frozenset({"accept:tensors", "logprobs"})
+        capabilities = frozenset({"logprobs"})
 
-    class Borrows(Generator):
+    class Borrows(TakesModule, Generator):
         name = "borrows"
-        capabilities = frozenset({"accept:module", "logprobs"})
+        capabilities = frozenset({"logprobs"})
 
     flags = [*BASE, ("sync.check", "warn")]
     check(load(None, flags), Fake(), generator=Holds)
@@ -253,18 +260,16 @@ def test_options_that_an_offline_run_ignores_are_refused(flags, expected):
 
 
 def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_samples():
-    class Borrows(Generator):
+    class Borrows(TakesModule, Generator):
         name = "borrows"
-        capabilities = frozenset({"accept:module"})
 
-    class Divides(Trainer):
+    class Divides(SendsWeights, Trainer):
         name = "divides"
-        capabilities = frozenset({"export:tensors"})
 
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl"), ("reward", "math")]
     check(load(None, evaluated), Demonstrations())
     said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
-    assert "generator 'borrows' (accept:module) cannot take weights from trainer 'divides' (export:tensors)" in said
+    assert "generator 'borrows' (TakesModule) cannot take weights from trainer 'divides' (SendsWeights)" in said
     assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), rollout_needs_env=True)
     assert "env 'game' is set, but rollout 'single_turn' uses no environment" in messages(
         [*evaluated, ("env", "game")], Demonstrations()
@@ -370,12 +375,12 @@ def test_margins_that_no_loss_reads_are_refused():
 
 
 def test_capabilities():
-    class Silent:
-        name, capabilities = "silent", frozenset({"accept:module"})
+    class Silent(TakesModule, Generator):
+        name = "silent"
 
-    class Remote:
-        name, capabilities = "remote", frozenset({"export:tensors"})
+    class Remote(SendsWeights, Trainer):
+        name = "remote"
 
     message = messages(BASE, Fake(generator_logprobs=True), generator=Silent, trainer=Remote)
     assert "needs the log-probs of the generator, which generator 'silent' does not report" in message
-    assert "generator 'silent' (accept:module) cannot take weights from trainer 'remote' (export:tensors)" in message
+    assert "generator 'silent' (TakesModule) cannot take weights from trainer 'remote' (SendsWeights)" in message

@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from rlhf.errors import SyncError, TrainingError, WorkerError
-from rlhf.interfaces import Generator, ModelSpec, Place, Proof, TrainerFacts, WorkerGroup
+from rlhf.interfaces import EnginePool, ModelSpec, Place, Proof, Sleeps, TrainerFacts, WorkerGroup
 from rlhf.types import Image, RoleSpec
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf_runtime.config.sections import SyncSection
@@ -92,9 +92,8 @@ class Local(WorkerGroup):
             yield self.lost(pickle.loads(pickle.dumps(item, protocol=5)))
 
 
-class Copying(Generator):
+class Copying(Sleeps, EnginePool):
     name = "copying"
-    capabilities = frozenset({"accept:tensors"})
 
     def __init__(self):
         self.held, self.calls = {}, []
@@ -105,6 +104,9 @@ class Copying(Generator):
 
     def generate(self, requests):
         return iter(())
+
+    async def answer(self, request):
+        raise NotImplementedError
 
     def pause(self):
         self.calls.append("pause")

@@ -142,7 +142,7 @@ def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
     streams = []
 
     def make(engine: Engine, rollout: Rollout | None = None, **options: Any) -> ContinuousStream:
-        rollouts = Rollouts(rollout or ThreeTurns(), engine, Template(), Scorer(), main)  # type: ignore[arg-type]
+        rollouts = Rollouts(rollout or ThreeTurns(), engine, Template(), Scorer(), main, pool=engine)  # type: ignore[arg-type]
         settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0)
         options = {"batch_size": 2, "total_steps": 4, "staleness": 1, **options}
         streams.append(ContinuousStream(Numbers(), rollouts, settings, **options))

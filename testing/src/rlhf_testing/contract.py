@@ -23,7 +23,9 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.errors import PluginInvalid
+from rlhf.interfaces.component import Ability, Component, ComponentConfig
+from rlhf.plugins.abilities import check_abilities
 from rlhf.secrets import names_secret
 
 from rlhf_testing.fabricate import NoColumn
@@ -138,12 +140,20 @@ class PluginContract:
         expect(bool(NAME.fullmatch(name)), f"{cls.__name__}.name is {name!r}; allowed is [a-z][a-z0-9_]*")
         options = hasattr(cls, "Config") and not hasattr(base, "Config")
         expect(not options, f"{cls.__name__} has a Config, but a {self.kind} has no options: remove it")
-        for ours, theirs in misspelled(cls, base):
+        try:
+            check_abilities(self.kind, cls, self.kind)
+        except PluginInvalid as error:
+            raise Nonconformance(str(error)) from None
+        faces = [
+            base,
+            *(c for c in cls.__mro__ if issubclass(c, Ability) and not issubclass(c, base) and c is not Ability),
+        ]
+        for ours, theirs in misspelled(cls, *faces):
             raise Nonconformance(
                 f"{cls.__name__}.{ours} is not a member of kind {self.kind}, so it is never called. Did you mean "
                 f"{theirs!r}?"
             )
-        for problem in uncallable(cls, base):
+        for problem in (problem for face in faces for problem in uncallable(cls, face)):
             raise Nonconformance(problem)
         doc = cls.__dict__.get("__doc__")
         expect(bool(doc and doc.strip()), f"{cls.__name__} has no docstring; `rlhf plugins show {name}` prints it")
@@ -204,15 +214,16 @@ class Contract(PluginContract):
             check_state(self.build(config), self.build(config), self.about(config))
 
 
-def misspelled(cls: type[Any], base: type[Any]) -> list[tuple[str, str]]:
-    """[(a public name that ``cls`` defines, a similarly spelled member of the interface ``base`` that ``cls`` does not
-    override)]. Example: ``step_finish``, where the runtime calls ``step_finished``."""
+def misspelled(cls: type[Any], *faces: type[Any]) -> list[tuple[str, str]]:
+    """[(a public name that ``cls`` defines, a similarly spelled member of its interfaces ``faces`` that ``cls`` does
+    not override)]. Example: ``step_finish``, where the runtime calls ``step_finished``."""
     optional = [
         n
-        for n in dir(base)
-        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(base, n)
+        for face in faces
+        for n in dir(face)
+        if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(face, n)
     ]
-    own = [n for n in vars(cls) if not n.startswith("_") and not hasattr(base, n)]
+    own = [n for n in vars(cls) if not n.startswith("_") and not any(hasattr(face, n) for face in faces)]
     pairs = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
     return [(n, match[0]) for n, match in pairs if match]
 

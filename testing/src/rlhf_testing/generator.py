@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator import GeneratorSpec, Sleeps, TakesModule
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from torch import Tensor
@@ -98,8 +98,8 @@ class GeneratorContract(SamplingChecks, Contract):
         return sampled
 
     def load(self, sampled: Sampled, version: int) -> Any:
-        """Load the source's weights into the generator, in the way that its capabilities require."""
-        if "accept:module" in self.cls.capabilities:
+        """Load the source's weights into the generator, in the way that it takes them."""
+        if issubclass(self.cls, TakesModule):
             return sampled.generator.load(sampled.source, version)
         sampled.generator.begin_load(version)
         for bucket in sampled.source.buckets("live", BUCKET_BYTES):
@@ -205,23 +205,19 @@ class GeneratorContract(SamplingChecks, Contract):
                 expect(turn.versions == ((0, 3),), f"{about} after load(..., 3) a turn says versions {turn.versions}")
 
     def test_links(self) -> None:
-        """With the capability ``accept:links``, weights that come over a link are proven and sampled from, and a second
+        """With ``ReceivesOverLinks``, weights that come over a link are proven and sampled from, and a second
         link replaces the first. The check uses CPUs, shared memory and one configuration, because GPU memory cannot be
         shared within one process, and a link does not depend on options."""
         from rlhf_workers.links.coordination import serve
         from rlhf_workers.links.ends import ConnectedTrainer
         from rlhf_workers.links.link import Link
-        from rlhf_workers.links.receiving import ReceivesOverLinks, receives_over_links
+        from rlhf_workers.links.receiving import receives_over_links
 
         config = next(iter(self.grid()))
         about, s = self.about(config), self.make(config)
         generator = s.generator
         if not receives_over_links(type(generator)) or torch.cuda.is_available():
             return
-        expect(
-            isinstance(generator, ReceivesOverLinks),
-            f"{about} has the capability accept:links and is no rlhf_workers.links.receiving.ReceivesOverLinks",
-        )
         stores = []  # kept alive: a store serves until it is collected, and an unread link must time out
         for version in (1, 2):
             other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=4 + version))))
@@ -273,7 +269,9 @@ class GeneratorContract(SamplingChecks, Contract):
             expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
 
     def test_sleep(self) -> None:
-        """After ``sleep`` and ``wake`` the samples are the same as before."""
+        """With ``Sleeps``, the samples after ``sleep`` and ``wake`` are the same as before."""
+        if not issubclass(self.cls, Sleeps):
+            return
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             requests = self.requests(Sampling(6))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rlhf.interfaces.generator import AnswersRequests
 from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_testing.contract import expect
@@ -54,11 +55,11 @@ class SamplingChecks:
                     )
 
     def test_advance(self) -> None:
-        """A generator with the capability ``answers`` samples requests that come one after another, and drops some, as
+        """An ``AnswersRequests`` samples requests that come one after another, and drops some, as
         :meth:`generate` samples them together."""
         for config in self.grid():
             about, s = self.about(config), self.make(config)
-            if "answers" not in s.generator.capabilities:
+            if not isinstance(s.generator, AnswersRequests):
                 continue
             requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
             together = s.turns(requests, about)

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
+from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof, TakesTensors
 from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.model import ModelSpec
-from rlhf.interfaces.trainer import ApplyResult, Trainer
+from rlhf.interfaces.trainer import ApplyResult, SendsWeights, TakesWeights, Trainer
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 
 from rlhf_testing.contract import Contract, Nonconformance, expect
 
 
-class CountingTrainer(Trainer):
+class CountingTrainer(SendsWeights, TakesWeights, Trainer):
     """Holds a counter instead of a model. Worker processes can import it."""
 
     name = "counting"
@@ -77,12 +77,10 @@ class CountingTrainer(Trainer):
         return None
 
 
-class CountingGenerator(Generator):
+class CountingGenerator(TakesTensors, Generator):
     """Answers every request with the request's own tokens. Worker processes can import it."""
 
     name = "counting"
-
-    capabilities = frozenset({"accept:tensors"})
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = config

@@ -17,7 +17,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.model import ModelSpec
-from rlhf.interfaces.trainer import ApplyResult, LendsHead, Sums, Trainer
+from rlhf.interfaces.trainer import ApplyResult, LendsHead, SendsWeights, SharesModule, Sums, TakesWeights, Trainer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from rlhf_testing import fabricate
 
 
-class PlainTrainer(LendsHead, Trainer):
+class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer):
     """One process, fp32, AdamW without a schedule."""
 
     name = "plain"
-    capabilities = frozenset({"export:module", "export:tensors", "lend:head"})
 
     class Config(ComponentConfig):
         lr: float = 1e-3
@@ -226,7 +225,6 @@ class EmbeddingTrainer(PlainTrainer):
     """The plain trainer over a tiny model of fabricated tokens; equal seeds give equal weights."""
 
     name = "embedding"
-    capabilities = frozenset({"export:tensors", "lend:head"})
 
     def load_module(self) -> nn.Module:
         outputs = {"lm": fabricate.VOCABULARY, "scalar": 1}.get(self.spec.role.head)

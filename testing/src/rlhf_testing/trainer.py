@@ -22,6 +22,7 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.model import ModelSpec
+from rlhf.interfaces.trainer import LendsHead
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
@@ -35,7 +36,7 @@ from rlhf_testing.models import model_path
 from rlhf_testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
 from rlhf_testing.plain import PlainTrainer
 from rlhf_testing.suite_losses import MARGIN, LentLoss, ScoreLoss, TokenLoss, ValueLoss
-from rlhf_testing.trainer_state import TrainerStateChecks
+from rlhf_testing.trainer_state import TrainerStateChecks, held
 
 OUTPUT = 1e-5
 """Allowed absolute difference of log-probs, entropies and values of size 1, for fp32 matrix products in another
@@ -163,8 +164,8 @@ class TrainerContract(TrainerStateChecks, Contract):
 
     def test_lent_head(self) -> None:
         """A role computes with the output head of another, wider model, from hidden states that the other model gave
-        (capability ``lend:head``). The role also has a head of its own."""
-        if "lend:head" not in self.cls.capabilities:
+        (``LendsHead``). The role also has a head of its own."""
+        if not issubclass(self.cls, LendsHead):
             return
         for config in self.grid():
             for architecture in self.architectures:
@@ -244,10 +245,10 @@ class TrainerContract(TrainerStateChecks, Contract):
         for config in self.grid():
             about, loss = self.about(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
-            before = {k: v.clone() for k, v in trainer.weights()}
+            before = held(trainer)
             slim = slim_batch(batch, loss)
             sums = finish_sums(trainer.evaluate([slim], loss, {}, {}))
-            for name, now in trainer.weights():
+            for name, now in held(trainer).items():
                 expect(same_bits(before[name], now), f"{about} evaluate() changed the weight {name!r}")
             _, want, _ = learned(trainer, batch, loss, [[list(range(batch.units))]])
             for name, value in want.items():

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf.interfaces import HasViews, Offloads, SendsWeights, TakesWeights
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_testing import fabricate
@@ -20,8 +22,9 @@ PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 
 
 class TrainerStateChecks:
-    """A mixin of :class:`rlhf_testing.trainer.TrainerContract`, which defines the four methods declared here."""
+    """A mixin of :class:`rlhf_testing.trainer.TrainerContract`, which defines what is declared here."""
 
+    cls: Any
     make: Any
     plain: Any
     grid: Any
@@ -128,8 +131,10 @@ class TrainerStateChecks:
             expect(moved or not c.lr, f"{about} after change() to half of lr a step moves the weights as far as before")
 
     def test_offload(self) -> None:
-        """Between ``offload`` and ``reload`` a trainer can compute ``forward`` and ``weights``. The next step equals a
-        step without them."""
+        """Between ``offload`` and ``reload`` (``Offloads``) a trainer can compute ``forward`` and ``weights``. The next
+        step equals a step without them."""
+        if not issubclass(self.cls, Offloads):
+            return
         for config in self.grid():
             about, trainer, twin = self.about(config), self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
@@ -153,7 +158,10 @@ class TrainerStateChecks:
             same_weights(held(trainer), held(twin), f"{about} after zero_grad():")
 
     def test_weights(self) -> None:
-        """``weights`` names Hugging Face parameters, each once, in a fixed order, and ``load_weights`` loads them."""
+        """``weights`` (``SendsWeights``) names Hugging Face parameters, each once, in a fixed order, and
+        ``load_weights`` (``TakesWeights``) loads them."""
+        if not issubclass(self.cls, SendsWeights):
+            return
         for config in self.grid():
             about, trainer = self.about(config), self.make(config)
             names = [n for n, _ in trainer.weights()]
@@ -164,6 +172,8 @@ class TrainerStateChecks:
                 set(names) <= module_names,
                 f"{about} weights() names {sorted(set(names) - module_names)}, unknown to transformers",
             )
+            if not issubclass(self.cls, TakesWeights):
+                continue
             step(trainer, 0)
             other = self.make(config, trained=False)
             other.load_weights(iter(held(trainer).items()))
@@ -208,15 +218,17 @@ class TrainerStateChecks:
                 expect(False, f"{self.about(config)} forward() answers for the view 'no_such_view', which is not there")
 
     def test_use_view(self) -> None:
-        """Between ``use_view(view)`` and ``use_view("live")`` the trainer computes with that view. Afterwards its state
-        is unchanged."""
+        """Between ``use_view(view)`` and ``use_view("live")`` (``HasViews``) the trainer computes with that view.
+        Afterwards its state is unchanged."""
+        if not issubclass(self.cls, HasViews):
+            return
         for config in self.grid():
             trainer, twin = self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
             batch = [batch_of(1)]
             for view in (v for v in trainer.facts().views if v != "live"):
                 about = f"{self.about(config)} use_view({view!r}):"
-                weights = {n: t.detach().cpu().clone() for n, t in trainer.weights(view)}
+                weights = held(trainer, view)
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
                 same_weights(weights, held(trainer), f"{about} weights() of this view:")
@@ -251,9 +263,14 @@ def step(trainer: Any, number: int, loss: Any = None) -> Any:
     return trainer.apply()
 
 
-def held(trainer: Any) -> dict[str, Tensor]:
-    """A copy of the live weights."""
-    return {name: values.detach().cpu().clone() for name, values in trainer.weights()}
+def held(trainer: Any, view: str = "live") -> dict[str, Tensor]:
+    """A copy of the weights: those that the trainer sends, or those of its export."""
+    if isinstance(trainer, SendsWeights):
+        return {name: values.detach().cpu().clone() for name, values in trainer.weights(view)}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.export(Path(folder) / "model", view)
+        files = (Path(folder) / "model").glob("*.safetensors")
+        return {name: values.clone() for file in files for name, values in load_file(str(file)).items()}
 
 
 def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], about: str) -> None:

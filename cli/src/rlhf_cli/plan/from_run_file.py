@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rlhf.interfaces import GENERATOR, Place
+from rlhf.interfaces import GENERATOR, Place, abilities
 from rlhf.interfaces.memory import SamplingWork, TrainerWork
 from rlhf.plugins import Plugins
 from rlhf.types import Annotation, Head, Update
@@ -182,5 +182,5 @@ def _engines(
 
 def _maps(run: RunPlugins, machine: Machine) -> bool:
     """Whether weights travel through CUDA IPC where the policy and an engine share a device."""
-    links = "accept:links" in run.parts["generator"].resolved.cls.capabilities
+    links = "ReceivesOverLinks" in abilities(run.parts["generator"].resolved.cls)
     return links and machine.device == "cuda" and machine.processes and run.config.sync.transport in ("auto", "shared")

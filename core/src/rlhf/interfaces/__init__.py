@@ -13,19 +13,37 @@ if TYPE_CHECKING:
     from rlhf.interfaces.backend import Backend
     from rlhf.interfaces.check import Check, Examination, Finding, ProbeAnswer
     from rlhf.interfaces.command import Command
-    from rlhf.interfaces.component import Component, ComponentConfig
+    from rlhf.interfaces.component import Ability, Component, ComponentConfig, abilities
     from rlhf.interfaces.curriculum import Curriculum, FinishedGroup, RowSource, TrainingRows
     from rlhf.interfaces.env import Env
     from rlhf.interfaces.extension import Extension
-    from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof
-    from rlhf.interfaces.launcher import GENERATOR, Launcher, Place, WorkerGroup
+    from rlhf.interfaces.generator import (
+        AnswersRequests,
+        Generator,
+        GeneratorSpec,
+        Proof,
+        Sleeps,
+        TakesModule,
+        TakesTensors,
+    )
+    from rlhf.interfaces.launcher import GENERATOR, EnginePool, Launcher, Place, WorkerGroup
     from rlhf.interfaces.loss import Loss
     from rlhf.interfaces.model import ModelSpec, Precision, TrainerFacts
     from rlhf.interfaces.observer import Observer, RunControl, RunInfo
     from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
     from rlhf.interfaces.rollout import Rollout, RolloutContext
     from rlhf.interfaces.tokens import Tokens
-    from rlhf.interfaces.trainer import ApplyResult, LendsHead, Sums, Trainer
+    from rlhf.interfaces.trainer import (
+        ApplyResult,
+        HasViews,
+        LendsHead,
+        Offloads,
+        SendsWeights,
+        SharesModule,
+        Sums,
+        TakesWeights,
+        Trainer,
+    )
 
     KINDS: dict[str, type[Component | Extension]]
     """kind K = entry-point group ``rlhf.K`` = hook ``rlhf_register_K`` = ``interfaces/K.py``."""
@@ -37,19 +55,19 @@ _FILES = {
     "backend": "Backend",
     "check": "Check Examination Finding ProbeAnswer",
     "command": "Command",
-    "component": "Component ComponentConfig",
+    "component": "Ability Component ComponentConfig abilities",
     "curriculum": "Curriculum FinishedGroup RowSource TrainingRows",
     "env": "Env",
     "extension": "Extension",
-    "generator": "Generator GeneratorSpec Proof",
-    "launcher": "GENERATOR Launcher Place WorkerGroup",
+    "generator": "AnswersRequests Generator GeneratorSpec Proof Sleeps TakesModule TakesTensors",
+    "launcher": "GENERATOR EnginePool Launcher Place WorkerGroup",
     "loss": "Loss",
     "model": "ModelSpec Precision TrainerFacts",
     "observer": "Observer RunControl RunInfo",
     "reward": "ReadRole Reward RewardContext ScoreWithRole",
     "rollout": "Rollout RolloutContext",
     "tokens": "Tokens",
-    "trainer": "ApplyResult LendsHead Sums Trainer",
+    "trainer": "ApplyResult HasViews LendsHead Offloads SendsWeights SharesModule Sums TakesWeights Trainer",
 }
 """{file: the names that are offered here}. A file is called after its kind."""
 _NO_KIND = ("component", "extension", "model", "tokens")
@@ -74,10 +92,11 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "GENERATOR", "KINDS", "Adapter", "Advantage", "Algorithm", "ApplyResult", "Backend", "Check", "Command",
-    "Component", "ComponentConfig", "Curriculum", "Env", "Examination", "Extension", "Finding", "FinishedGroup",
-    "Generator", "GeneratorSpec", "Launcher", "LendsHead", "Loss", "ModelSpec", "Observer", "Place", "Precision",
-    "ProbeAnswer", "Proof", "ReadRole", "Reward", "RewardContext", "Rollout", "RolloutContext", "RowSource",
-    "RunControl", "RunInfo", "ScoreWithRole", "Slot", "Sums", "Tokens", "Trainer", "TrainerFacts", "TrainingRows",
-    "WorkerGroup", "interface",
+    "GENERATOR", "KINDS", "Ability", "Adapter", "Advantage", "Algorithm", "AnswersRequests", "ApplyResult", "Backend",
+    "Check", "Command", "Component", "ComponentConfig", "Curriculum", "EnginePool", "Env", "Examination", "Extension",
+    "Finding", "FinishedGroup", "Generator", "GeneratorSpec", "HasViews", "Launcher", "LendsHead", "Loss",
+    "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward",
+    "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo", "ScoreWithRole",
+    "SendsWeights", "SharesModule", "Sleeps", "Slot", "Sums", "TakesModule", "TakesTensors", "TakesWeights", "Tokens",
+    "Trainer", "TrainerFacts", "TrainingRows", "WorkerGroup", "abilities", "interface",
 ]  # fmt: skip

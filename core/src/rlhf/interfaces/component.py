@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -40,3 +41,17 @@ class Component:
         """Restore :meth:`state_dict`."""
         if state:
             raise ValueError(f"{type(self).__name__} keeps no state but was given {sorted(state)}")
+
+
+class Ability(ABC):  # noqa: B024 - the methods are in its subclasses
+    """Base of the classes for what only some components of a kind can do, such as :class:`rlhf.interfaces.Offloads`. A
+    component that can do it derives from the class, which it names before its interface."""
+
+
+def abilities(cls: type[Any]) -> list[str]:
+    """Names of the abilities that a class derives from."""
+    return sorted(
+        c.__name__
+        for c in cls.__mro__[1:]
+        if issubclass(c, Ability) and not issubclass(c, Component) and c is not Ability
+    )

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces.component import Component
-from rlhf.interfaces.generator import Generator, GeneratorSpec
+from rlhf.interfaces.generator import Generator, GeneratorSpec, TakesTensors
 from rlhf.interfaces.model import ModelSpec
 from rlhf.interfaces.trainer import Trainer
 
 if TYPE_CHECKING:
     from rlhf.plugins.resolved import Resolved
+    from rlhf.types import GenerationRequest, Turn
 
 GENERATOR = "generator"
 """The name of the engines in a placement, beside the names of roles."""
@@ -57,7 +58,7 @@ class WorkerGroup(ABC):
 
     size: int
     worker: Any = None
-    """The worker itself, if there is one worker and it is in this process (``export:module``)."""
+    """The worker itself, if there is one worker and it is in this process."""
 
     @abstractmethod
     def call(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -98,11 +99,53 @@ class WorkerGroup(ABC):
         """Release the workers."""
 
 
+class EnginePool(TakesTensors, Generator):
+    """Engines behind one generator: requests go to engines, weights go to all of them. A launcher makes it. It answers
+    single requests too (``stream.mode = "continuous"``), if its engines are
+    :class:`rlhf.interfaces.generator.AnswersRequests`."""
+
+    @abstractmethod
+    async def answer(self, request: GenerationRequest) -> Turn:
+        """One sampled turn, while other requests and the training of the policy go on. It is awaited on an event loop
+        that is not the main thread's; the other methods are called on the main thread. Cancelling the call drops the
+        sample."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Sample nothing for requests of :meth:`answer` until :meth:`resume`. Weights are loaded and proven meanwhile.
+        With ``in_flight = "drain"`` it first waits until the unfinished requests are answered. Calls may be nested."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
+    def repair(self) -> None:
+        """Replace engines that died since the last call, so that requests of :meth:`answer` go on. Called on the main
+        thread, again and again while it waits for samples."""
+        return
+
+    def idle(self) -> tuple[float, float] | None:
+        """(engine seconds without a request, engine seconds) since the last call; None: it does not know. Called on
+        the main thread."""
+        return None
+
+    def unfinished_tokens(self) -> int:
+        """Tokens sampled so far of requests that are not answered; 0: it does not know. Called on any thread."""
+        return 0
+
+    def restarted(self) -> Mapping[str, int]:
+        """{why: tokens} of requests of :meth:`answer` that were sampled and thrown away since the last call, because
+        their samples began again: ``weights`` (``in_flight = "restart"``), ``engine`` (it died). Called on the main
+        thread."""
+        return {}
+
+
 class Launcher(Component):
     """Starts trainers and generators. The controller gets the same worker group wherever they run."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """``ranks:many``, ``processes`` (workers run outside of this process), ..."""
+    """``ranks:many``, ``processes`` (workers run outside of this process), ``answers`` (its generator is an
+    :class:`EnginePool`), ``export:module`` (:attr:`WorkerGroup.worker` of one rank is the trainer), ..."""
 
     @classmethod
     def here(cls, config: Any) -> bool:
@@ -157,7 +200,7 @@ class Launcher(Component):
         policy: WorkerGroup | None = None,
         refresh: Callable[[], object] | None = None,
     ) -> Generator:
-        """One generator, or one object in front of several engines that assigns them the requests by load.
+        """The generator, or an :class:`EnginePool` in front of several engines.
 
         Args:
             policy: the ranks whose weights it samples from. If :meth:`choose_link` chose a link,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rlhf.errors import CapabilityError
-from rlhf.interfaces.component import Component, ComponentConfig
+from rlhf.interfaces.component import Ability, Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
-from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork, whole_copy
-from rlhf.interfaces.model import ModelSpec, Precision, TrainerFacts
+from rlhf.interfaces.model import ModelSpec, TrainerFacts
+from rlhf.interfaces.preflight import TrainerPreflight
 from rlhf.types import Head
 
 if TYPE_CHECKING:
@@ -36,25 +35,28 @@ Sums = dict[str, tuple[float, float]]
 """{metric: (sum, count)}. Sums and counts are added over micro-batches and ranks; the driver divides."""
 
 
-class Trainer(Component):
+class Trainer(TrainerPreflight, Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
+
+    What only some trainers can do is a class of its own, from which the trainer derives: :class:`SharesModule`,
+    :class:`SendsWeights`, :class:`TakesWeights`, :class:`Offloads`, :class:`HasViews`, :class:`LendsHead`. A run that
+    samples from the policy needs one of the first two::
+
+        class MyTrainer(SharesModule, SendsWeights, Trainer): ...
 
     Gradients are summed, not averaged, over micro-batches and ranks: the weights in the batch already contain the
     global normaliser. Every rank gets the same number of micro-batches, none of them empty. A trainer may communicate
     inside any method except ``facts`` and ``coverage``.
 
     With several ranks, ``forward``, ``accumulate`` and ``update`` return the rank's own values (equal on ranks that get
-    the same share, ``TrainerFacts.ranks_per_share``). ``apply`` returns the same value on all ranks. ``weights`` yields
-    whole tensors on rank 0; other ranks take part and may yield nothing. ``export`` and ``save`` write to a folder that
-    all ranks see.
+    the same share, ``TrainerFacts.ranks_per_share``). ``apply`` returns the same value on all ranks.
+    ``SendsWeights.weights`` yields whole tensors on rank 0; other ranks take part and may yield nothing. ``export`` and
+    ``save`` write to a folder that all ranks see.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """``export:module`` (a generator in this process may sample from the module), ``export:tensors``, ``lend:head``
-    (:class:`LendsHead`), ``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`),
-    ``images`` (:attr:`rlhf.ops.batch.Batch.images_B`), ..."""
-    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
+    """``ranks:many``, ``ema``, ``bf16``, ``storage:bf16`` (:attr:`ModelSpec.storage`), ``images``
+    (:attr:`rlhf.ops.batch.Batch.images_B`), ..."""
 
     layout: ClassVar[frozenset[str]] = frozenset()
     """Options that may change on resume (sharding, offload, timeouts). :meth:`load` must accept a checkpoint that was
@@ -66,45 +68,6 @@ class Trainer(Component):
     learning: ClassVar[frozenset[str]] = frozenset()
     """Training-only options. They are refused in the section of a role that is not trained."""
 
-    @classmethod
-    def precision_on_processor(cls) -> Precision:
-        """Meaning of ``dtype = "auto"`` on the CPU of this machine. A run calls this once and passes the result to
-        every rank (``ModelSpec.on_processor``)."""
-        return Precision(False, "fp32 on cpu: the trainer offers no other arithmetic there")
-
-    @classmethod
-    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
-        """Before anything starts, refuse options that the constructor would refuse, raising the constructor's own
-        message, as far as this is known without loading a model.
-
-        Args:
-            spec: ``total_updates`` and ``rendezvous`` may be unknown yet.
-            device: ``cpu`` | ``cuda``, the kind of device of the ranks, if they run on this machine; None: the ranks'
-                machines are not known.
-
-        Raises CapabilityError or ConfigError.
-        """
-
-    @classmethod
-    def check_files(cls, spec: ModelSpec) -> None:
-        """Before anything starts, refuse a model whose files the constructor would refuse, as far as this is known
-        without reading weights. Called when a run starts, not by ``rlhf plan``. Raises ModelError."""
-
-    @classmethod
-    def memory(cls, config: Any, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str) -> TrainerMemory:
-        """The memory that one rank of this role would need, for ``rlhf plan``. Nothing is loaded or started.
-
-        The default is a whole fp32 copy of the model on every rank, with AdamW if the role is trained.
-
-        Args:
-            spec: ``world_size`` is the number of ranks; ``role.trained`` says whether there is an optimizer.
-            size: of the role's model.
-            work: what the role computes.
-            device: ``cpu`` | ``cuda``, where the rank would run.
-        """
-        again = spec.gradient_checkpointing
-        return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
-
     spec: ModelSpec
     progress: Callable[[int, int], None] | None = None
     """Called after each micro-batch with (micro-batches computed, micro-batches of the call). A run sets it on trainers
@@ -112,15 +75,6 @@ class Trainer(Component):
 
     @abstractmethod
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None: ...
-
-    def use_view(self, view: str) -> None:
-        """Use the weights of ``view`` in place of ``live`` in every method and in the module itself, until
-        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported; nothing is trained
-        or saved in between. Every rank calls it. A trainer with other views than ``live`` overrides it."""
-        if view != "live":
-            raise CapabilityError(
-                f"trainer {self.name!r} cannot compute with its view {view!r} in place of the live one"
-            )
 
     def facts(self) -> TrainerFacts:
         """Called on rank 0 after the model is loaded."""
@@ -185,6 +139,34 @@ class Trainer(Component):
         other ranks."""
 
     @abstractmethod
+    def export(self, path: Path, view: str = "live") -> None:
+        """Write the model and tokenizer in Hugging Face format (safetensors), which transformers can load."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer, schedule, EMA and the state of dropout's RNG into the folder ``path``, without
+        pickle."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Restore exactly the state that :meth:`save` wrote."""
+
+
+class SharesModule(Ability):
+    """A generator in the same process may sample from the trainer's module
+    (:class:`rlhf.interfaces.generator.TakesModule`)."""
+
+    module: Any
+    """The live model, a ``torch.nn.Module`` of transformers."""
+
+
+class SendsWeights(Ability):
+    """The weights go to generators that hold a copy (:class:`rlhf.interfaces.generator.TakesTensors`), and to other
+    roles (``Snapshot.source``)."""
+
+    spec: ModelSpec
+
+    @abstractmethod
     def weights(self, view: str = "live", every_rank: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face parameter name, whole tensor), in a fixed order and in the stored number format.
 
@@ -212,38 +194,44 @@ class Trainer(Component):
         The receivers' fingerprints must equal these."""
         return self._sent
 
+
+class TakesWeights(Ability):
+    """The weights can be replaced by those of another role (``Snapshot``)."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Overwrite the model's weights, by the names of :meth:`SendsWeights.weights`."""
+
     def load_buckets(self, buckets: Sequence[Bucket]) -> None:
         """:meth:`load_weights` with the buckets of a whole model."""
         self.load_weights((name, tensor) for bucket in buckets for name, tensor in bucket.tensors)
 
+
+class Offloads(Ability):
+    """Device memory can be freed while the trainer does not learn."""
+
+    @abstractmethod
     def offload(self) -> None:
         """Free device memory for a generator that shares the device: move optimizer state and gradients to the host
         until :meth:`reload`, and release unused memory. Also called on roles that are not trained."""
 
+    @abstractmethod
     def reload(self) -> None:
         """Undo :meth:`offload`."""
 
-    @abstractmethod
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Overwrite the model's weights (``Snapshot``)."""
+
+class HasViews(Ability):
+    """An evaluation can be of other weights than the live ones (:attr:`TrainerFacts.views`)."""
 
     @abstractmethod
-    def export(self, path: Path, view: str = "live") -> None:
-        """Write the model and tokenizer in Hugging Face format (safetensors), which transformers can load."""
-
-    @abstractmethod
-    def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule, EMA and the state of dropout's RNG into the folder ``path``, without
-        pickle."""
-
-    @abstractmethod
-    def load(self, path: Path) -> None:
-        """Restore exactly the state that :meth:`save` wrote."""
+    def use_view(self, view: str) -> None:
+        """Use the weights of ``view`` in place of ``live`` in every method and in the module itself, until
+        ``use_view("live")``. An evaluation calls this to measure the weights that will be exported; nothing is trained
+        or saved in between. Every rank calls it."""
 
 
-class LendsHead(ABC):
-    """The methods of a trainer with the capability ``lend:head``: ``class Mine(LendsHead, Trainer)``. They give the
-    output head of one role to another role, for its computations (:class:`rlhf.types.Lent`)."""
+class LendsHead(Ability):
+    """Roles compute with the output head of another role (:class:`rlhf.types.Lent`)."""
 
     @abstractmethod
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:

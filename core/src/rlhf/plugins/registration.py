@@ -16,6 +16,7 @@ from pluggy import PluginManager, PluginValidationError
 
 from rlhf import hookspecs
 from rlhf.errors import PluginImportFailed, PluginInvalid, did_you_mean
+from rlhf.plugins.abilities import check_abilities
 from rlhf.plugins.entry import HOOK_PREFIX, KINDS
 from rlhf.plugins.importing import importing
 from rlhf.plugins.references import NAME
@@ -101,10 +102,13 @@ def check_class(kind: str, cls: Any, label: str) -> type[Any]:
             f"name = {re.sub(r'[^a-z0-9_]+', '_', str(cls.name or cls.__name__).lower())!r}"
         )
     _check_config(kind, cls, label)
-    if missing := abstract_methods(cls):
-        raise PluginInvalid(
-            f"{label}: {_where(cls)} does not define {', '.join(missing)}, which every {kind} must have"
-        )
+    check_abilities(kind, cls, label)
+    owners: dict[str, list[str]] = {}
+    for name in abstract_methods(cls):
+        owners.setdefault(_owner(kind, cls, name), []).append(name)
+    if owners:
+        missing = "; ".join(f"{', '.join(names)}, which every {owner} must have" for owner, names in owners.items())
+        raise PluginInvalid(f"{label}: {_where(cls)} does not define {missing}")
     result: type[Any] = cls
     return result
 
@@ -151,6 +155,14 @@ def kind_of(cls: type[Any]) -> str:
 def abstract_methods(cls: type[Any]) -> list[str]:
     """Abstract methods that a class does not define. (``Component`` is not an ``ABC``, so Python does not check it.)"""
     return sorted(n for n in dir(cls) if getattr(getattr(cls, n, None), "__isabstractmethod__", False))
+
+
+def _owner(kind: str, cls: type[Any], method: str) -> str:
+    """The ability that a method belongs to, or the kind."""
+    from rlhf.interfaces import Ability, interface
+
+    base = next(base for base in reversed(cls.__mro__) if method in vars(base))
+    return base.__name__ if issubclass(base, Ability) and not issubclass(base, interface(kind)) else kind
 
 
 def _where(cls: type[Any]) -> str:

@@ -12,7 +12,17 @@ from typing import ClassVar
 
 import torch
 from rlhf.errors import CapabilityError, TrainingError
-from rlhf.interfaces import LendsHead, Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces import (
+    LendsHead,
+    Loss,
+    ModelSpec,
+    Offloads,
+    SendsWeights,
+    Sums,
+    TakesWeights,
+    Trainer,
+    TrainerFacts,
+)
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
@@ -43,7 +53,7 @@ from rlhf_modeling.storage import whole_storage
 from rlhf_modeling.weight_views import WeightViews
 
 
-class PackedTrainer(WeightViews, LendsHead, Trainer):
+class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead, Trainer):
     """Padding-free forward and backward of one role's model; bf16 arithmetic is autocast on top of the weights."""
 
     Config = TrainingConfig
@@ -86,7 +96,7 @@ class PackedTrainer(WeightViews, LendsHead, Trainer):
         self.choose_kernel()
         self.tokenizer = load_tokenizer(spec) if spec.role.trained else None
         self.module = loaded.module
-        """The live model, in evaluation mode between calls (``export:module``)."""
+        """The live model, in evaluation mode between calls."""
         self.packed: nn.Module = PackedModel(loaded, self.config)
         """Computes a micro-batch: ``packed(batch, outputs)``."""
         self.eos_token_ids = eos_token_ids(self.module, self.tokenizer)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError, TrainingError
-from rlhf.interfaces import ModelSpec
+from rlhf.interfaces import HasViews, ModelSpec
 
 from rlhf_modeling.adapters import without_adapters
 from rlhf_modeling.config import TrainingConfig
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class WeightViews:
+class WeightViews(HasViews):
     """The part of a trainer that computes with other values of its weights."""
 
     config: TrainingConfig

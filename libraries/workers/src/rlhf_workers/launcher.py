@@ -23,7 +23,7 @@ from rlhf_workers.driver.rank_group import RankGroup
 from rlhf_workers.driver.stall_report import StallReport
 from rlhf_workers.driver.watchdog import OnStall, Watchdog, ignore_stall
 from rlhf_workers.engines.front import EngineGroup, check_takes_tensors
-from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.engines.weight_link import NO_LINKS, WeightLink, choose_kind
 from rlhf_workers.links.receiving import receives_over_links
 from rlhf_workers.options import WorkerOptions
@@ -119,7 +119,7 @@ class WorkerLauncher(Launcher):
         spec: GeneratorSpec,
         policy: WorkerGroup | None = None,
         refresh: Callable[[], object] | None = None,
-    ) -> Generator:
+    ) -> EngineGroup:
         check_takes_tensors(generator, self.name)
         placed = self._reserved(GENERATOR)
         allocations = placed.allocations[GENERATOR]
@@ -141,7 +141,7 @@ class WorkerLauncher(Launcher):
             link = WeightLink(self._link, policy, placed.cuda, spec.sync_timeout, self._watch)
         broken = link.drop if link is not None else lambda: None
         with self._or_nothing():
-            pool = EnginePool(placed.calls, start, self._watch, len(allocations), self.config.max_restarts, broken)
+            pool = EngineWorkers(placed.calls, start, self._watch, len(allocations), self.config.max_restarts, broken)
         front = EngineGroup(generator, spec, pool, link, refresh)
         self._launched.append(front)
         return front

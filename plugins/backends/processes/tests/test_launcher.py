@@ -10,7 +10,7 @@ import numpy
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import GENERATOR, ModelSpec, Place
+from rlhf.interfaces import GENERATOR, Generator, ModelSpec, Place, TakesModule
 from rlhf.types import RoleSpec
 from rlhf_plugin_processes import ProcessesBackend
 from rlhf_plugin_processes.launcher import ProcessesConfig, ProcessesLauncher, gpus_of
@@ -73,9 +73,8 @@ def test_calls_in_the_wrong_order_are_refused():
 
 
 def test_generators_that_need_the_trainers_module_are_refused():
-    class Inside(CountingGenerator):
+    class Inside(TakesModule, Generator):
         name = "inside"
-        capabilities = frozenset({"accept:module"})
 
     with pytest.raises(CapabilityError, match=r"'inside' samples from a trainer's module.*launcher 'processes'"):
         ProcessesLauncher.check(ProcessesConfig(), {}, Inside, "auto")

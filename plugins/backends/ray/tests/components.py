@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec
+from rlhf.interfaces import Generator, GeneratorSpec, ModelSpec, TakesTensors
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.ops.heads import resolve_head
@@ -51,11 +51,11 @@ class OwnCopyConfig(ComponentConfig):
     """Number of samples of a call before the process kills itself."""
 
 
-class OwnCopy(Generator):
+class OwnCopy(TakesTensors, Generator):
     """The transformers generator with a copy of the policy in its own process, in place of a vLLM engine."""
 
     name = "own_copy"
-    capabilities = frozenset({"accept:tensors", "logprobs", "seeds", "sleep"})
+    capabilities = frozenset({"logprobs", "seeds"})
     Config = OwnCopyConfig
 
     def __init__(self, config: OwnCopyConfig, spec: GeneratorSpec) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_plugin_simulated import env, generator, trainer
+from rlhf_plugin_simulated import env, generator, pool, trainer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for generator_cases
 
@@ -68,8 +68,8 @@ class Replaced(ModuleType):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (env, generator):
+    for module in (env, pool):
         monkeypatch.setattr(module, "asyncio", Replaced(asyncio, sleep=made.sleep))
-    for module in (generator, trainer):
+    for module in (generator, pool, trainer):
         monkeypatch.setattr(module, "time", Replaced(time, monotonic=made.monotonic, sleep=made.block))
     return made

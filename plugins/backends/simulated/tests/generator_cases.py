@@ -10,13 +10,13 @@ from typing import Any
 
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_plugin_simulated.generator import SimulatedGenerator
+from rlhf_plugin_simulated.pool import SimulatedPool
 
 
-def make(in_flight: Any = "continue", seed: int = 0, **options: Any) -> SimulatedGenerator:
+def make(in_flight: Any = "continue", seed: int = 0, **options: Any) -> SimulatedPool:
     """8 tokens a second and 80 tokens an answer, where nothing else is said. No time is rounded."""
-    config = SimulatedGenerator.Config(**{"tokens": 80.0, "tokens_sigma": 0.0, "tokens_per_second": 8.0, **options})
-    return SimulatedGenerator(config, GeneratorSpec((1,), str, in_flight=in_flight, seed=seed))
+    config = SimulatedPool.Config(**{"tokens": 80.0, "tokens_sigma": 0.0, "tokens_per_second": 8.0, **options})
+    return SimulatedPool(config, GeneratorSpec((1,), str, in_flight=in_flight, seed=seed))
 
 
 def request(seed: int, max_new_tokens: int = 1000) -> GenerationRequest:

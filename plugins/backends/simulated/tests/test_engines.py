@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from rlhf_plugin_simulated.generator import Engines
+from rlhf_plugin_simulated.pool import Engines
 
 
 class Clock:

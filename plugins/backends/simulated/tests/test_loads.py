@@ -9,11 +9,11 @@ from generator_cases import dies_once, make, play, request
 from rlhf.errors import SyncError
 from rlhf.interfaces import GeneratorSpec, ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_plugin_simulated.generator import SimulatedGenerator
+from rlhf_plugin_simulated.pool import SimulatedPool
 from rlhf_plugin_simulated.trainer import SimulatedTrainer
 
 
-async def pause(generator: SimulatedGenerator) -> asyncio.Task[None]:
+async def pause(generator: SimulatedPool) -> asyncio.Task[None]:
     """``pause`` on another thread, as the main thread of a run calls it. No sample starts after this returns."""
     task = asyncio.create_task(asyncio.to_thread(generator.pause))
     while generator._open.is_set():
@@ -21,7 +21,7 @@ async def pause(generator: SimulatedGenerator) -> asyncio.Task[None]:
     return task
 
 
-async def resume(generator: SimulatedGenerator, version: int) -> None:
+async def resume(generator: SimulatedPool, version: int) -> None:
     """The load itself, and ``resume``. Samples may go on when this returns."""
     generator.begin_load(version)
     generator.end_load()
@@ -30,7 +30,7 @@ async def resume(generator: SimulatedGenerator, version: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def load(generator: SimulatedGenerator, version: int) -> None:
+async def load(generator: SimulatedPool, version: int) -> None:
     """A load that does not wait for samples."""
     await (await pause(generator))
     await resume(generator, version)
@@ -152,7 +152,7 @@ def test_a_sample_that_is_sampled_again_has_the_versions_of_its_last_try(clock) 
 def test_weights_are_proven_and_counted() -> None:
     """The generator receives the trainer's steps, with the fingerprint that the trainer sent."""
     trainer = SimulatedTrainer(SimulatedTrainer.Config(seconds=0.0), ModelSpec(RoleSpec("policy", trained=True), ""))
-    generator = SimulatedGenerator(None, GeneratorSpec((1,), str))
+    generator = SimulatedPool(None, GeneratorSpec((1,), str))
     generator.begin_load(3)
     for bucket in trainer.buckets():
         generator.take(bucket)

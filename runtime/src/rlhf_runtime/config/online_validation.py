@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from rlhf.interfaces import GENERATOR, Advantage, Algorithm, Generator, Launcher, Trainer
+from rlhf.interfaces import (
+    GENERATOR,
+    Advantage,
+    Algorithm,
+    AnswersRequests,
+    Generator,
+    Launcher,
+    SendsWeights,
+    SharesModule,
+    TakesModule,
+    TakesTensors,
+    Trainer,
+    abilities,
+)
 from rlhf.types import Needs, OnlineShape
 
 from rlhf_runtime.config.runfile import RunFile
@@ -137,18 +150,18 @@ def capability_problems(
             f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
         )
     if generator is not None and trainer is not None:
-        pairs = [("accept:module", "export:module"), ("accept:tensors", "export:tensors")]
-        if not any(a in generator.capabilities and e in trainer.capabilities for a, e in pairs):
+        pairs = ((TakesModule, SharesModule), (TakesTensors, SendsWeights))
+        if not any(issubclass(generator, takes) and issubclass(trainer, gives) for takes, gives in pairs):
             problems.append(
-                f"generator {generator.name!r} ({', '.join(sorted(generator.capabilities))}) cannot take weights from "
-                f"trainer {trainer.name!r} ({', '.join(sorted(trainer.capabilities))}): one must accept what the other "
-                "exports, 'module' or 'tensors'."
+                f"generator {generator.name!r} ({', '.join(abilities(generator)) or 'no abilities'}) cannot take "
+                f"weights from trainer {trainer.name!r} ({', '.join(abilities(trainer)) or 'no abilities'}). A "
+                "TakesModule needs a SharesModule, a TakesTensors needs a SendsWeights."
             )
     return problems
 
 
 ANSWERS = "answers"
-"""Capability of launchers and generators: single requests are answered while other work goes on."""
+"""Capability of launchers: single requests are answered while other work goes on."""
 
 KEEPS_KEYS = "keep:keys"
 """Capability of generators: ``GeneratorSpec.keys``."""
@@ -198,7 +211,7 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
             f"go on while the policy learns. Remove it, or use a launcher with the capability {ANSWERS!r}: "
             "`rlhf plugins list launcher`, `rlhf plugins show NAME`."
         )
-    elif generator is not None and ANSWERS not in generator.capabilities:
+    elif generator is not None and not issubclass(generator, AnswersRequests):
         problems.append(
             f"stream.mode = 'continuous': generator {generator.name!r} answers no single requests. Remove it, or use "
             "another --generator.use."

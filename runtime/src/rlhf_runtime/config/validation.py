@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from rlhf.interfaces import Algorithm, ComponentConfig, Curriculum, Generator, Launcher, Loss, Trainer
+from rlhf.interfaces import (
+    Algorithm,
+    ComponentConfig,
+    Curriculum,
+    Generator,
+    Launcher,
+    LendsHead,
+    Loss,
+    TakesTensors,
+    Trainer,
+)
 from rlhf.types import DataForm, Needs, RoleSpec
 
 from rlhf_runtime.config.data_section import DataSection
@@ -13,8 +23,6 @@ from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EnvSection, EvalSection, ModelSection, StreamSection, SyncSection
 
-LENDING = "lend:head"
-"""Capability of trainers that ``Needs.lent`` requires."""
 STORAGE = "storage:bf16"
 """Capability of trainers that ``storage = "bf16"`` requires."""
 
@@ -73,10 +81,10 @@ def check(
             f"{algorithm.name} needs at least {needs.rows_min} rows a step, got data.batch_size = "
             f"{run.data.batch_size}; set --data.batch_size {needs.rows_min} or more."
         )
-    if needs.lent and trainer is not None and LENDING not in trainer.capabilities:
+    if needs.lent and trainer is not None and not issubclass(trainer, LendsHead):
         problems.append(
             f"{algorithm.name} lets a role compute with the output head of another role, which trainer "
-            f"{trainer.name!r} does not support (it lacks {LENDING!r}). Use another --trainer.use."
+            f"{trainer.name!r} does not support (it is no LendsHead). Use another --trainer.use."
         )
     if trainer is not None and STORAGE not in trainer.capabilities:
         problems += [
@@ -96,7 +104,7 @@ def check(
         problems += curriculum_problems(run, algorithm, curriculum, scored)
     problems += reward_source_problems(run, scored and needs.reward and algorithm.data == "prompts")
     problems += capability_problems(algorithm, needs, generator, trainer)
-    if run.sync != SyncSection() and (generator is None or "accept:tensors" not in generator.capabilities):
+    if run.sync != SyncSection() and (generator is None or not issubclass(generator, TakesTensors)):
         why = (
             "this run has no generator"
             if generator is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rlhf.errors import CapabilityError, RlhfError
-from rlhf.interfaces import Algorithm, Trainer
+from rlhf.interfaces import Algorithm, HasViews, Trainer
 from rlhf.ops.loss_value import finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.types import Group, Row, Update
@@ -133,7 +133,7 @@ def evaluates_average(policy: Role, trainer: type[Trainer], weights: Literal["ex
     """
     if weights == "live" or EXPORTED not in policy.facts.views:
         return False
-    if trainer.use_view is Trainer.use_view:
+    if not issubclass(trainer, HasViews):
         raise CapabilityError(
             f"trainer {trainer.name!r} keeps an average that it cannot be evaluated with. Set --eval.weights live, and "
             "the best step is that of the live weights, or leave the average out."

@@ -19,13 +19,15 @@ class Schedule:
     snapshots: frozenset[str] = frozenset()
     """Roles whose weights the algorithm replaces by those of another role. A checkpoint holds their weights, like those
     of trained roles."""
+    sources: frozenset[str] = frozenset()
+    """Roles whose weights are read for that."""
 
     @classmethod
     def of(cls, algorithm: Algorithm, steps: int) -> Schedule:
         """Ask the algorithm for each of ``steps`` steps."""
         planned: list[Mapping[str, int]] = []
         different: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # equal steps share one object
-        snapshots = set()
+        snapshots, sources = set(), set()
         for step in range(steps):
             count: Counter[str] = Counter()
             for update in algorithm.updates(step):
@@ -33,8 +35,9 @@ class Schedule:
                     count[update.role] += update.epochs * update.minibatches
                 else:
                     snapshots.add(update.role)
+                    sources |= {update.source} | ({update.role} if update.share < 1 else set())
             planned.append(different.setdefault(tuple(count.items()), dict(count)))
-        return cls(tuple(planned), frozenset(snapshots))
+        return cls(tuple(planned), frozenset(snapshots), frozenset(sources))
 
     def total(self) -> Counter[str]:
         """{role: optimizer steps of the whole run}: the length of its learning-rate schedule."""

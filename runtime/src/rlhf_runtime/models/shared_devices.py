@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from rlhf.errors import RlhfError
-from rlhf.interfaces import GENERATOR, Generator, Place
+from rlhf.interfaces import GENERATOR, Generator, Place, Sleeps
 
 from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.models.precompute import PrecomputedRole
@@ -27,8 +27,12 @@ class Phases:
         places: Mapping[str, Place],
         refresh: Callable[[], object],
     ) -> None:
-        """``refresh`` sends the current weights to the generator, which may discard them while it sleeps."""
-        self.generator, self._refresh = generator, refresh
+        """
+        Args:
+            roles: those that can offload.
+            refresh: sends the current weights to the generator, which may discard them while it sleeps.
+        """
+        self._sleeper, self._refresh = generator if isinstance(generator, Sleeps) else None, refresh
         shared = neighbours(places, GENERATOR) if GENERATOR in places else []
         here = [roles[name] for name in shared if name in roles and not isinstance(roles[name], PrecomputedRole)]
         self.neighbours = list({id(role.group): role for role in here}.values())  # two roles may be views of one model
@@ -37,7 +41,7 @@ class Phases:
         """Whether the generator is awake."""
         self._together = False
         if self.active:
-            generator.sleep()
+            self._sleep()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -46,7 +50,7 @@ class Phases:
             yield
             return
         self.begin_sync()
-        if self.generator.wake():
+        if self._sleeper is not None and self._sleeper.wake():
             self._refresh()
         with self._then_learning(here=not self._together):
             yield
@@ -78,13 +82,17 @@ class Phases:
         self._aside = False
         failed: list[RlhfError] = []
         turns: list[Callable[[], object]] = [partial(role.every, "reload") for role in self.neighbours]
-        for turn in (self.generator.sleep, *turns):
+        for turn in (self._sleep, *turns):
             try:
                 turn()
             except RlhfError as error:
                 failed.append(error)
         if failed:
             raise failed[0]
+
+    def _sleep(self) -> None:
+        if self._sleeper is not None:
+            self._sleeper.sleep()
 
     @contextmanager
     def _then_learning(self, here: bool = True) -> Iterator[None]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rlhf.errors import SyncError
-from rlhf.interfaces import Generator, Proof
+from rlhf.errors import CapabilityError, SyncError
+from rlhf.interfaces import EnginePool, Generator, Proof, TakesModule, TakesTensors
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.seeds import derive_seed
@@ -27,8 +27,6 @@ from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.models.roles import Role
 
-HOLDS_NOTHING = "accept:nothing"
-"""Capability of a generator without weights, which needs no sync."""
 _SHOWN = 8
 """Largest number of names in a message."""
 CANARY_TOKENS = 24
@@ -70,7 +68,6 @@ class WeightSync:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
         self.longest, self.images = longest, images
         self.version = 0
-        self.by_module = policy.group.worker is not None and "accept:module" in generator.capabilities
 
     def refresh(self) -> None:
         """Send the current weights again: the generator lost them, or an engine of it was replaced."""
@@ -80,32 +77,40 @@ class WeightSync:
         """Send the weights of ``version``, with which the generator samples from now on. Raises SyncError if the proof
         fails and ``sync.check`` does not allow that."""
         self.version = version
-        if HOLDS_NOTHING in self.generator.capabilities:
-            self.generator.version = version
-            return {}
-        if self.by_module:
-            proof = self.generator.load(self.policy.group.worker, version)
+        generator, worker = self.generator, self.policy.group.worker
+        if isinstance(generator, TakesModule) and worker is not None:
+            proof = generator.load(worker, version)
             if proof.version != version:
                 raise SyncError(f"the generator reports weight version {proof.version} after a sync of {version}")
             return {"sync/version": float(version)}
-        self.generator.pause()
-        metrics = self._push_proven(version)
-        self.generator.resume()  # not after an error: nothing is sampled with weights that are not proven
+        if not isinstance(generator, TakesTensors):
+            if isinstance(generator, TakesModule):
+                raise CapabilityError(
+                    f"generator {generator.name!r} samples from a trainer's module, and the policy is not in this "
+                    "process. Use a generator that is a TakesTensors, or launcher 'local'."
+                )
+            generator.version = version  # it generates nothing
+            return {}
+        if not isinstance(generator, EnginePool):
+            return self._push_proven(generator, version)
+        generator.pause()
+        metrics = self._push_proven(generator, version)
+        generator.resume()  # not after an error: nothing is sampled with weights that are not proven
         return metrics
 
     # -------------------------------------------------------------------------------------- parts
 
-    def _push_proven(self, version: int) -> dict[str, float]:
+    def _push_proven(self, generator: TakesTensors, version: int) -> dict[str, float]:
         tries = 2 if self.section.check == "retry" else 1
         for attempt in range(1, tries + 1):
             proofs: list[Proof] = []
             fit = True
             try:
-                proofs, reference = self._send(version)
+                proofs, reference = self._send(generator, version)
             except SyncError as incomplete:  # the generator itself reports missing tensors
                 fit, problems, difference = False, [str(incomplete)], float("nan")
             else:
-                problems, difference = self._examine(proofs, reference)
+                problems, difference = self._examine(generator, proofs, reference)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
             if not problems:
@@ -119,12 +124,12 @@ class WeightSync:
         on = ' sync.check = "warn" goes on all the same.' if fit else " The generator cannot go on with a part of them."
         raise SyncError(f"{message}\nThe run stops, because samples of other weights would be trained on.{on}")
 
-    def _send(self, version: int) -> tuple[list[Proof], _Reference]:
-        self.generator.begin_load(version)
+    def _send(self, generator: TakesTensors, version: int) -> tuple[list[Proof], _Reference]:
+        generator.begin_load(version)
         for bucket in self._buckets():
-            self.generator.take(bucket)
+            generator.take(bucket)
         reference = self._reference(version)  # the trainer computes this while the generator prepares
-        return self.generator.end_load(), reference
+        return generator.end_load(), reference
 
     def _reference(self, version: int) -> _Reference:
         marks = self.policy.group.begin("sent", [()] * self.policy.group.size)
@@ -154,7 +159,9 @@ class WeightSync:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
         return self.policy.group.send_buckets("live", limit, timeout)
 
-    def _examine(self, proofs: Sequence[Proof], reference: _Reference) -> tuple[list[str], float]:
+    def _examine(
+        self, generator: TakesTensors, proofs: Sequence[Proof], reference: _Reference
+    ) -> tuple[list[str], float]:
         """(what is wrong, largest mean difference of a canary)."""
         marks = reference.marks()[0]
         problems = []
@@ -170,7 +177,7 @@ class WeightSync:
         if reference.outputs is None:
             return problems, 0.0
         images = [c.images for c in reference.canaries]
-        answers = self.generator.logprobs([c.ids for c in reference.canaries], *([images] if any(images) else []))
+        answers = generator.logprobs([c.ids for c in reference.canaries], *([images] if any(images) else []))
         differences = mean_differences(reference.canaries, reference.outputs()["logprobs"], answers)
         tolerance = self._tolerance(proofs)
         wrong = [
@@ -181,7 +188,7 @@ class WeightSync:
             label = "the canary with an image" if all(c.images for c in wrong) else "the canaries"
             problems.append(
                 f"log-probs of {label} differ from the trainer's by {largest:.2g} on average; allowed are "
-                f"{tolerance:g} (sync.tolerance). {self._suspects()}"
+                f"{tolerance:g} (sync.tolerance). {self._suspects(generator)}"
             )
         return problems, largest
 
@@ -190,11 +197,11 @@ class WeightSync:
             return self.section.tolerance
         return 0.05 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
 
-    def _suspects(self) -> str:
+    def _suspects(self, generator: TakesTensors) -> str:
         """After a canary failed, send the weights once more, for comparison only."""
         stale: list[str] = []
         for bucket in self._buckets():
-            stale += self.generator.stale(bucket)
+            stale += generator.stale(bucket)
         if not stale:
             return "No single tensor could be shown to be stale: look for other arithmetic (dtype, attention)."
         return f"Stale in the generator: {_listed(stale)}."
@@ -248,7 +255,7 @@ def mean_differences(
 
     Args:
         ours_N: the trainer's log-probs of all tokens.
-        engines: the answers of :meth:`rlhf.interfaces.Generator.logprobs`.
+        engines: the answers of :meth:`rlhf.interfaces.TakesTensors.logprobs`.
     """
     differences = []
     for i, (canary, ours_T) in enumerate(zip(canaries, ours_N.split([len(c.ids) for c in canaries]), strict=True)):

@@ -85,7 +85,8 @@ class ContinuousStream(Stream):
         row_order: ChosenOrder | None = None,
         count: Count = no_count,
     ) -> None:
-        self.rows, self.rollouts, self.settings = rows, rollouts, settings
+        assert rollouts.pool is not None
+        self.rows, self.rollouts, self.settings, self.pool = rows, rollouts, settings, rollouts.pool
         self.acceptance = acceptance or Acceptance()
         self.chosen_rows = None if row_order is None else ChosenRows(rows, row_order, batch_size)
         """The rows that a curriculum chose, if one decides the order of ``rows``."""
@@ -110,7 +111,7 @@ class ContinuousStream(Stream):
     def start(self, step: int) -> None:
         """Start groups with the new weights. Does not wait for any."""
         if self._requests is None:
-            self.rollouts.generator.idle()  # the share of idle time counts from here on
+            self.pool.idle()  # the share of idle time counts from here on
         self._run(self._begin())
 
     def take(self, step: int) -> ReadyBatch:
@@ -120,9 +121,9 @@ class ContinuousStream(Stream):
                 f"the batch of step {step} was asked for, but the next one is of step {self.batches_taken}"
             )
         ready = self._run(self._take(step))
-        if (seconds := self.rollouts.generator.idle()) is not None and seconds[1] > 0:
+        if (seconds := self.pool.idle()) is not None and seconds[1] > 0:
             ready.counts["idle"] = seconds[0] / seconds[1]
-        for why, tokens in self.rollouts.generator.restarted().items():
+        for why, tokens in self.pool.restarted().items():
             ready.counts[RESTARTED[why]] += tokens
         return ready
 
@@ -166,7 +167,7 @@ class ContinuousStream(Stream):
 
     async def _begin(self) -> None:
         if self._requests is None:
-            self._requests = SingleRequests(self.rollouts.generator, self.rollouts.limit)
+            self._requests = SingleRequests(self.pool, self.rollouts.limit)
             for pending in self.pending:
                 if pending.group is None:  # of the checkpoint that the run continues from
                     self._launch(pending, self._requests)
@@ -174,7 +175,7 @@ class ContinuousStream(Stream):
 
     async def _start_groups(self, requests: SingleRequests) -> None:
         started = 0
-        while room := self.pending.room(self.batches_taken, version := self.rollouts.generator.version):
+        while room := self.pending.room(self.batches_taken, version := self.pool.version):
             if self._failure is not None or self._exhausted:
                 return
             rows = (
@@ -245,7 +246,7 @@ class ContinuousStream(Stream):
             self.pending.remove(pending)
         groups = [pending.group for pending in batch if pending.group is not None]
         self.batches_taken += 1
-        return self._ready(step, groups, min((p.version for p in batch), default=self.rollouts.generator.version))
+        return self._ready(step, groups, min((p.version for p in batch), default=self.pool.version))
 
     async def _hold(self) -> None:
         if self._requests is not None:
@@ -258,7 +259,7 @@ class ContinuousStream(Stream):
         try:
             await asyncio.wait_for(event.wait(), LOOK)
         except TimeoutError:
-            await self.rollouts.main.call(self.rollouts.generator.repair)
+            await self.rollouts.main.call(self.pool.repair)
 
     def _fresh(self, step: int, batch: list[Pending] | None) -> list[Pending] | None:
         """``batch`` if no token in it is older than the staleness allows; else None, and old groups are drawn again."""
@@ -268,7 +269,7 @@ class ContinuousStream(Stream):
             self.pending.remove(pending)
             assert self._requests is not None
             self.acceptance.reject(group, self._counts, "stale", group.trajectories)
-            self._launch(self._add(pending.row, self.rollouts.generator.version), self._requests)
+            self._launch(self._add(pending.row, self.pool.version), self._requests)
         return batch if not old else None
 
     def _ready(self, step: int, groups: list[Group], version: int) -> ReadyBatch:
@@ -299,7 +300,7 @@ class ContinuousStream(Stream):
             "finished": self._finished,
             "rejected": self._rejected,
             "counts": dict(self._counts),
-            "unfinished_tokens": self.rollouts.generator.unfinished_tokens() if self._requests is not None else 0,
+            "unfinished_tokens": self.pool.unfinished_tokens() if self._requests is not None else 0,
             "pending": [state for state, _ in saved],
         }
         if self.chosen_rows is not None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlhf.errors import RlhfError, WorkerError
-from rlhf.interfaces import Generator
+from rlhf.interfaces import EnginePool, Generator
 from rlhf.types import GenerationRequest, Turn
 
 from rlhf_runtime.calls.deadlines import cause
@@ -119,12 +119,11 @@ class SingleRequests:
     same three calls as :class:`Waves`.
 
     Args:
-        generator: has the capability ``answers``.
         limit: samples that may be live at once (an environment's concurrency).
     """
 
-    def __init__(self, generator: Generator, limit: int | None = None) -> None:
-        self._generator = generator
+    def __init__(self, pool: EnginePool, limit: int | None = None) -> None:
+        self._pool = pool
         self._places = None if limit is None else asyncio.Semaphore(limit)
         self._under_way = 0
         """Requests that are not answered."""
@@ -149,11 +148,11 @@ class SingleRequests:
         self._under_way += 1
         self._quiet.clear()
         try:
-            return await self._generator.answer(request)
+            return await self._pool.answer(request)
         except RlhfError:
             raise
         except Exception as error:  # of the generator itself: no sample, rollout or environment has failed
-            raise WorkerError(f"generator {self._generator.name!r} raised {cause(error)}") from error
+            raise WorkerError(f"generator {self._pool.name!r} raised {cause(error)}") from error
         finally:
             self._under_way -= 1
             if not self._under_way:

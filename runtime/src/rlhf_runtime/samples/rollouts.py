@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
-from rlhf.interfaces import Env, Generator, Rollout
+from rlhf.interfaces import EnginePool, Env, Generator, Rollout
 from rlhf.seeds import derive_seed
 from rlhf.types import Group, Row, Trajectory
 
@@ -40,7 +40,7 @@ class Rollouts:
         open_env: Callable[[Slice], Env] | None = None,
         limit: int | None = None,
         phases: Phases | None = None,
-        single_requests: bool = False,
+        pool: EnginePool | None = None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self.rollout, self.generator, self.template = rollout, generator, template
@@ -48,8 +48,8 @@ class Rollouts:
         self.phases = phases
         self.limit = min((n for n in (limit, rollout.concurrency) if n is not None), default=None)
         """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
-        self.single_requests = single_requests
-        """Whether each request is sent to the generator by itself, not in waves."""
+        self.pool = pool
+        """The generator, if each request is sent to it by itself, not in waves."""
         self.timeline = timeline
 
     def run(
@@ -73,8 +73,8 @@ class Rollouts:
         if settings.failures is not None:
             settings.failures.expect(len(samples))
         requests: Requests = Waves(self.generator, self.main, samples, self.limit)
-        if self.single_requests:
-            requests = SingleRequests(self.generator, self.limit)
+        if self.pool is not None:
+            requests = SingleRequests(self.pool, self.limit)
         numbers_of_ended = itertools.count(1)
 
         def ended() -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from rlhf.errors import CapabilityError
 from rlhf.interfaces import (
     GENERATOR,
+    EnginePool,
     Generator,
     GeneratorSpec,
     Launcher,
     ModelSpec,
+    Offloads,
     ReadRole,
     Rollout,
     ScoreWithRole,
@@ -120,6 +123,9 @@ def launch_sampler(
         with phase(f"starting the generator {cls.name}"):
             generator = launcher.launch_generator(cls, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
+    pool = None
+    if config.stream.mode == "continuous" and config.stream.replay is None:
+        pool = _require_pool(generator, launcher)
     images = template.images.tokens if policy.spec.images else None
     weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)
     main = MainThread(stop)
@@ -131,7 +137,8 @@ def launch_sampler(
             resources.callback(episodes.close)
             main.run(episodes.start())
         main.run(scorer.setup())
-    phases = Phases(generator, roles, prepared.places, weights.refresh)
+    offloading = {n: r for n, r in roles.items() if issubclass(prepared.trainer(n).resolved.cls, Offloads)}
+    phases = Phases(generator, offloading, prepared.places, weights.refresh)
     rollouts = Rollouts(
         rollout,
         generator,
@@ -141,10 +148,21 @@ def launch_sampler(
         episodes.open if episodes is not None else None,
         episodes.limit if episodes is not None else None,
         phases,
-        single_requests=config.stream.mode == "continuous" and config.stream.replay is None,
+        pool=pool,
         timeline=timeline,
     )
     return Sampler(rollouts, weights, phases)
+
+
+def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
+    """The generator of a continuous stream. Raises CapabilityError if the launcher's is no pool."""
+    if isinstance(generator, EnginePool):
+        return generator
+    raise CapabilityError(
+        f"stream.mode = 'continuous': launcher {launcher.name!r} launched generator {generator.name!r} as a "
+        f"{type(generator).__name__}, which is no rlhf.interfaces.EnginePool and answers no single requests. Remove "
+        "it, or use another --launcher.use or --generator.use."
+    )
 
 
 def _shares_devices(prepared: Prepared, launcher: Launcher) -> bool:

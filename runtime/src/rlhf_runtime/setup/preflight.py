@@ -13,6 +13,7 @@ from rlhf.interfaces import (
     GENERATOR,
     Advantage,
     Algorithm,
+    AnswersRequests,
     Generator,
     GeneratorSpec,
     Launcher,
@@ -20,6 +21,8 @@ from rlhf.interfaces import (
     ModelSpec,
     Place,
     Rollout,
+    SendsWeights,
+    TakesWeights,
 )
 from rlhf.plugins import Plugins
 from rlhf.types import Row, Update
@@ -33,6 +36,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.layouts import TOOLS
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import special_tokens_in
+from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models import shared_heads
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
@@ -116,15 +120,15 @@ def unread_sections(plugins_of_run: RunPlugins, plugins: Plugins) -> list[str]:
     return problems
 
 
-def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], snapshots: frozenset[str]) -> None:
-    """Raises ConfigError where a trained role would never be updated, or a role cannot be precomputed or lend its head.
+def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], schedule: Schedule) -> None:
+    """Raises ConfigError where a trained role would never be updated, weights cannot be copied from role to role, or a
+    role cannot be precomputed or lend its head.
 
     Args:
         updates: {role: optimizer steps of the whole run}.
-        snapshots: roles whose weights the algorithm replaces.
     """
-    algorithm, roles = plugins_of_run.algorithm, plugins_of_run.roles
-    _check_declared(algorithm, roles, snapshots)
+    algorithm, roles, snapshots = plugins_of_run.algorithm, plugins_of_run.roles, schedule.snapshots
+    _check_declared(algorithm, roles, snapshots | schedule.sources)
     trained = [name for name, role in roles.items() if role.trained]
     idle = [
         f"{algorithm.name} configured like this updates {name!r} in none of the run's {steps} steps. Raise "
@@ -133,6 +137,15 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
         if not updates[name]
     ]
     raise_problems("these roles are trained but never updated", idle)
+    trainers = {name: plugins_of_run.trainer(name).resolved.cls for name in roles}
+    uncopied = [
+        f"{algorithm.name} copies weights {direction} {name!r}, whose trainer {trainers[name].name!r} is no "
+        f"{ability.__name__}. Use another --trainer.use."
+        for direction, names, ability in (("from", schedule.sources, SendsWeights), ("to", snapshots, TakesWeights))
+        for name in sorted(names)
+        if not issubclass(trainers[name], ability)
+    ]
+    raise_problems("these weights cannot be copied", uncopied)
     precomputed = [name for name in roles if plugins_of_run.section(name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(precomputed, algorithm, trained, snapshots))
     raise_problems(
@@ -140,13 +153,13 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
     )
 
 
-def _check_declared(algorithm: Algorithm, roles: Collection[str], snapshots: Collection[str]) -> None:
+def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collection[str]) -> None:
     """Raises PluginInvalid where the first step names an undeclared role. Later steps are not checked."""
     updates = [update for update in algorithm.updates(0) if isinstance(update, Update)]
     prepass = [a for update in updates for a in algorithm.parts[update.loss].prepass()]
     role_names = {
         "annotations()": {a.role for a in algorithm.annotations(0)},
-        "updates()": {*(update.role for update in updates), *snapshots},
+        "updates()": {*(update.role for update in updates), *copied},
         "prepass() of a loss": {a.role for a in prepass},
     }
     for method, names in role_names.items():
@@ -271,7 +284,9 @@ def idle_engine_notes(config: RunFile, launcher: type[Launcher] | None, generato
     shared = place is not None and place.share is not None
     if stream.mode != "waves" or not stream.staleness or shared or stream.replay is not None:
         return []
-    if launcher is None or generator is None or ANSWERS not in launcher.capabilities & generator.capabilities:
+    if launcher is None or ANSWERS not in launcher.capabilities:
+        return []
+    if generator is None or not issubclass(generator, AnswersRequests):
         return []
     return [
         f"stream.staleness = {stream.staleness} and stream.mode = 'waves': the engines wait while the policy learns. "

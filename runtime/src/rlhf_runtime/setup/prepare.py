@@ -141,7 +141,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data.choose_by(curriculum, steps)
     schedule = Schedule.of(algorithm, steps)
     updates = schedule.total()
-    check_roles(plugins_of_run, steps, updates, schedule.snapshots)
+    check_roles(plugins_of_run, steps, updates, schedule)
     places = plugins_of_run.places_on(device_here())
     specs = {
         name: plugins_of_run.spec(name, updates.get(name, 0), places[name].ranks, data.has_images) for name in roles

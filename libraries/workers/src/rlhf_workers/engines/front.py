@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from rlhf.errors import CapabilityError, WorkerError
-from rlhf.interfaces import Generator, GeneratorSpec, Proof
+from rlhf.interfaces import EnginePool, Generator, GeneratorSpec, Proof, Sleeps, TakesTensors
 from rlhf.types import GenerationRequest, Image, Turn
 
-from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.engines.single_requests import SingleRequests
 from rlhf_workers.engines.weight_link import WeightLink
 from rlhf_workers.process.payload import pack
@@ -25,7 +25,7 @@ _NOBODY = Proof(0).who
 """``Proof.who`` of a generator that does not set it."""
 
 
-class EngineGroup(Generator):
+class EngineGroup(Sleeps, EnginePool):
     """One generator for ``[placement.generator] ranks`` engines.
 
     An engine that dies is replaced and gets the current weights, and its unfinished requests are sampled again. The
@@ -36,7 +36,7 @@ class EngineGroup(Generator):
         self,
         generator: type[Generator],
         spec: GeneratorSpec,
-        pool: EnginePool,
+        pool: EngineWorkers,
         link: WeightLink | None,
         refresh: Callable[[], object] | None,
     ) -> None:
@@ -45,10 +45,11 @@ class EngineGroup(Generator):
             link: the link over which weights arrive; None: they arrive through the object store.
             refresh: sends the current weights again.
         """
-        self.name, self.capabilities = generator.name, generator.capabilities - {"accept:module"}  # type: ignore[misc]
+        self.name, self.capabilities = generator.name, generator.capabilities  # type: ignore[misc]
         self.spec, self.pool = spec, pool
         self.link, self._send_again = link, refresh
         self._loaded = self._asleep = False
+        self._sleeps = issubclass(generator, Sleeps)
         self._reloads = 0
         self._proofs: list[Proof] = []
         self._single: SingleRequests | None = None
@@ -214,11 +215,12 @@ class EngineGroup(Generator):
     # -------------------------------------------------------------------------------------- memory
 
     def sleep(self) -> None:
-        self.pool.ask("sleep")
-        self._asleep = True
+        if self._sleeps:
+            self.pool.ask("sleep")
+            self._asleep = True
 
     def wake(self) -> bool:
-        discarded = any(self.pool.ask("wake").values())
+        discarded = self._sleeps and any(self.pool.ask("wake").values())
         self._asleep, before = False, self._reloads
         self._replace_dead()
         return discarded and self._reloads == before
@@ -259,7 +261,7 @@ class EngineGroup(Generator):
 
 def check_takes_tensors(generator: type[Generator], launcher: str) -> None:
     """Refuse generators that sample from a trainer's module: engines of ``launcher`` are in processes of their own."""
-    if "accept:tensors" not in generator.capabilities:
+    if not issubclass(generator, TakesTensors):
         raise CapabilityError(
             f"generator {generator.name!r} samples from a trainer's module in the same process; launcher {launcher!r} "
             "runs engines in processes of their own. Use a generator that takes tensors (--generator.use vllm), or "

@@ -22,7 +22,7 @@ _LOADING = frozenset({"begin_load", "take", "end_load", "logprobs", "stale", "re
 """Methods whose failure is a failed weight sync (SyncError)."""
 
 
-class EnginePool:
+class EngineWorkers:
     """Engines by number. An engine is dead when its process ended or one of its methods raised WorkerError. It is then
     recorded in ``dead`` and not called, until :meth:`replace`."""
 

@@ -27,7 +27,7 @@ from rlhf.errors import WorkerError
 from rlhf.types import GenerationRequest, Turn
 from rlhf.types.arrays import IntArray
 
-from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.process.payload import unpack
 
 SLICE = 0.02
@@ -53,7 +53,7 @@ class SingleRequests:
     """``settle`` of a request is called once, on the thread of this class, with the turn or with the error that ends
     the run. It is not called for a request that was cancelled."""
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EngineWorkers) -> None:
         self._pool = pool
         self._watchdog = pool.watch([], "advance()")
         self._names = count()

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError, SyncError, WorkerError
 from rlhf_workers.driver.failures import FailedCall, result_of
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.driver.watchdog import Watch
-from rlhf_workers.engines.pool import EnginePool
+from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.placement import Allocation
 from rlhf_workers.process.payload import pack
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlhf_workers.links.coordination import Coordination
     from rlhf_workers.links.link import Kind
 
-NO_LINKS = "the generator takes no links (accept:links is not among its capabilities)"
+NO_LINKS = "the generator takes no links (it is no ReceivesOverLinks)"
 STORE = "store"
 
 
@@ -42,7 +42,7 @@ class WeightLink:
         if self._coordination is not None:
             self._coordination.abort()
 
-    def build(self, pool: EnginePool) -> None:
+    def build(self, pool: EngineWorkers) -> None:
         """Connect every end; all engines must be alive. If an engine dies meanwhile, the pool records it and the link
         is not fit."""
         from rlhf_workers.links.coordination import serve
@@ -71,7 +71,7 @@ class WeightLink:
         self.fit = not failed
 
     def _connect(
-        self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]], pool: EnginePool
+        self, members: Sequence[WorkerHandle], arguments: Sequence[tuple[Any, ...]], pool: EngineWorkers
     ) -> dict[int, FailedCall]:
         """{position in ``members``: its failure}, when all have answered."""
         payload = pool.calls.send(pack(arguments))
@@ -101,7 +101,7 @@ def choose_kind(
 
     Args:
         transport: the run file's ``sync.transport``.
-        takes_links: whether the generator has the capability ``accept:links``.
+        takes_links: whether the generator is a ``ReceivesOverLinks``.
         nodes: the node of each bundle.
     """
     computing = [allocation.slots[0] for allocation in policy]  # a rank computes on the first of its devices

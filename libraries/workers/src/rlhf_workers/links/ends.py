@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from rlhf.interfaces import Trainer
+from rlhf.interfaces import SendsWeights
 
 from rlhf_workers.links.broadcast import BroadcastReceiver, BroadcastSender, IdleSender
 from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
@@ -16,12 +16,12 @@ class ConnectedTrainer:
     """One rank of a trainer with its end of a link. Every rank is connected, and :meth:`send_buckets` is called on
     every rank. Connecting waits for the other ends if the kind of link needs that."""
 
-    def __init__(self, trainer: Trainer, link: Link) -> None:
+    def __init__(self, trainer: SendsWeights, link: Link) -> None:
         self._trainer, self._link = trainer, link
         self._sender = connect_sender(link, trainer.spec.rank)
 
     def send_buckets(self, view: str, limit: int) -> Iterator[BucketHeader]:
-        """Send the buckets of :meth:`Trainer.buckets`, and yield their headers."""
+        """Send the buckets of :meth:`SendsWeights.buckets`, and yield their headers."""
         yield from self._sender.send(self._trainer.buckets(view, limit, self._link.every_rank))
 
     def close(self) -> None:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from rlhf.interfaces import Generator
+from rlhf.interfaces import Generator, TakesTensors
 
 if TYPE_CHECKING:
     from rlhf.weights.bucket import Bucket
 
     from rlhf_workers.links.link import BucketHeader, Link
 
-LINKS = "accept:links"
-"""Capability of a generator that implements :class:`ReceivesOverLinks`."""
 
+class ReceivesOverLinks(TakesTensors):
+    """The processes of a generator get tensors directly from those of the trainer. Its launcher calls :meth:`connect`;
+    from then on ``take`` and ``stale`` are given headers in place of buckets::
 
-class ReceivesOverLinks(ABC):
-    """A base class for generators beside :class:`rlhf.interfaces.Generator`.
-
-    A generator that implements it says so by the capability ``accept:links``. Its launcher calls :meth:`connect`; from
-    then on ``take`` and ``stale`` are given headers in place of buckets::
-
-        class MyGenerator(ReceivesOverLinks, Generator):
-            capabilities = frozenset({"accept:tensors", "accept:links"})
+        class MyGenerator(ReceivesOverLinks, Generator): ...
     """
 
     @abstractmethod
@@ -40,13 +34,13 @@ class ReceivesOverLinks(ABC):
 
     @abstractmethod
     def take(self, bucket: Bucket | BucketHeader) -> None:
-        """As :meth:`rlhf.interfaces.Generator.take`. Each receiving process opens each header exactly once."""
+        """As :meth:`rlhf.interfaces.TakesTensors.take`. Each receiving process opens each header exactly once."""
 
     @abstractmethod
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
-        """As :meth:`rlhf.interfaces.Generator.stale`. Each receiving process opens each header exactly once."""
+        """As :meth:`rlhf.interfaces.TakesTensors.stale`. Each receiving process opens each header exactly once."""
 
 
 def receives_over_links(generator: type[Generator]) -> bool:
-    """Whether a generator has the capability ``accept:links``."""
-    return LINKS in generator.capabilities
+    """Whether a generator takes weights over links."""
+    return issubclass(generator, ReceivesOverLinks)

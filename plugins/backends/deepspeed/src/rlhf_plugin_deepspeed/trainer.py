@@ -56,7 +56,7 @@ class DeepSpeedTrainer(ShardedTrainer):
     source = "ZeRO: Rajbhandari et al. 2020 (arXiv:1910.02054)"
     Config = DeepSpeedTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
+        {"ranks:many", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"stage": 2},

@@ -69,7 +69,7 @@ class FsdpTrainer(ShardedTrainer):
     source = "FSDP: Zhao et al. 2023 (arXiv:2304.11277), as torch.distributed.fsdp.fully_shard"
     Config = FsdpTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"ranks:many", "export:tensors", "lend:head", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
+        {"ranks:many", "ema", "bf16", "fp32", "storage:bf16", "resume:exact", "images"}
     )
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"reshard_after_forward": True},)
     layout: ClassVar[frozenset[str]] = ShardedTrainer.layout | {"reshard_after_forward"}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import Generator, GeneratorSpec
+from rlhf.interfaces import Generator, GeneratorSpec, TakesModule
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.generator import Proof
 from rlhf.interfaces.memory import FP32, EngineMemory, Held, ModelSize, SamplingWork
@@ -28,7 +28,7 @@ YIELD_STEPS = 16
 """Finished samples are yielded at least once in this many steps. The module is restored for each yield."""
 
 
-class TransformersGenerator(Generator):
+class TransformersGenerator(TakesModule, Generator):
     """Continuous sampling without a copy of the weights and without a sync.
 
     Each distinct prompt is prefilled once, packed without padding, and its keys and values are copied to the slots of
@@ -46,7 +46,7 @@ class TransformersGenerator(Generator):
     name = "transformers"
     source = "own; Philox uniforms: Salmon et al., SC 2011"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:module", "logprobs", "seeds", "sleep", "top_p", "top_k", "min_p", "stop", "images"}
+        {"logprobs", "seeds", "top_p", "top_k", "min_p", "stop", "images"}
     )
 
     class Config(ComponentConfig):
@@ -122,7 +122,7 @@ class TransformersGenerator(Generator):
         if not isinstance(module, nn.Module):
             raise ModelError(
                 f"the generator 'transformers' samples from a module in this process; {type(source).__name__} offers "
-                "none. Use a trainer that can 'export:module' (torch), or another generator."
+                "none. Use a trainer that is a SharesModule (torch), or another generator."
             )
         if self._decoder is None or self._decoder.module is not module:
             self._decoder = Decoder(module)

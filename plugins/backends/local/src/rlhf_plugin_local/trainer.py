@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import ApplyResult, Component, ModelSpec
+from rlhf.interfaces import ApplyResult, Component, ModelSpec, SharesModule
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
@@ -43,7 +43,7 @@ class TorchTrainerConfig(TrainingConfig):
     """Device of the model; ``auto``: a GPU if there is one."""
 
 
-class TorchTrainer(PackedTrainer):
+class TorchTrainer(SharesModule, PackedTrainer):
     """Fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Weights in bf16 have fp32
     masters, which the optimizer steps. Frozen roles hold weights only."""
 
@@ -52,9 +52,6 @@ class TorchTrainer(PackedTrainer):
     Config = TorchTrainerConfig
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {
-            "export:module",
-            "export:tensors",
-            "lend:head",
             "ema",
             "bf16",
             "fp32",

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import threading
 import time
 from array import array
-from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,7 +12,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 from rlhf.errors import SyncError
-from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec, Proof
+from rlhf.interfaces import AnswersRequests, ComponentConfig, Generator, GeneratorSpec, Proof, TakesTensors
 from rlhf.types import GenerationRequest, Image, Turn
 from rlhf.weights.bucket import Bucket
 
@@ -47,37 +43,17 @@ class SimulatedGeneratorConfig(ComponentConfig):
     """Simulated seconds per second."""
 
 
-@dataclass(slots=True)
-class _Load:
-    """New weights, from the moment when the engines paused to the moment when they went on."""
-
-    version: int
-    begin: float
-    end: float
-
-
-class SimulatedGenerator(Generator):
+class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
     """Tokens and lengths depend on the seed of the request alone; log-probs are -1."""
 
     name = "simulated"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"accept:tensors", "logprobs", "seeds", "answers"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds"})
     Config = SimulatedGeneratorConfig
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config: SimulatedGeneratorConfig = self.Config() if config is None else config  # type: ignore[assignment]
         self.spec = spec
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._engines = Engines(self.config.engines)
-        self._slots = asyncio.Semaphore(self.config.engines * self.config.slots)
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._under_way = 0
-        self._loads: list[_Load] = []
-        self._paused_at = 0.0
         self._loading: tuple[int, dict[str, str]] | None = None
-        self._restarted: Counter[str] = Counter()
         self._deaths = random.Random(spec.seed)
         self._samples = Samples(self.config.engines * self.config.slots)
         """Tokens so far of the unfinished samples of :meth:`advance`."""
@@ -111,65 +87,8 @@ class SimulatedGenerator(Generator):
     def _dies(self) -> bool:
         return self._deaths.random() < self.config.deaths
 
-    async def answer(self, request: GenerationRequest) -> Turn:
-        self._loop = asyncio.get_running_loop()
-        async with self._slots:
-            await self._open.wait()
-            engine = self._begin()
-            try:
-                while True:
-                    versions = await self._sample(self._seconds(request))
-                    if not self._dies():
-                        return self._turn(request, versions)
-                    self._restarted["engine"] += self._count(request)
-            finally:
-                self._end(engine)
-
-    async def _sample(self, seconds: float) -> tuple[tuple[int, int], ...]:
-        """Wait until the tokens are drawn. Returns which weights drew them."""
-        versions, start, load_count = [(0, self.version)], time.monotonic(), len(self._loads)
-        wait, draw_seconds = seconds, 0.0
-        while wait > 0 or len(self._loads) > load_count:
-            await asyncio.sleep(wait)
-            if self.spec.in_flight != "drain":  # a drain waits for this sample
-                await self._open.wait()
-            loads = self._loads[load_count:]
-            load_count += len(loads)
-            for load in loads:
-                draw_seconds = min(seconds, draw_seconds + max(0.0, load.begin - start))
-                start = load.end
-                if draw_seconds == seconds:
-                    continue
-                whole = int(draw_seconds * self.config.tokens_per_second * self.config.speed)
-                if self.spec.in_flight == "restart":
-                    versions, draw_seconds = [(0, load.version)], 0.0
-                    self._restarted["weights"] += whole
-                else:
-                    versions.append((whole, load.version))
-            wait = seconds - draw_seconds - (time.monotonic() - start)
-        return tuple(versions)
-
     def unfinished_tokens(self) -> int:
-        """Of :meth:`advance`."""
         return self._samples.tokens_drawn(self._count)
-
-    def restarted(self) -> Mapping[str, int]:
-        tokens, self._restarted = dict(self._restarted), Counter()
-        return tokens
-
-    def idle(self) -> tuple[float, float]:
-        return self._engines.idle()
-
-    def _begin(self) -> int:
-        self._under_way += 1
-        self._idle.clear()
-        return self._engines.begin()
-
-    def _end(self, engine: int) -> None:
-        self._engines.end(engine)
-        self._under_way -= 1
-        if not self._under_way:
-            self._idle.set()
 
     def _count(self, request: GenerationRequest) -> int:
         """Tokens of the answer."""
@@ -198,16 +117,6 @@ class SimulatedGenerator(Generator):
 
     # ------------------------------------------------------------------------------------- weights
 
-    def pause(self) -> None:
-        self._paused_at = time.monotonic()
-        if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._hold(), self._loop).result()
-
-    def resume(self) -> None:
-        self._loads.append(_Load(self.version, self._paused_at, time.monotonic()))
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._open.set)
-
     def begin_load(self, version: int) -> None:
         self._loading = version, {}
 
@@ -229,12 +138,6 @@ class SimulatedGenerator(Generator):
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
     ) -> list[list[list[float]]]:
         return [[[0.0] * (len(ids) - 1) for ids in sequences]]
-
-    async def _hold(self) -> None:
-        """No sample starts until the load ends. ``drain``: wait for those that have started."""
-        self._open.clear()
-        if self.spec.in_flight == "drain":
-            await self._idle.wait()
 
 
 @dataclass(slots=True)
@@ -299,56 +202,3 @@ class Samples:
             elif sample.versions[-1][1] != version:
                 tokens = round(count(sample.request) * (1 - sample.seconds_left / sample.seconds))
                 sample.versions.append((tokens, version))
-
-
-class Engines:
-    """Counts the requests of each engine. Requests begin and end on one thread; :meth:`idle` may be called on another.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests, self._clock, self._lock = [0] * count, clock, threading.Lock()
-        self._by_requests = [(0, engine) for engine in range(count)]
-        """(requests, engine), sorted: of a thousand engines not each is looked at for a request."""
-        self._without = count
-        """Engines without a request."""
-        self._idle = self._all = 0.0
-        self._counted = clock()
-        """Time up to which the seconds are counted."""
-
-    def begin(self) -> int:
-        """A request goes to the engine with the fewest. Returns the engine."""
-        with self._lock:
-            self._count()
-            engine = self._by_requests[0][1]
-            self._change(engine, 1)
-        return engine
-
-    def end(self, engine: int) -> None:
-        """A request of ``engine`` is answered or dropped."""
-        with self._lock:
-            self._count()
-            self._change(engine, -1)
-
-    def idle(self) -> tuple[float, float]:
-        """(engine seconds without a request, engine seconds) since the last call."""
-        with self._lock:
-            self._count()
-            seconds = self._idle, self._all
-            self._idle = self._all = 0.0
-        return seconds
-
-    def _change(self, engine: int, by: int) -> None:
-        before = self._requests[engine]
-        self._requests[engine] = after = before + by
-        del self._by_requests[bisect_left(self._by_requests, (before, engine))]
-        insort(self._by_requests, (after, engine))
-        self._without += (after == 0) - (before == 0)
-
-    def _count(self) -> None:
-        now = self._clock()
-        seconds, self._counted = now - self._counted, now
-        self._idle += seconds * self._without
-        self._all += seconds * len(self._requests)

@@ -10,6 +10,9 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
 from rlhf.plugins import Resolved
 
+from rlhf_plugin_simulated.generator import SimulatedGenerator
+from rlhf_plugin_simulated.pool import SimulatedPool
+
 
 class SimulatedGroup(WorkerGroup):
     """One rank."""
@@ -28,7 +31,7 @@ class SimulatedGroup(WorkerGroup):
 
 
 class SimulatedLauncher(Launcher):
-    """Reserves nothing. Its generator is asked sample by sample, so it serves a continuous stream too."""
+    """Reserves nothing. The generator ``simulated`` is a pool here, so it serves a continuous stream too."""
 
     name = "simulated"
     capabilities: ClassVar[frozenset[str]] = frozenset({"in_process", "answers"})
@@ -57,4 +60,4 @@ class SimulatedLauncher(Launcher):
         policy: WorkerGroup | None = None,
         refresh: Callable[[], object] | None = None,
     ) -> Generator:
-        return generator(config, spec)
+        return (SimulatedPool if generator is SimulatedGenerator else generator)(config, spec)

@@ -6,12 +6,22 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from rlhf.errors import CapabilityError
-from rlhf.interfaces import ApplyResult, ComponentConfig, Loss, ModelSpec, Sums, Trainer, TrainerFacts
+from rlhf.interfaces import (
+    ApplyResult,
+    ComponentConfig,
+    Loss,
+    ModelSpec,
+    SendsWeights,
+    Sums,
+    TakesWeights,
+    Trainer,
+    TrainerFacts,
+)
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.types import Head
@@ -27,12 +37,11 @@ class SimulatedTrainerConfig(ComponentConfig):
     """Simulated seconds per second."""
 
 
-class SimulatedTrainer(Trainer):
+class SimulatedTrainer(SendsWeights, TakesWeights, Trainer):
     """Its weights are one number: the optimizer steps so far. Outputs are zero and the norm of each gradient is one:
     every step counts as an update."""
 
     name = "simulated"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"export:tensors"})
     Config = SimulatedTrainerConfig
 
     def __init__(self, config: ComponentConfig | None, spec: ModelSpec) -> None:

@@ -48,8 +48,7 @@ class VllmGenerator(WeightLoading):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"accept:tensors", "accept:links", "logprobs", "seeds", "sleep", "answers", "keep:keys", "top_p", "top_k"}
-        | {"min_p", "stop", "images"}
+        {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})

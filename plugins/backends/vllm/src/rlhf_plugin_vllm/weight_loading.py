@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf.errors import ModelError, SyncError, WorkerError
-from rlhf.interfaces import Generator, GeneratorSpec
+from rlhf.interfaces import AnswersRequests, Generator, GeneratorSpec, Sleeps
 from rlhf.interfaces.generator import Proof
 from rlhf.weights.bucket import Bucket
 from rlhf_workers.links.link import BucketHeader, Link
@@ -21,7 +21,7 @@ _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
 
 
-class WeightLoading(ReceivesOverLinks, Generator):
+class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
     """The part of the generator that loads weights and sleeps. The subclass starts the engine and samples."""
 
     config: VllmGeneratorConfig

@@ -1,0 +1,112 @@
+"""What a run and ``rlhf plan`` ask the classes of trainers and generators before anything is loaded or started.
+
+Every method has a default. A trainer or generator overrides those that it can answer better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork, TrainerMemory, TrainerWork, whole_copy
+from rlhf.interfaces.model import ModelSpec, Precision
+from rlhf.types import Sampling
+
+if TYPE_CHECKING:
+    from rlhf.interfaces.generator import GeneratorSpec
+
+
+class Preflight:
+    """What both kinds are asked."""
+
+    lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Options that lower memory, the cheapest in speed first. ``rlhf plan`` tries them if a run does not fit."""
+
+
+class TrainerPreflight(Preflight):
+    """What a trainer's class is asked."""
+
+    @classmethod
+    def precision_on_processor(cls) -> Precision:
+        """Meaning of ``dtype = "auto"`` on the CPU of this machine. A run calls this once and passes the result to
+        every rank (``ModelSpec.on_processor``)."""
+        return Precision(False, "fp32 on cpu: the trainer offers no other arithmetic there")
+
+    @classmethod
+    def check(cls, config: Any, spec: ModelSpec, device: str | None) -> None:
+        """Before anything starts, refuse options that the constructor would refuse, raising the constructor's own
+        message, as far as this is known without loading a model.
+
+        Args:
+            spec: ``total_updates`` and ``rendezvous`` may be unknown yet.
+            device: ``cpu`` | ``cuda``, the kind of device of the ranks, if they run on this machine; None: the ranks'
+                machines are not known.
+
+        Raises CapabilityError or ConfigError.
+        """
+
+    @classmethod
+    def check_files(cls, spec: ModelSpec) -> None:
+        """Before anything starts, refuse a model whose files the constructor would refuse, as far as this is known
+        without reading weights. Called when a run starts, not by ``rlhf plan``. Raises ModelError."""
+
+    @classmethod
+    def memory(cls, config: Any, spec: ModelSpec, size: ModelSize, work: TrainerWork, device: str) -> TrainerMemory:
+        """The memory that one rank of this role would need, for ``rlhf plan``. Nothing is loaded or started.
+
+        The default is a whole fp32 copy of the model on every rank, with AdamW if the role is trained.
+
+        Args:
+            spec: ``world_size`` is the number of ranks; ``role.trained`` says whether there is an optimizer.
+            size: of the role's model.
+            work: what the role computes.
+            device: ``cpu`` | ``cuda``, where the rank would run.
+        """
+        again = spec.gradient_checkpointing
+        return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
+
+
+class GeneratorPreflight(Preflight):
+    """What a generator's class is asked."""
+
+    @classmethod
+    def parallel_sizes(cls, config: Any) -> tuple[int, int]:
+        """(tensor parallel, pipeline parallel): one engine has as many workers as their product."""
+        return 1, 1
+
+    @classmethod
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
+        """The memory that one device of an engine would need, for ``rlhf plan``. Nothing is started.
+
+        The default samples from the trainer's own module: there is no copy of the weights, and the cache, 2 bytes per
+        element, grows to hold every sample at its longest.
+
+        Args:
+            dtype: ``auto`` | ``fp32`` | ``bf16``, the policy's.
+            size: of the policy's model.
+            work: what one engine samples.
+            device: ``cpu`` | ``cuda``, where the engine would run.
+            device_bytes: memory of one device, on a CPU of the host; None: unknown.
+        """
+        token = size.cache_bytes(2.0)
+        cache = Held({"cache": int(work.samples * work.longest * token)})
+        return EngineMemory({"rest": Held({}), "asleep": Held({}), "generate": cache}, copy=False, cache_token=token)
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        """Before anything starts, refuse options that the constructor or a request of the run would refuse, as far as
+        this is known without the model. The default checks ``samplings``.
+
+        Args:
+            spec: its ``decode`` and end tokens are not known yet.
+            samplings: the run's sampling parameters, of training and of evaluation.
+            device: as for :meth:`TrainerPreflight.check`, of the engines.
+
+        Raises CapabilityError, ConfigError, or PluginError if the engine is not installed.
+        """
+        from rlhf.requests import check_sampling
+
+        for sampling in samplings:
+            check_sampling(sampling)
