@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from rlhf.errors import TrainingError
-from rlhf_algorithms.correction import CorrectionConfig, correction_weights
+from rlhf_algorithms.correction import CorrectionConfig, correction_weights, divergence
 from rlhf_algorithms.kl import ESTIMATORS, KLController, k1, k2, k3, kl_estimate
 from rlhf_algorithms.policy_gradient_config import overlong_penalty, stop_properly
 from rlhf_algorithms.ratios import bounded, clipped_surrogate, token_ratio
@@ -144,6 +144,76 @@ def test_presets_by_hand():
         assert weights([0.0], CorrectionConfig(preset="icepop", **end)) == [1.0], "its ends belong to the band"
 
 
+MASKED = {"level": "token", "mode": "mask"}
+
+
+def test_divergences_by_hand():
+    """p = 0.5 and o = 0.25: tv 0.25, KL(p, o) = 0.5 ln 2 + 0.5 ln(0.5 / 0.75), KL(o, p) = 0.25 ln 0.5 + 0.75 ln 1.5."""
+    gen, old = torch.tensor([LN(0.5)]), torch.tensor([LN(0.25)])
+    there, back = 0.5 * LN(2) + 0.5 * LN(2 / 3), 0.25 * LN(0.5) + 0.75 * LN(1.5)
+    values = {"tv": 0.25, "binary_kl": there, "binary_kl_both": max(there, back)}
+    assert there > back
+    for statistic, value in values.items():
+        assert divergence(gen, old, statistic).item() == pytest.approx(value)
+        assert divergence(gen, gen, statistic).item() == 0.0
+    assert divergence(old, gen, "binary_kl_both").item() == pytest.approx(there), "the larger of both directions"
+    for far in (-1e4, 0.0):
+        assert math.isfinite(divergence(torch.tensor([far]), gen, "binary_kl").item())
+
+
+def openrlhf(old_BT, gen_BT, mask_BT, level, mode, gating, low, high):
+    """The weights of OpenRLHF 0.11.2 (``is_correction_*``), stated again for padded tensors."""
+    w_BT, m_BT = (old_BT - gen_BT).exp(), mask_BT.double()
+    p_BT, o_BT = gen_BT.exp(), old_BT.exp()
+    statistic_BT = {
+        "ratio": old_BT - gen_BT,
+        "binary_kl": p_BT * (gen_BT - old_BT) + (1 - p_BT) * ((1 - p_BT).log() - (1 - o_BT).log()),
+        "tv": (p_BT - o_BT).abs(),
+    }[gating]
+    if level == "seq":
+        statistic_BT = ((statistic_BT * m_BT).sum(1) / m_BT.sum(1))[:, None].expand_as(w_BT)
+    if gating == "ratio":
+        statistic_BT = statistic_BT.exp()
+    if mode == "clip":
+        return statistic_BT.clamp(low, high)
+    return w_BT * ((statistic_BT >= low) & (statistic_BT <= high))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (("token", "clip", "ratio", 0.8, 1.2), {"preset": "tis", "low": 0.8, "high": 1.2}),
+        (("token", "mask", "ratio", 0.8, 1.2), {"preset": "icepop", "low": 0.8, "high": 1.2}),
+        (("token", "mask", "tv", 0.0, 0.02), {**MASKED, "statistic": "tv", "high": 0.02}),
+        (("token", "mask", "binary_kl", 0.0, 1e-3), {**MASKED, "statistic": "binary_kl", "high": 1e-3}),
+        (("seq", "mask", "binary_kl", 0.0, 5e-3), {"preset": "flash_reinforce"}),
+        (("seq", "mask", "tv", 0.0, 0.04), {"level": "sequence_mean", "mode": "mask", "statistic": "tv", "high": 0.04}),
+    ],
+)
+def test_weights_are_those_of_openrlhf(theirs, ours):
+    generator = torch.Generator().manual_seed(3)
+    gen_BT = -torch.rand(40, 12, generator=generator).double() * 3 - 0.05
+    spread_B1 = torch.rand(40, 1, generator=generator).double() * 0.4  # answers that are far and near
+    old_BT = (gen_BT + torch.randn(40, 12, generator=generator).double() * spread_B1).clamp(max=-0.01)
+    mask_BT = torch.arange(12) < torch.randint(1, 13, (40, 1), generator=generator)
+    sequence_A = torch.arange(40)[:, None].expand(40, 12)[mask_BT]
+    weights_A = correction_weights(old_BT[mask_BT], gen_BT[mask_BT], sequence_A, 40, CorrectionConfig(**ours))
+    stated_A = openrlhf(old_BT, gen_BT, mask_BT, *theirs)[mask_BT]
+    assert weights_A.double() == pytest.approx(stated_A, rel=1e-5, abs=1e-6)
+    assert 0.05 < float((stated_A == 0).double().mean() if theirs[1] == "mask" else 0.5) < 0.95
+
+
+def test_kpop_masks_tokens_that_are_far_in_either_direction():
+    """At p = 0.999 and o = 0.05 KL(p, o) is 2.98, and 6.2 the other way; at 0.9 and 0.5 it is 0.37 and 0.51."""
+    gen = torch.tensor([LN(0.999), LN(0.05), LN(0.9), LN(0.97)])
+    old = torch.tensor([LN(0.05), LN(0.999), LN(0.5), LN(0.1)])  # KL(0.97, 0.1) = 2.10, KL(0.1, 0.97) = 2.83
+    index = torch.arange(4)
+    config = CorrectionConfig(preset="kpop", high=2.5)
+    assert correction_weights(old, gen, index, 4, config).tolist() == pytest.approx([0.0, 0.0, 5 / 9, 0.0])
+    one_way = CorrectionConfig(**MASKED, statistic="binary_kl", high=2.5)
+    assert correction_weights(old, gen, index, 4, one_way).tolist() == pytest.approx([0.0, 0.0, 5 / 9, 0.1 / 0.97])
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=6),
@@ -181,13 +251,20 @@ def test_mis_is_one_sided_as_published():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preset": "tis", "level": "token"}, "preset 'tis' already says level and mode"),
-        ({"preset": "tis", "mode": "mask"}, "preset 'tis' already says level and mode"),
+        ({"preset": "tis", "level": "token"}, "preset 'tis' already says level, mode and statistic"),
+        ({"preset": "tis", "mode": "mask"}, "preset 'tis' already says level, mode and statistic"),
         ({"level": "token"}, "a correction needs both, or a preset"),
         ({"mode": "mask"}, "a correction needs both, or a preset"),
         ({"low": 0.4}, "no correction is on"),
         ({"high": 4.0}, "no correction is on"),
         ({"preset": "mis", "low": 5.0}, r"low < high, got \[5.0, 3.0\]"),
+        ({"preset": "kpop", "statistic": "tv"}, "preset 'kpop' already says"),
+        ({"statistic": "tv", "high": 0.1}, "no correction is on"),
+        ({**MASKED, "statistic": "tv"}, "needs high"),
+        ({**MASKED, "statistic": "tv", "high": 1.0}, "nothing would be masked"),
+        ({**MASKED, "statistic": "binary_kl", "high": 0.1, "low": 0.01}, "an upper end only"),
+        ({"level": "token", "mode": "truncate", "statistic": "tv", "high": 0.1}, "a divergence is not a weight"),
+        ({"level": "sequence_product", "mode": "mask", "statistic": "binary_kl", "high": 0.1}, "it has no product"),
     ],
 )
 def test_incomplete_or_contradictory_corrections_are_refused(options, message):
@@ -197,6 +274,8 @@ def test_incomplete_or_contradictory_corrections_are_refused(options, message):
 
 def test_a_log_ratio_that_is_not_a_number_weighs_nothing_and_leaves_its_sequence_alone():
     nan, d = float("nan"), [float("nan"), LN(2.0), LN(3.0)]
+    assert weights(d, CorrectionConfig(preset="kpop")) == pytest.approx([0.0, 2.0, 3.0])
+    assert weights(d, CorrectionConfig(preset="flash_reinforce", high=0.5)) == pytest.approx([0.0, 2.0, 3.0])
     assert weights(d, CorrectionConfig(preset="tis")) == pytest.approx([0.0, 2.0, 3.0])
     assert weights(d, CorrectionConfig(preset="icepop")) == pytest.approx([0.0, 2.0, 3.0])
     assert weights(d, CorrectionConfig(preset="mis", high=7.0)) == pytest.approx([0.0, 6.0, 6.0])

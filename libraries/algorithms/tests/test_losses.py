@@ -46,6 +46,10 @@ def weight(x, correction, b, t):
         return min(max(token, lo), hi) if lo <= mean <= hi else 0.0
     if correction.preset == "mis":
         return inside(product)
+    if correction.preset == "flash_reinforce":
+        p, o = x["gen_logprobs"].double().exp()[b], x["old_logprobs"].double().exp()[b]
+        kl = (p * (p / o).log() + (1 - p) * ((1 - p) / (1 - o)).log())[x.mask_BT[b]].mean()
+        return token if float(kl) <= hi else 0.0
     value = {"token": token, "sequence_mean": mean, "sequence_product": product}[correction.level]
     return inside(value) if correction.mode == "mask" else min(max(value, lo), hi)
 
@@ -81,12 +85,16 @@ CORRECTIONS = [
     CorrectionConfig(preset="mis", low=0.01, high=100.0),
     CorrectionConfig(level="sequence_mean", mode="truncate", low=0.9, high=1.1),
     CorrectionConfig(level="sequence_product", mode="truncate", low=0.1, high=10.0),
+    CorrectionConfig(preset="flash_reinforce", high=0.1),
 ]
 
 
 class TestPPO(Statement):
     loss = PPO
-    without_effect = {"entropy_coef = 0.0": "reports only"}
+    without_effect = {
+        "entropy_coef = 0.0": "reports only",
+        "correction.low = 0.0": "a divergence has no lower end",
+    }
     configs = (
         PPO.Config(),
         PPO.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.01),
@@ -420,7 +428,7 @@ def test_answers_beyond_the_constant_are_refused():
         (lambda: PPO.Config(dual_clip=1.0), "greater than 1"),
         (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
         (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),
-        (lambda: CorrectionConfig(preset="tis", level="token"), "already says level and mode"),
+        (lambda: CorrectionConfig(preset="tis", level="token"), "already says level, mode and statistic"),
         (lambda: CorrectionConfig(level="token"), "needs both"),
         (lambda: CorrectionConfig(low=0.1), "no correction is on"),
         (lambda: CorrectionConfig(preset="tis", low=6.0), "low < high"),

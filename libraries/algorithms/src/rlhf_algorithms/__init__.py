@@ -18,5 +18,6 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
 def rlhf_register_loss() -> list[type[Loss]]:
     from rlhf_algorithms.critic import Value
     from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
+    from rlhf_algorithms.trust_regions import DPPO, GMPO, VESPO, Covariance
 
-    return [PPO, ReinforceLoss, GSPO, CISPO, SAPO, Value]
+    return [PPO, ReinforceLoss, GSPO, CISPO, SAPO, DPPO, VESPO, GMPO, Covariance, Value]
