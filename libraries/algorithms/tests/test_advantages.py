@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+from rlhf_algorithms.advantages import (
+    GAE,
+    OPO,
+    RLOO,
+    BatchMean,
+    DrGRPO,
+    GroupNorm,
+    MaxRL,
+    PassAtK,
+    Reinforce,
+    ReinforceBaseline,
+    best_of_k_scores,
+)
 from rlhf_testing.advantage import AdvantageContract
 
 
@@ -65,6 +79,60 @@ class TestDrGRPO(ReturnToGoStatement):
 
     def statement_baseline(self, r_N, group_N, config):
         return per_trajectory(r_N, group_N, lambda r, g: r - g.mean())
+
+
+class TestBatchMean(ReturnToGoStatement):
+    advantage = BatchMean
+
+    def statement_baseline(self, r_N, group_N, config):
+        return torch.stack([r - r_N.mean() for r in r_N])
+
+
+class TestMaxRL(ReturnToGoStatement):
+    advantage = MaxRL
+
+    def statement_baseline(self, r_N, group_N, config):
+        return per_trajectory(r_N, group_N, lambda r, g: (r - g.mean()) / g.mean() if g.mean() > 0 else 0 * r)
+
+
+class TestOPO(ReturnToGoStatement):
+    advantage = OPO
+
+    def statement_baseline(self, r_N, group_N, config, own_tokens_N):
+        baselines = {}
+        for group in group_N.unique():
+            rows = zip(own_tokens_N.tolist(), r_N.tolist(), group_N.tolist(), strict=True)
+            own = [(length, r) for length, r, g in rows if g == group]
+            baselines[int(group)] = sum(length * r for length, r in own) / sum(length for length, _ in own)
+        return torch.stack([r - baselines[int(g)] for r, g in zip(r_N, group_N, strict=True)])
+
+
+class TestPassAtK(ReturnToGoStatement):
+    advantage = PassAtK
+    configs = (PassAtK.Config(), PassAtK.Config(k=4), PassAtK.Config(k=3, gamma=0.9))
+
+    def statement_baseline(self, r_N, group_N, config):
+        """Over every subset of k answers: the best of all, minus the best without this one."""
+        scores = torch.zeros_like(r_N)
+        for group in group_N.unique():
+            own = (group_N == group).nonzero()[:, 0].tolist()
+            subsets = list(itertools.combinations(own, config.k))
+            for subset in subsets:
+                for i in subset:
+                    gain = max(r_N[j] for j in subset) - max(r_N[j] for j in subset if j != i)
+                    scores[i] += len(own) * gain / len(subsets)
+        return scores
+
+
+def test_scores_of_right_and_wrong_answers_are_the_gradient_of_pass_at_k():
+    """n = 4, two right, k = 2. Of the six pairs a right answer is alone in two, where it adds 1; with the other right
+    one it adds 0: 4 * 2 / 6. A wrong one adds nothing. Without a right answer there is no credit."""
+    assert best_of_k_scores(torch.tensor([1.0, 0.0, 1.0, 0.0]).double(), 2).tolist() == pytest.approx(
+        [4 / 3, 0.0, 4 / 3, 0.0]
+    )
+    assert best_of_k_scores(torch.zeros(4).double(), 3).tolist() == [0.0] * 4
+    assert best_of_k_scores(torch.tensor([0.0, 1.0]).double(), 3).tolist() == [0.0, 0.0], "an incomplete group"
+    assert PassAtK(PassAtK.Config(k=5)).group_min == 5
 
 
 class TestGAE(AdvantageContract):

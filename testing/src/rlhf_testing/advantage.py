@@ -164,9 +164,11 @@ class AdvantageContract(Contract):
                 )
 
     def test_other_groups(self) -> None:
-        """Rewards of other groups do not change the baseline of this group. They may change a common scale of the
-        batch."""
+        """Rewards of other groups do not change the baseline of this group, unless ``over_batch`` says that they do.
+        They may change a common scale of the batch."""
         for about, _, e, c in self.cases():
+            if e.over_batch:
+                continue
             first_N = c.group_N == c.group_N[0]
             others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
             ours, theirs = (_baseline(e, replace(c, r_N=r_N))[first_N] for r_N in (c.r_N, others))
@@ -175,7 +177,8 @@ class AdvantageContract(Contract):
                 theirs,
                 scale * ours,
                 f"{about} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
-                "batch: take the statistic by group_N (rlhf.ops.groups); use `normalise` for statistics of the batch",
+                "batch: take the statistic by group_N (rlhf.ops.groups), use `normalise` for statistics of the batch's "
+                "tokens, or say over_batch = True",
             )
 
     def test_equal_rewards(self) -> None:

@@ -30,8 +30,13 @@ class Advantage(Component):
                 return adv_NA, adv_NA
     """
 
-    group_min: ClassVar[int] = 1
-    """Smallest number of samples per prompt for which the estimator is defined."""
+    group_min: int = 1
+    """Smallest number of samples per prompt for which the estimator is defined. It may follow from the options: set
+    ``self.group_min`` in ``__init__``."""
+
+    over_batch: ClassVar[bool] = False
+    """Whether the baseline is of the whole rollout batch on purpose, so that the credit of a group depends on which
+    other prompts share its batch."""
 
     @property
     def needs_values(self) -> bool:

@@ -9,9 +9,20 @@ from rlhf.interfaces import Advantage, Loss
 
 @hookimpl
 def rlhf_register_advantage() -> list[type[Advantage]]:
-    from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+    from rlhf_algorithms.advantages import (
+        GAE,
+        OPO,
+        RLOO,
+        BatchMean,
+        DrGRPO,
+        GroupNorm,
+        MaxRL,
+        PassAtK,
+        Reinforce,
+        ReinforceBaseline,
+    )
 
-    return [GAE, Reinforce, ReinforceBaseline, RLOO, GroupNorm, DrGRPO]
+    return [GAE, Reinforce, ReinforceBaseline, BatchMean, RLOO, GroupNorm, DrGRPO, MaxRL, OPO, PassAtK]
 
 
 @hookimpl

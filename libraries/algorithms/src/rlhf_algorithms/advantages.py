@@ -6,12 +6,13 @@ in the reward, credit differs from token to token.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from rlhf.interfaces import Advantage, ComponentConfig
-from rlhf.ops.groups import group_center, group_std, leave_one_out
+from rlhf.ops.groups import group_center, group_mean, group_std, leave_one_out
 from rlhf.ops.returns import gae, return_to_go
 from torch import Tensor
 
@@ -137,3 +138,87 @@ class DrGRPO(ReturnToGo):
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
         return group_center(r_N, group_N)
+
+
+class BatchMean(ReturnToGo):
+    """Reward minus the mean over the whole rollout batch; works with one sample per prompt."""
+
+    name = "batch_mean"
+    source = "FlashREINFORCE 2026; flash_reinforce in OpenRLHF 0.11.2"
+    over_batch = True
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        return group_center(r_N, torch.zeros_like(group_N))
+
+
+class MaxRL(ReturnToGo):
+    """(r - mean of the group) / mean of the group: for rewards of 0 and 1 the gradient of the log of the pass rate.
+
+    Deviations: (1) Credit is 0 where the mean is not above 0, so rewards should be at least 0; the paper has 0 and 1.
+    """
+
+    name = "max_rl"
+    source = "MaxRL 2026, arXiv:2602.02710"
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        mean_N = group_mean(r_N, group_N)
+        positive_N = mean_N > 0
+        return torch.where(positive_N, group_center(r_N, group_N) / torch.where(positive_N, mean_N, 1.0), 0.0)
+
+
+class OPO(ReturnToGo):
+    """Reward minus the mean of the group weighted by lengths: the baseline with the least variance, if the squared
+    gradient of an answer grows with its length."""
+
+    name = "opo"
+    source = "Hao et al. 2025, On-policy RL with optimal reward baseline, arXiv:2505.23585"
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor | None = None) -> Tensor:
+        centred_N = group_center(r_N, group_N)  # equal rewards stay exactly 0
+        if own_tokens_N is None:
+            return centred_N
+        length_N = group_mean(own_tokens_N, group_N).clamp(min=1e-9)
+        return centred_N - group_mean(centred_N * own_tokens_N, group_N) / length_N
+
+
+class PassAtKConfig(ReturnConfig):
+    k: int = Field(default=2, ge=2)
+    """Answers per prompt of which the best counts; at most ``sampling.samples_per_prompt``."""
+
+
+class PassAtK(ReturnToGo):
+    """Credit for the best of k answers: what the answer adds to the best of k - 1 others, averaged over all subsets of
+    the group's n answers, times n.
+
+    For rewards of 0 and 1 the sum of the scores is the unbiased gradient of pass@k, for others of the expected best of
+    k. With g_j sorted from the lowest, s_i = sum over j < i of (g_i - g_j) C(j, k - 2) / C(n, k). The advantage is
+    n s_i, at least 0; of equal rewards it is 0.
+    """
+
+    name = "pass_at_k"
+    source = "Walder and Karkhanis 2025, Pass@k policy optimization, arXiv:2505.15201 (the estimator with the baseline)"
+    Config = PassAtKConfig
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        super().__init__(config)
+        self.group_min = self.config.k
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        scores_N = torch.zeros(r_N.shape, dtype=torch.float64)
+        for group in group_N.unique():
+            members = (group_N == group).nonzero()[:, 0]
+            scores_N[members] = best_of_k_scores(r_N[members].double(), self.config.k)
+        return scores_N
+
+
+def best_of_k_scores(r_G: Tensor, k: int) -> Tensor:
+    """n times what each of n answers adds to the best of k - 1 others, float64 [n]; 0 for fewer than k answers."""
+    n = r_G.numel()
+    order = r_G.argsort(stable=True)
+    sorted_G = r_G[order]
+    subsets_G = torch.tensor([math.comb(j, k - 2) for j in range(n)], dtype=torch.float64)
+    # (g_i - g_j) summed over j < i, each as often as j is the best of k - 1 others.
+    gains_GG = (sorted_G[:, None] - sorted_G[None, :]).tril(-1) * subsets_G
+    return torch.zeros_like(r_G).index_copy(0, order, gains_GG.sum(1)) * n / max(math.comb(n, k), 1)

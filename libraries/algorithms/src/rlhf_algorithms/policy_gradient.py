@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhf_algorithms import pipeline
 from rlhf_algorithms.critic import ValueScale
+from rlhf_algorithms.entropy import EntropyController
 from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
@@ -55,9 +56,9 @@ class PolicyGradient(Algorithm[Group]):
     Config = PolicyGradientConfig
     applies: ClassVar[tuple[str, ...]] = ()
     """Options that this class's own ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies in place of the
-    base's: of ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``shaping``, ``reward_clip``, ``bootstrap_truncated``,
-    ``normalise_values``, ``mask_truncated``, ``epochs``, ``minibatches``, ``critic_warmup``. A method that calls
-    ``super()`` needs no entry."""
+    base's: of ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``, ``shaping``, ``reward_clip``,
+    ``bootstrap_truncated``, ``normalise_values``, ``mask_truncated``, ``epochs``, ``minibatches``, ``critic_warmup``. A
+    method that calls ``super()`` needs no entry."""
     slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
 
     def __init__(
@@ -74,6 +75,7 @@ class PolicyGradient(Algorithm[Group]):
         if kl.coef > 0 and kl.where == "loss":
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         self.loss: Loss = self.parts["loss"]
+        self.entropy = EntropyController(self.config.entropy, self._entropy_start())
         self.scale = ValueScale() if self.config.normalise_values else None
         """The scale of the critic's targets; None: the scale of rewards."""
         if not self.advantage.needs_values:
@@ -84,6 +86,19 @@ class PolicyGradient(Algorithm[Group]):
                         f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
                     )
             self._check_value_loss()
+
+    def _entropy_start(self) -> float:
+        """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt and there is none."""
+        if self.config.entropy.target is None:
+            return 0.0
+        start = getattr(self.loss.config, "entropy_coef", None)
+        if not start or start < 0:
+            raise ConfigError(
+                f"algorithm.entropy.target = {self.config.entropy.target} needs an entropy bonus whose coefficient it "
+                f"adapts, but algorithm.loss.entropy_coef is {start}: set it to a number above 0, where the "
+                "coefficient starts"
+            )
+        return float(start)
 
     def _check_value_loss(self) -> None:
         """Raises ConfigError if the loss of a critic has options but there is no critic."""
@@ -169,6 +184,8 @@ class PolicyGradient(Algorithm[Group]):
             updates.append(Update("critic", "value_loss", **passes))
         if step >= self.config.critic_warmup and trained_on:
             coef = {"kl": self.kl.beta} if self._kl_in("loss") else {}
+            if self.entropy.adaptive:
+                coef["entropy"] = self.entropy.factor
             live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
         kl = self.config.kl
@@ -226,23 +243,33 @@ class PolicyGradient(Algorithm[Group]):
         return batch.keep(~masked_U[batch.unit_B]) if some else batch
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt the KL coefficient to the KL of this step and its number of trajectories, including masked ones."""
-        if not self._uses_kl:
-            return {}
-        used, kl = self.kl.beta, metrics.get("kl/reference" if self._kl_in("reward") else "policy/kl_reference")
-        # During critic_warmup the policy is not trained, so the coefficient is not adapted.
-        if kl is not None and step >= self.config.critic_warmup:  # None: the only update was skipped
-            self.kl.update(kl, batch.units)
-        return {"kl/coef": used}
+        """Adapt the coefficients: of the KL to the KL of this step and its number of trajectories, including masked
+        ones, and of the entropy bonus to the entropy."""
+        used: dict[str, float] = {}
+        learns = step >= self.config.critic_warmup  # else the policy is not trained, so nothing is adapted
+        if self._uses_kl:
+            used["kl/coef"] = self.kl.beta
+            kl = metrics.get("kl/reference" if self._kl_in("reward") else "policy/kl_reference")
+            if kl is not None and learns:  # None: the only update was skipped
+                self.kl.update(kl, batch.units)
+        if self.entropy.adaptive:
+            used["entropy/coef"] = self.entropy.factor * self.entropy.start
+            if "policy/entropy" in metrics and learns:
+                self.entropy.update(metrics["policy/entropy"])
+        return used
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"kl": self.kl.state_dict()} if self.kl.adaptive else {}
+        if self.entropy.adaptive:
+            state["entropy"] = self.entropy.state_dict()
         return state if self.scale is None else {**state, "values": self.scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rest = dict(state)
         if self.kl.adaptive:
             self.kl.load_state_dict(rest.pop("kl"))
+        if self.entropy.adaptive:
+            self.entropy.load_state_dict(rest.pop("entropy"))
         if self.scale is not None:
             self.scale.load_state_dict(rest.pop("values"))
         super().load_state_dict(rest)

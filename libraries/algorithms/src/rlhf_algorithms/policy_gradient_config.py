@@ -69,6 +69,25 @@ class KLConfig(ComponentConfig):
         return self.estimator or ("k1" if self.where == "reward" else "k3")
 
 
+class EntropyConfig(ComponentConfig):
+    """Adaptive entropy bonus (Skywork-OR1, arXiv:2505.22312): its coefficient starts at ``loss.entropy_coef``."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Mean entropy of a token, in nats. Where a step's entropy is at or below it, the next step has the bonus and the
+    coefficient rises by ``step``; elsewhere the next step has none and the coefficient falls. Default: the coefficient
+    is constant."""
+    step: float = Field(default=0.005, gt=0)
+    """By how much the coefficient changes in a step of the run."""
+    high: float = Field(default=1.0, gt=0)
+    """The largest coefficient; the smallest is 0."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.target is None and (self.step, self.high) != (0.005, 1.0):
+            raise ValueError("step and high are for the adaptive coefficient; set target too, or leave them out")
+        return self
+
+
 def _default(cls: type[ComponentConfig], name: str) -> Any:
     return cls.model_fields[name].default
 
@@ -141,6 +160,8 @@ class PolicyGradientConfig(ComponentConfig):
     Fields that are set explicitly have precedence."""
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
+    entropy: EntropyConfig = EntropyConfig()
+    """An entropy bonus whose coefficient follows the entropy."""
     shaping: ShapingConfig = ShapingConfig()
     """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None

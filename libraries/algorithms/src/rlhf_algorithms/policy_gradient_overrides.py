@@ -15,6 +15,7 @@ IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "kl.coef": lambda c: c.kl.coef > 0 and c.kl.where == "reward",
     "kl.target": lambda c: c.kl.target is not None,
     "kl.snapshot_every": lambda c: c.kl.snapshot_every is not None,
+    "entropy.target": lambda c: c.entropy.target is not None,
     "shaping": lambda c: bool(c.shaping.shapers()),
     "reward_clip": lambda c: c.reward_clip is not None,
     "bootstrap_truncated": lambda c: c.bootstrap_truncated,
@@ -29,8 +30,8 @@ _STAGES = ("kl.coef", "shaping", "reward_clip", "bootstrap_truncated")
 APPLIED_BY: Mapping[str, tuple[str, ...]] = {
     "credit": (*_STAGES, "normalise_values", "mask_truncated", "kl.target"),
     "stages": _STAGES,
-    "updates": ("epochs", "minibatches", "critic_warmup", "kl.snapshot_every"),
-    "finish": ("kl.target",),
+    "updates": ("epochs", "minibatches", "critic_warmup", "kl.snapshot_every", "entropy.target"),
+    "finish": ("kl.target", "entropy.target"),
 }
 """{method of PolicyGradient: options that it applies}."""
 

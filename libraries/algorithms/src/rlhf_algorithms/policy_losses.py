@@ -156,7 +156,7 @@ class PolicyLoss(Loss):
         if self.config.entropy_coef is not None:
             metrics["entropy"] = ("token", x["entropy"])
             if self.config.entropy_coef:
-                terms["entropy"] = x["entropy"]
+                terms["entropy"] = x["entropy"] * x.coef.get("entropy", 1.0)  # a factor that an update may carry
         return LossOutput(terms, metrics)
 
     @staticmethod

@@ -51,13 +51,13 @@ class DPPOConfig(AgainstGeneratorConfig):
     low: float | None = Field(default=None, gt=0)
     """Bound for tokens that a negative advantage pushes down. Default: 0.2 for ``tv``, 0.05 for ``binary_kl``."""
     high: float | None = Field(default=None, gt=0)
-    """Bound for tokens that a positive advantage pushes up. Default: as ``low``."""
+    """Bound for tokens that a positive advantage pushes up. Default: the same."""
     weight_max: float = Field(default=20.0, gt=0)
     """Upper bound of the weight q / p."""
 
     def bounds(self) -> tuple[float, float]:
-        usual = 0.2 if self.divergence == "tv" else 0.05
-        return self.low or usual, self.high or usual
+        default = 0.2 if self.divergence == "tv" else 0.05
+        return self.low or default, self.high or default
 
 
 class DPPO(AgainstGenerator):

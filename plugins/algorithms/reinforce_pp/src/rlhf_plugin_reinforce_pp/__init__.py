@@ -1,4 +1,4 @@
-"""REINFORCE++ and REINFORCE++-baseline: no critic, advantages whitened over the whole batch."""
+"""REINFORCE++, REINFORCE++-baseline and FlashREINFORCE: no critic, and a statistic of the whole batch."""
 
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Slot
@@ -29,6 +29,27 @@ class ReinforcePPBaseline(PolicyGradient):
     slots = PolicyGradient.slots | {"advantage": Slot("advantage", "reinforce_baseline"), "loss": _LOSS}
 
 
+class FlashReinforce(PolicyGradient):
+    """Reward minus the mean of the rollout batch, not whitened; one sample per prompt is enough. Answers that the
+    generator sampled with other probabilities are left out: mean binary KL above 5e-3 (``loss.correction``). Every
+    answer has the same weight.
+
+    Made for samples that are some versions old (``stream.staleness``). With one optimizer step the ratio of the loss is
+    1, so its gradient is that of REINFORCE, weighted by the correction.
+    """
+
+    name = "flash_reinforce"
+    source = "FlashREINFORCE 2026; examples/scripts/train_flash_reinforce of OpenRLHF 0.11.2"
+    slots = PolicyGradient.slots | {
+        "advantage": Slot("advantage", "batch_mean"),
+        "loss": Slot(
+            "loss",
+            "ppo",
+            {"aggregation": "seq_mean_token_mean", "correction": {"preset": "flash_reinforce"}},
+        ),
+    }
+
+
 @hookimpl
 def rlhf_register_algorithm() -> list[type[Algorithm]]:
-    return [ReinforcePP, ReinforcePPBaseline]
+    return [ReinforcePP, ReinforcePPBaseline, FlashReinforce]
