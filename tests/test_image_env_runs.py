@@ -1,8 +1,8 @@
 """Runs in which the rows and an environment show images: recorded with the samples, and exact after a resume."""
 
 import pytest
-from rlhf_cli.runs.recorded_samples import read_samples
 from rlhf_runtime.python.training import train
+from rlhf_runtime.report.recorded_samples import read_samples
 from rlhf_testing.image_models import drawn, tiny_image_model
 
 ENV = """

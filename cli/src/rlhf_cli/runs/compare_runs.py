@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from rlhf_runtime.report.run_record import RunRecord
 
 from rlhf_cli.runs.curves import STYLES, draw, number
 from rlhf_cli.runs.metric_history import History
 from rlhf_cli.runs.one_run import DRAWN
 from rlhf_cli.runs.output import has_colour, table, value_text
-from rlhf_cli.runs.run_record import RunRecord
 
 NOT_COMPARED = ("run.name", "run.output", "run.resume")
 """Options for the folder and the name of a run, which are not compared."""

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from rich.text import Text
 
@@ -54,16 +53,6 @@ def draw(curves: Sequence[Curve], colour: bool, width: int = WIDTH, height: int 
         for curve, cell in zip(curves, cells, strict=True)
     ]
     return Text("\n").join(pictures)
-
-
-def as_number(value: Any) -> float | None:
-    """``value`` as a float; None if it is not a number or too large for a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
 
 
 def number(value: float) -> str:

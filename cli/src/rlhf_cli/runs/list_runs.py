@@ -29,8 +29,7 @@ class Runs(Command):
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_runtime.checkpoint.json_values import dumps
-
-        from rlhf_cli.runs.run_record import RunRecord, find_runs
+        from rlhf_runtime.report.run_record import RunRecord, find_runs
 
         folder: Path = args.folder
         if not folder.is_dir():
@@ -52,8 +51,7 @@ class Runs(Command):
 def summary(record: Any, folder: Path) -> dict[str, Any]:
     """The facts about a run in the list, as JSON values."""
     from rlhf_runtime.observe.progress import HEADLINE
-
-    from rlhf_cli.runs.curves import as_number
+    from rlhf_runtime.report.recorded_samples import as_number
 
     state, why = record.state
     last = None

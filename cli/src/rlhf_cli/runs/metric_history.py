@@ -13,8 +13,9 @@ from typing import Any
 from rlhf.errors import CheckpointError, ConfigError, did_you_mean
 from rlhf_runtime.observe.progress import HEADLINE
 from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.report.recorded_samples import as_number
 
-from rlhf_cli.runs.curves import Curve, as_number
+from rlhf_cli.runs.curves import Curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from rlhf.errors import CheckpointError
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
+from rlhf_runtime.report.run_record import RunRecord
 
 from rlhf_cli.runs.curves import draw, number
 from rlhf_cli.runs.metric_history import History
 from rlhf_cli.runs.output import STATE_STYLES, duration, has_colour, table, value_text, when
-from rlhf_cli.runs.run_record import RunRecord
 
 DRAWN = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""

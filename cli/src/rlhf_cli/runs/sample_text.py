@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.text import Text
 from rlhf_runtime.observe.sample_lines import printable, shortened
+from rlhf_runtime.report.recorded_samples import Sample
 
 from rlhf_cli.runs.curves import number
-from rlhf_cli.runs.recorded_samples import Sample
 
 LONG = 1200
 """Number of characters that are shown of a long text."""

@@ -13,7 +13,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
 if TYPE_CHECKING:
-    from rlhf_cli.runs.recorded_samples import Sample
+    from rlhf_runtime.report.recorded_samples import Sample
 
 FIRST = 5
 """Number of samples that are shown by default."""
@@ -42,7 +42,7 @@ class Samples(Command):
         parser.add_argument("--json", action="store_true", help="one JSON object a line for each sample")
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_cli.runs.recorded_samples import check_sort, read_samples, select
+        from rlhf_runtime.report.recorded_samples import check_sort, read_samples, select
 
         path, step = _file(args.run_folder, args.step)
         samples = select(read_samples(path, step), args.source, args.group)
@@ -59,8 +59,8 @@ class Samples(Command):
 
 def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
     """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
-    from rlhf_cli.runs.recorded_samples import recorded_steps
-    from rlhf_cli.runs.run_record import RunRecord
+    from rlhf_runtime.report.recorded_samples import recorded_steps
+    from rlhf_runtime.report.run_record import RunRecord
 
     if run.is_file():
         if step is not None:
@@ -91,7 +91,7 @@ def _why_no_samples(record: Any) -> str:
 
 def _selections(samples: Sequence[Sample], args: argparse.Namespace) -> list[tuple[str, Sequence[Sample]]]:
     """[(what they are, samples)]."""
-    from rlhf_cli.runs.recorded_samples import draw_samples, extreme
+    from rlhf_runtime.report.recorded_samples import draw_samples, extreme
 
     by = f" by {args.sort_by}" if args.sort_by else ""
     selections: list[tuple[str, Sequence[Sample]]] = []

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
+
 from rlhf_runtime.checkpoint.saved_groups import recorded
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import SUCH
-
-from rlhf_cli.runs.curves import as_number
 
 LENGTH = "length"
 _FILE = re.compile(r"step-(\d{6,})\.arrow")
@@ -123,6 +122,16 @@ def draw_samples(samples: Sequence[Sample], count: int, seed: int) -> list[Sampl
     """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
     numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[number] for number in sorted(numbers)]
+
+
+def as_number(value: Any) -> float | None:
+    """``value`` as a float; None if it is not a number or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _sample(line: Mapping[str, Any], step: int | None) -> Sample:

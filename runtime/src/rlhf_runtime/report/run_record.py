@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError, RlhfError, did_you_mean
+
 from rlhf_runtime.checkpoint.json_values import loads, read_json
 from rlhf_runtime.loop.best_value import BestTracker
 from rlhf_runtime.output.folder_lock import FolderLock

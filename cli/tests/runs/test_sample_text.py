@@ -1,8 +1,8 @@
 import pytest
 from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
-from rlhf_cli.runs.recorded_samples import Sample, read_samples
 from rlhf_cli.runs.sample_text import sample_text
 from rlhf_runtime.checkpoint.saved_groups import write_groups
+from rlhf_runtime.report.recorded_samples import Sample, read_samples
 from rlhf_testing.image_models import drawn
 
 
