@@ -61,15 +61,18 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     assert type(back[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
-@pytest.mark.parametrize("version", [0, 1], ids=["without messages", "without messages and scores"])
+EARLIER = ["without values of tokens", "without messages", "without messages and scores"]
+
+
+@pytest.mark.parametrize("version", range(3), ids=EARLIER)
 def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
     path, made = tmp_path / "ready.arrow", group(samples=1)
     with monkeypatch.context() as earlier:
-        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[version])
+        earlier.setattr(sample_table, "TURN", [sample_table.TURN, *sample_table.EARLIER_TURNS][version])
         earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
         write_groups(path, [made])
     turns = made.trajectories[0].turns
-    turns[2].messages, turns[3].score = (), None if version else turns[3].score
+    turns[2].messages, turns[3].score = () if version else turns[2].messages, None if version == 2 else turns[3].score
     assert read_groups(path, find) == [made]
 
 

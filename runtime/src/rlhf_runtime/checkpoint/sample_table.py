@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ REWARD = pa.struct(
         "info": pa.string(),  # JSON
     }
 )
+TOKEN_VALUES = pa.struct({"name": pa.string(), "values": pa.list_(pa.float32())})
 SCHEMA = pa.schema(
     {
         "group": pa.int64(),
@@ -71,6 +72,7 @@ SCHEMA = pa.schema(
         "messages": pa.string(),  # JSON, where the prompt is messages
         "turns": pa.list_(TURN),
         "rewards": pa.list_(REWARD),
+        "token_values": pa.list_(TOKEN_VALUES),  # of the sampled tokens, in order; one value: all are equal
         "exact": pa.string(),  # the sample as JSON, where a text is none that UTF-8 can hold
     }
 )
@@ -79,8 +81,10 @@ EARLIER_TURNS = [
     for missing in (("messages",), ("messages", "score"))
 ]
 """Turns in files of earlier versions."""
+_WITHOUT_VALUES = SCHEMA.remove(SCHEMA.get_field_index("token_values"))
 EARLIER_SCHEMAS = [
-    SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn))) for turn in EARLIER_TURNS
+    _WITHOUT_VALUES.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn)))
+    for turn in (TURN, *EARLIER_TURNS)
 ]
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file that does not hold the prompts of its samples."""
@@ -185,7 +189,9 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Any]:
         for name, result in sample.get("rewards", {}).items()
     ]  # fmt: skip
     plain = {"source": sample["row"]["source"], "row": sample["row"]["index"], "rewards": rewards}
-    return {**sample, **prompt_columns, **plain, "info": to_text(sample["info"]) if "info" in sample else None}
+    values = [{"name": name, "values": values} for name, values in sample.get("token_values", {}).items()]
+    info = to_text(sample["info"]) if "info" in sample else None
+    return {**sample, **prompt_columns, **plain, "token_values": values, "info": info}
 
 
 def _with_exact(row: dict[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +244,10 @@ def _offsets(counts: Iterable[int]) -> pa.Array:
 
 
 def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
-    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names if name != "turns"}
+    arrays = ("turns", "token_values")
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names if name not in arrays}
+    if "token_values" in batch.schema.names:
+        columns["token_values"] = _token_values(batch.column("token_values"))
     lists = batch.column("turns")
     turns = _turns(lists.values)
     ends = lists.offsets.to_pylist()
@@ -251,6 +260,15 @@ def _values(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
         if row["rewards"] is not None:
             row["rewards"] = {reward.pop("name"): _with_steps(reward) for reward in row["rewards"]}
         yield row
+
+
+def _token_values(lists: pa.ListArray) -> list[dict[str, Any]]:
+    """{name: numpy array} of each row."""
+    names, numbers, ends = lists.values.field("name").to_pylist(), lists.values.field("values"), lists.offsets
+    at, values = numbers.offsets.to_pylist(), numbers.values.to_numpy()
+    return [
+        {names[n]: values[at[n] : at[n + 1]] for n in range(first, last)} for first, last in pairwise(ends.to_pylist())
+    ]
 
 
 def _with_steps(reward: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhf.errors import CheckpointError, DataError, shown
 from rlhf.saved import WAY_OUT
 from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
+from rlhf.types.arrays import FloatArray
 
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
 from rlhf_runtime.checkpoint.json_values import encode, loads, to_text
@@ -30,11 +31,22 @@ FindRow = Callable[[str, int], Row]
 """``find(source, index) -> Row``."""
 TellPrompt = Callable[[Trajectory], Any]
 """``tell(trajectory) -> prompt``, as text or messages; None if its context is more than the prompt."""
+TokenValues = Mapping[tuple[int, int], Mapping[str, FloatArray]]
+"""{index of a sample: {name: a value for each of its sampled tokens, or one value where all are equal}}."""
 
 
-def write_groups(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:
-    """Write ``groups`` to ``path``: an Arrow file. After a crash the file is complete or absent."""
-    write_samples(path, sample_values(groups, prompt), with_prompts=prompt is not None)
+def write_groups(
+    path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None, token_values: TokenValues | None = None
+) -> None:
+    """Write ``groups`` to ``path``: an Arrow file. After a crash the file is complete or absent.
+
+    Args:
+        token_values: what a step computed of the sampled tokens. It is for people to read: no run reads it back.
+    """
+    values = sample_values(groups, prompt)
+    if token_values:
+        values = ({**v, "token_values": token_values.get(tuple(v.get("index", ())), {})} for v in values)
+    write_samples(path, values, with_prompts=prompt is not None)
 
 
 def write_lines(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,7 +13,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.loss_value import add_sums, finish_sums
 from rlhf.ops.reduce import weigh
 from rlhf.seeds import derive_seed
-from rlhf.types import Snapshot, Update
+from rlhf.types import Annotation, Snapshot, Update
 from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import marks
 from torch import Tensor
@@ -32,6 +32,7 @@ def learn(
     keep_skipped: Callable[[str, Batch], None] = lambda reason, batch: None,
     timed: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
     count: Callable[[str, int, int], None] = lambda label, number, total: None,
+    credited: Callable[[Batch, Sequence[Annotation]], None] = lambda batch, annotations: None,
 ) -> Metrics:
     """Annotate the batch, compute advantages from rewards, train every role that the algorithm names.
 
@@ -40,6 +41,7 @@ def learn(
             step changes no weights, and its batch is kept for inspection.
         timed: measures the time of a phase.
         count: shows which optimizer step of an update is computed.
+        credited: called with the batch that has advantages, and the annotations in it.
 
     Returns: the metrics of ``credit`` and of the updates.
     """
@@ -51,6 +53,7 @@ def learn(
     with boundary(TrainingError, f"algorithm {algorithm.name!r}"):
         batch, metrics = algorithm.credit(batch)
         updates = algorithm.updates(step, batch)
+    credited(batch, annotations)
     for update in updates:
         if isinstance(update, Snapshot):
             snapshot(roles, update)

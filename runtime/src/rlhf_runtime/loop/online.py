@@ -23,7 +23,15 @@ def online(run: OnlineRun) -> None:
         else:
             with run.learning(step):
                 metrics |= learn(
-                    batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed, run.progress.count
+                    batch,
+                    run.algorithm,
+                    run.roles,
+                    run.seed,
+                    step,
+                    run.keep_skipped,
+                    run.timed,
+                    run.progress.count,
+                    run.reports.credited,
                 )
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, if samples will be drawn with it

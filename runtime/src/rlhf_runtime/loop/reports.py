@@ -9,14 +9,17 @@ from typing import Any
 
 from rlhf.errors import RlhfError, boundary
 from rlhf.interfaces import Observer
+from rlhf.ops.batch import Batch
+from rlhf.types import Annotation
 
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_groups
+from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
+from rlhf_runtime.observe.token_values import token_values
 from rlhf_runtime.output.metrics import TIME
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.samples.stream import ReadyBatch
@@ -44,6 +47,7 @@ class Reports:
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
         self._said_equal = False
+        self._token_values: TokenValues = {}
 
     def begin_step(self, step: int) -> None:
         """Start measuring the times of the next line."""
@@ -82,6 +86,10 @@ class Reports:
             with boundary(RlhfError, f"observer {name!r}, {event}"):
                 getattr(observer, event)(*arguments)
 
+    def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
+        """Keep what was computed of each token, until the samples of the step are written."""
+        self._token_values = token_values(batch, annotations)
+
     def samples(self, steps_done: int, ready: ReadyBatch, save: bool, show: bool, prompt_of: TellPrompt) -> Metrics:
         """Write the groups that a step was trained on, show them on the terminal, and pass them to observers.
 
@@ -92,7 +100,8 @@ class Reports:
         """
         if save:
             with self._store.writing(path := self._directory.rollouts(steps_done)):
-                write_groups(path, ready.groups, prompt_of)
+                write_groups(path, ready.groups, prompt_of, self._token_values)
+        self._token_values = {}
         if show:
             self._progress.samples(steps_done, ready.groups)
         self.observe("rollouts_finished", steps_done, ready.groups)
