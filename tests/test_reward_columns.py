@@ -10,6 +10,7 @@ import pytest
 import rlhf
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Reward
+from rlhf.types import Row
 from rlhf_runtime.jobs import inference, scoring
 from rlhf_runtime.setup import build
 from transformers import AutoTokenizer
@@ -101,6 +102,29 @@ def test_each_source_is_checked_and_only_where_the_reward_scores_it(shop: Worksh
 def test_a_value_of_none_and_a_column_of_some_rows_are_accepted(shop: Workshop) -> None:
     rows = [*BARE, {"prompt": "1+1=", "answer": None}]
     assert trained(shop, "--dry-run", train=str(shop.rows("some.jsonl", rows))).code == 0
+
+
+VERL = [{"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": str(n + 1)}} for n in range(8)]
+"""Rows as verl has them: the answer is inside of a column."""
+
+
+def test_a_dotted_name_is_a_value_inside_of_a_column(shop: Workshop, no_models) -> None:
+    data = str(shop.rows("verl.jsonl", VERL))
+    column = ("--dry-run", "--reward.math.column")
+    assert trained(shop, *column, "reward_model.ground_truth", train=data).code == 0
+    refused(trained(shop, *column, "reward_model.answer", train=data), "no column 'reward_model.answer'")
+    refused(trained(shop, *column, "prompt.answer", train=data), "no column 'prompt.answer'")
+
+
+def test_a_row_reads_dotted_names_and_a_column_of_that_name_comes_first() -> None:
+    row = Row({"a": {"b": {"c": None}, "d.e": 5}, "a.d": 2, "text": "x"}, "unit", 0)
+    assert (row["a.b.c"], row["a.b"], row["a.d"], row["a.d.e"]) == (None, {"c": None}, 2, 5)
+    assert (row.get("a.b.c", 1), row.get("a.x", 1), row.get("text.x", 1), row.get("x.y")) == (None, 1, 1, None)
+    assert "a.b.c" in row.columns and "a.b.x" not in row.columns and "a.b.c.d" not in row.columns
+    assert list(row.columns) == ["a", "a.d", "text"]
+    for name, message in {"a.b.x": "'a.b' holds: c", "b.c": "columns present: a, a.d, text"}.items():
+        with pytest.raises(KeyError, match=message):
+            row[name]
 
 
 def test_held_out_rows_of_every_source_are_scored_whatever_the_limit(shop: Workshop, no_models) -> None:

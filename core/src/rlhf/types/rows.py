@@ -18,10 +18,35 @@ class RowLayout(Protocol):
 
 
 class Columns(dict[str, Any]):
-    """The columns of a row by name. The KeyError for a column that the row lacks says which columns there are."""
+    """The columns of a row by name. A dotted name that no column has, such as ``reward_model.ground_truth``, is a value
+    inside of a column that holds a table. The KeyError for a column that the row lacks says which columns there are."""
 
     def __missing__(self, name: str) -> Any:
-        raise KeyError(f"no column {name!r}; columns present: {', '.join(self) or 'none'}")
+        table, key = self._place(name)
+        if key in table:
+            return table[key]
+        place = "columns present" if table is self else f"{name[: -len(key) - 1]!r} holds"
+        raise KeyError(f"no column {name!r}; {place}: {', '.join(map(str, table)) or 'none'}")
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        table, key = self._place(str(name))
+        return table is not self and key in table
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def _place(self, name: str) -> tuple[Mapping[str, Any], str]:
+        """The innermost table on the way to a dotted name, and the rest of the name."""
+        table: Mapping[str, Any] = self
+        while "." in name:
+            first, _, rest = name.partition(".")
+            inner = table.get(first)
+            if not isinstance(inner, Mapping):
+                break
+            table, name = inner, rest
+        return table, name
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,8 +225,15 @@ def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], 
         for reward in rewards
         for column in _declared(reward)
         for source in sources
-        if (not reward.sources or source.name in reward.sources) and column not in source.columns
+        if (not reward.sources or source.name in reward.sources) and not _has(source, column)
     ]
+
+
+def _has(source: Source, column: str) -> bool:
+    """Whether any row has the column. A dotted name may be a value inside of a column."""
+    if column in source.columns or column.partition(".")[0] not in source.columns:
+        return column in source.columns
+    return any(column in source[number].columns for number in range(len(source)))
 
 
 def _declared(reward: ActiveReward) -> list[str]:
@@ -242,7 +249,7 @@ def _problem(reward: ActiveReward, column: str, source: Source, sources: Sequenc
     flag = f"--reward.{reward.name}"
     options = [name for name, value in reward.config or () if value == column]
     todo = [f"name the right one with {flag}.{options[0]}" if options else "add it to the data"]
-    if any(column in other.columns for other in sources):
+    if any(_has(other, column) for other in sources):
         todo.append(f"name the sources that this reward scores with {flag}.sources")
     advice = ", or ".join(todo)
     return (
