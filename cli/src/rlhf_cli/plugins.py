@@ -136,7 +136,7 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
     """The plugin of that kind, or the plugins of all kinds with this name."""
     if kind is not None:
         return [plugins.resolve(kind, ref)]
-    if ref.startswith(("file:", "model:", "http:", "https:")):
+    if ref.startswith(("file:", "python:", "model:", "http:", "https:")):
         raise PluginNotFound(f"{ref!r} could be of any kind: add --kind, e.g. --kind reward")
     reference = parse_reference(KINDS[0], ref)
     kinds = list(dict.fromkeys(e.kind for e in plugins.list() if e.name == reference.name and e.kind in KINDS))

@@ -73,7 +73,7 @@ def test_an_attribute_names_any_function_of_three_arguments(site, write):
     assert values(site.plugins().resolve("reward", f"file:{path}:b")) == [None, None]
     for attribute in "cd":
         with pytest.raises(
-            PluginInvalid, match=r"expected one subclass of rlhf.interfaces.Reward, or one function 'def s"
+            PluginInvalid, match=r"expected one subclass of rlhf.interfaces.Reward, or one function `def f\("
         ):
             site.plugins().resolve("reward", f"file:{path}:{attribute}")
 

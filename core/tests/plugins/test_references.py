@@ -20,6 +20,7 @@ def test_kinds_of_hooks_and_of_interfaces_are_the_same():
         ("reward", "file:reward.py", {"scheme": "file", "path": "reward.py"}),
         ("env", "file:a/b c.py:Game", {"scheme": "file", "path": "a/b c.py", "attribute": "Game"}),
         ("reward", "file:C:\\x.py:f", {"scheme": "file", "path": "C:\\x.py", "attribute": "f"}),
+        ("env", "python:a.b_c:Game", {"scheme": "python", "path": "a.b_c", "attribute": "Game"}),
         ("reward", "model:org/m", {"scheme": "plugin", "name": "model", "options": {"model": "org/m"}}),
         (
             "reward",
@@ -47,12 +48,19 @@ def test_every_form_of_reference_is_parsed(kind, text, expected):
         ("reward", "score.py", r"reward 'score.py' looks like a file: write 'file:score.py'"),
         ("reward", "file:score", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 'score'"),
         ("reward", "file:s.py:1x", r"after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got 's.py:1x'"),
+        ("reward", "python:a.b", r"after 'python:' comes MODULE:ATTRIBUTE, got 'a.b'"),
+        ("reward", "python:a-b:c", r"after 'python:' comes MODULE:ATTRIBUTE, got 'a-b:c'"),
+        ("reward", "trl.rewards:f", "looks like a name in a module: write 'python:trl.rewards:f'"),
         ("loss", "model:x", "loss 'model:x': 'model:' selects only kind reward; write 'NAME'"),
         ("loss", "http://x", "loss 'http://x': 'http:' selects only kind reward; write 'NAME'"),
         ("reward", "model:", "reward 'model:': nothing after 'model:'"),
         ("reward", "http://", "reward 'http://': nothing after 'http:'"),
-        ("reward", "modle:x", r"unknown scheme 'modle'; allowed are plugin:, file:, model:, .*Did you mean 'model'\?"),
-        ("loss", "pugin:x", r"unknown scheme 'pugin'; allowed are plugin:, file:\. Did you mean 'plugin'\?"),
+        (
+            "reward",
+            "modle:x",
+            r"unknown scheme 'modle'; allowed are plugin:, file:, python:, model:, .*Did you mean 'model'\?",
+        ),
+        ("loss", "pugin:x", r"unknown scheme 'pugin'; allowed are plugin:, file:, python:\. Did you mean 'plugin'\?"),
     ],
 )
 def test_invalid_references_are_refused(kind, text, message):

@@ -78,7 +78,8 @@ def test_a_missing_column_is_named_with_the_columns_that_there_are():
 
 def test_a_function_of_completions_gets_lists_of_the_columns():
     def f(completions, prompts, answer, completion_ids, **columns):
-        assert columns == {"prompt": ["1+1=", "1+1="], "level": [3, 3]}
+        assert [*columns] == ["prompt", "level", "log_extra", "log_metric"]
+        assert (columns["prompt"], columns["level"]) == (["1+1=", "1+1="], [3, 3])
         assert prompts == ["1+1=", "1+1="]
         return [float(a == c) + len(ids) for c, a, ids in zip(completions, answer, completion_ids, strict=True)]
 

@@ -96,7 +96,7 @@ class Reward(Component):
 
     def columns(self) -> Collection[str]:
         """Columns without which ``score`` fails, by the options. Leave out a column that ``score`` reads only if the
-        row has it. A value may be None.
+        row has it. A value may be None. A mapping {column: option} says which option names the column, for messages.
 
         A run is refused before a model is loaded if no row of a source that the reward scores has such a column. A row
         that lacks it, while other rows of its source have it, is found when it is scored."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, did_you_mean
 from rlhf.paths import check_path
-from rlhf.plugins.functions import SAMPLE_PARAMETERS, reward_of_samples
+from rlhf.plugins.functions import FORMS, SAMPLE_PARAMETERS, form_of_function
 from rlhf.plugins.importing import importing
 from rlhf.plugins.registration import abstract_methods, check_class, first_cause, kind_of
 
@@ -113,26 +113,51 @@ def pick_component(source: SourceFile, kind: str, attribute: str | None, module:
     if attribute is not None:
         if not hasattr(module, attribute):
             raise PluginInvalid(f"{label}: the file defines no {attribute!r}. It defines: {_defined(module)}")
-        member = getattr(module, attribute)
-        if isinstance(member, type):
-            return _checked(source, kind, member, label) if kind_of(member) else None
-        if kind == "reward" and _is_function(member) and _takes_three(member):
-            return _function_reward(source, member, module)
-        return None
+        return component_of(getattr(module, attribute), kind, attribute, source.name, module, label)
     from rlhf.interfaces import interface
 
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     candidates: list[Any] = [c for c in own if isinstance(c, type) and issubclass(c, interface(kind))]
     concrete = [c for c in candidates if not abstract_methods(c)] or candidates
     if kind == "reward" and not concrete:
-        concrete = [f for f in own if _is_function(f) and tuple(inspect.signature(f).parameters) == SAMPLE_PARAMETERS]
+        concrete = [f for f in own if _is_function(f) and form_of_function(f)]
     if len(concrete) > 1:
         choices = ", ".join(f"file:{source.path}:{c.__name__}" for c in concrete)
         raise PluginInvalid(f"{label}: the file defines {len(concrete)} of that kind; pick one: {choices}")
-    if not concrete:
+    return component_of(concrete[0], kind, concrete[0].__name__, source.name, module, label) if concrete else None
+
+
+def component_of(member: Any, kind: str, attribute: str, name: str, module: ModuleType, label: str) -> type[Any] | None:
+    """The component that an attribute of a module is: a class, or for rewards a function. None if it is neither.
+
+    Args:
+        name: of the component, if its class has none.
+
+    Raises PluginInvalid for a class that breaks its kind's rules.
+    """
+    if isinstance(member, type):
+        if not kind_of(member):
+            return None
+        component: type[Any] = member
+        if component.name == "":
+            component.name = name
+        return check_class(kind, component, label)
+    form = form_of_function(member) if callable(member) else None
+    if form is None and inspect.isfunction(member) and _takes_three(member):
+        form = "sample"
+    if kind != "reward" or form is None:
         return None
-    only = concrete[0]
-    return _checked(source, kind, only, label) if isinstance(only, type) else _function_reward(source, only, module)
+    from rlhf.plugins.reward_functions import reward_of_function  # listing plugins starts without it
+
+    class_name = f"Reward_{attribute}"
+    if (cls := vars(module).get(class_name)) is None:
+        where = f"reward function {attribute!r} of {module.__file__}"
+        cls = reward_of_function(member, form, name=name, class_name=class_name, module=module.__name__, label=where)
+        if hasattr(module, "conformance"):  # settings for the conformance suite, written beside the function
+            cls.conformance = module.conformance
+        setattr(module, class_name, cls)  # so that it pickles
+    result: type[Any] = cls
+    return result
 
 
 def nothing_usable(label: str, kind: str, module: ModuleType, adapters: list[str], broken: list[str]) -> str:
@@ -140,7 +165,7 @@ def nothing_usable(label: str, kind: str, module: ModuleType, adapters: list[str
     adapters that failed, and why."""
     adapter_note = f" No installed adapter ({', '.join(adapters)}) recognises it." if adapters else ""
     failed = f" Adapters that could not be asked: {'; '.join(broken)}." if broken else ""
-    return f"{label}: expected {_expected(kind)}. The file defines: {_defined(module)}.{adapter_note}{failed}"
+    return f"{label}: expected {expected(kind)}. The file defines: {_defined(module)}.{adapter_note}{failed}"
 
 
 def _defined(module: ModuleType) -> str:
@@ -156,20 +181,12 @@ def _defined(module: ModuleType) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _expected(kind: str) -> str:
+def expected(kind: str) -> str:
     """What a file must define to offer this kind."""
     from rlhf.interfaces import interface
 
     text = f"one subclass of rlhf.interfaces.{interface(kind).__name__}"
-    return text + (
-        f", or one function 'def score({', '.join(SAMPLE_PARAMETERS)}) -> float | None'" if kind == "reward" else ""
-    )
-
-
-def _checked(source: SourceFile, kind: str, cls: type[Any], label: str) -> type[Any]:
-    if cls.name == "":
-        cls.name = source.name
-    return check_class(kind, cls, label)
+    return f"{text}, or one function {FORMS}" if kind == "reward" else text
 
 
 def _is_function(value: object) -> bool:
@@ -182,19 +199,3 @@ def _takes_three(function: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _function_reward(source: SourceFile, function: Callable[..., Any], module: ModuleType) -> type[Any]:
-    """A Reward class that scores each trajectory alone. Its ``score`` is ``async`` if the function is."""
-    class_name = f"Reward_{function.__name__}"
-    if class_name in vars(module):
-        cls: type[Any] = vars(module)[class_name]
-        return cls
-    label = f"reward function {function.__name__!r} of {source.path}"
-    reward_class = reward_of_samples(
-        function, name=source.name, class_name=class_name, module=module.__name__, label=label
-    )
-    if hasattr(module, "conformance"):  # settings for the conformance suite, written beside the function
-        reward_class.conformance = module.conformance
-    setattr(module, class_name, reward_class)  # so that it pickles
-    return reward_class

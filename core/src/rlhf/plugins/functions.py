@@ -1,73 +1,56 @@
-"""A plain function as a reward: ``function(prompt, completion, row) -> float | None``, called for each sample."""
+"""Plain functions as rewards. The names of a function's parameters say which of three forms it has:
+
+``f(prompt, completion, row) -> float | None``
+    called for each sample; ``row`` is a mapping of the data row's columns;
+``f(completions, **columns) -> list[float | None]``
+    called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
+    data row, are lists with an item for each sample. Where the prompt of the data is a list of messages, each
+    completion is a list with one message. ``log_extra(name, values)`` stores a value with each sample, and
+    ``log_metric(name, value)`` a number with all of them;
+``f(solution_str, ground_truth, **columns) -> float | {"score": float, ...}``
+    called for each sample, also with ``data_source`` and ``extra_info``; ``ground_truth`` is the column
+    ``reward_model.ground_truth``. Further values of a mapping are stored with the sample.
+
+A function of the last two forms gets what it has parameters for, or everything where it has ``**``. All may be ``async
+def``, and may return None for a sample to which the reward does not apply.
+"""
 
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from rlhf.errors import RewardError, shown
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 SAMPLE_PARAMETERS = ("prompt", "completion", "row")
 """``def NAME(prompt: str, completion: str, row: Mapping) -> float | None``, plain or async."""
+FORMS = (
+    "`def f(prompt, completion, row)` or `def f(solution_str, ground_truth, **columns)`, which returns a number for a "
+    "sample, or `def f(completions, **columns)`, which returns a list with a number for each completion"
+)
+Form = Literal["sample", "samples", "solution"]
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def form_of(names: Sequence[str]) -> Form | None:
+    """The form of a function whose parameters have these names, without ``*`` and ``**``; None if it has none."""
+    if tuple(names) == SAMPLE_PARAMETERS:
+        return "sample"
+    if ("completions" in names or "completion_ids" in names) and "completion" not in names:
+        return "samples"
+    return "solution" if "solution_str" in names and "ground_truth" in names else None
+
+
+def form_of_function(function: Callable[..., Any]) -> Form | None:
+    """The form of a function or another callable object; None if it has none, or its parameters cannot be read."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    form = form_of([p.name for p in parameters if p.kind in _NAMED])
+    others = {p.kind for p in parameters} - {*_NAMED}
+    return form if others <= (set() if form == "sample" else {inspect.Parameter.VAR_KEYWORD}) else None
 
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a function, or the ``__call__`` of an object, is ``async def``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def reward_of_samples(
-    function: Callable[..., Any], *, name: str, class_name: str, module: str, label: str
-) -> type[Any]:
-    """A Reward class that calls ``function`` for each sample. Its ``score`` is ``async`` if the function is.
-
-    Args:
-        name: of the reward.
-        class_name, module: ``__qualname__`` and ``__module__`` of the class.
-        label: name of the function in messages.
-    """
-    from rlhf.interfaces import Reward
-    from rlhf.types import Group, RewardResult, Trajectory
-
-    def arguments(t: Trajectory) -> tuple[str, str, Mapping[str, Any]]:
-        return t.prompt_text, t.completion, t.row.columns
-
-    def score(self: Any, group: Group) -> list[RewardResult]:
-        return [RewardResult(reward_value(function(*arguments(t)), label)) for t in group.trajectories]
-
-    async def score_async(self: Any, group: Group) -> list[RewardResult]:
-        return [RewardResult(reward_value(await function(*arguments(t)), label)) for t in group.trajectories]
-
-    body = {
-        "name": name,
-        "per_sample": True,
-        "reads": "text",
-        "__module__": module,
-        "__doc__": function.__doc__ or f"Scores each trajectory with {label}({', '.join(SAMPLE_PARAMETERS)}).",
-        "made_from": staticmethod(function),
-        "score": score_async if is_async(function) else score,
-    }
-    return type(class_name, (Reward,), body)
-
-
-def reward_value(value: Any, label: str, where: str = "") -> float | None:
-    """A reward function's return value for a sample, checked: a finite number or None.
-
-    Args:
-        label: name of the function in messages.
-        where: which of several samples the value is for, in messages.
-
-    Raises RewardError otherwise.
-    """
-    if value is None:
-        return None
-    try:
-        number = float(value) if isinstance(value, numbers.Real) else math.nan
-    except OverflowError:  # an integer that is too large for a float
-        number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"{label} returned {shown(value)}{where}; expected a finite number or None")
-    return number

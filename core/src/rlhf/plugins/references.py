@@ -6,6 +6,7 @@
 ``rlhf-plugin-math/math``      the plugin of that distribution, if several offer the name
 ``file:reward.py``             the one component that the file defines, without packaging
 ``file:reward.py:Score``       the class (or, for rewards, function) of that name in the file
+``python:package.module:NAME`` the class (or, for rewards, function) of that name in an installed module
 ``model:PATH``                 rewards only: the plugin ``model`` with the option ``model = "PATH"``
 ``http://...``                 rewards only: the plugin ``http`` with the option ``urls = ["http://..."]``
 =============================  ====================================================================
@@ -23,7 +24,8 @@ from rlhf.plugins.entry import KINDS
 
 NAME = re.compile(r"[a-z0-9_]+")
 _FILE = re.compile(r"(?P<path>.+\.py)(?::(?P<attribute>[A-Za-z_]\w*))?")
-_EXAMPLES = "'NAME', 'plugin:NAME', 'DISTRIBUTION/NAME' or 'file:PATH.py[:ATTRIBUTE]'"
+_MODULE = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<attribute>[^\W\d]\w*)")
+_EXAMPLES = "'NAME', 'plugin:NAME', 'DISTRIBUTION/NAME', 'file:PATH.py[:ATTRIBUTE]' or 'python:MODULE:ATTRIBUTE'"
 _SCHEME_KINDS = {"model": ("reward",), "http": ("reward",), "https": ("reward",)}
 
 
@@ -33,10 +35,11 @@ class Reference:
 
     kind: str
     text: str
-    scheme: Literal["plugin", "file"]
+    scheme: Literal["plugin", "file", "python"]
     name: str = ""
     distribution: str | None = None
     path: str = ""
+    """The file, or the module."""
     attribute: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the reference sets for its plugin."""
@@ -66,6 +69,11 @@ def parse_reference(kind: str, text: str) -> Reference:
         if match is None:
             raise ConfigError(f"{kind} {text!r}: after 'file:' comes PATH.py or PATH.py:ATTRIBUTE, got {rest!r}")
         return Reference(kind, text, "file", path=match["path"], attribute=match["attribute"])
+    if scheme == "python":
+        match = _MODULE.fullmatch(rest)
+        if match is None:
+            raise ConfigError(f"{kind} {text!r}: after 'python:' comes MODULE:ATTRIBUTE, got {rest!r}")
+        return Reference(kind, text, "python", path=match["module"], attribute=match["attribute"])
     if scheme in _SCHEME_KINDS:
         if kind not in _SCHEME_KINDS[scheme]:
             kinds = " and ".join(_SCHEME_KINDS[scheme])
@@ -77,7 +85,9 @@ def parse_reference(kind: str, text: str) -> Reference:
         if scheme == "model":
             return Reference(kind, text, "plugin", "model", options={"model": rest})
         return Reference(kind, text, "plugin", "http", options={"urls": [text]})
-    allowed = ("plugin", "file", *(s for s, kinds in _SCHEME_KINDS.items() if kind in kinds))
+    if "." in scheme and _MODULE.fullmatch(text):
+        raise ConfigError(f"{kind} {text!r} looks like a name in a module: write 'python:{text}'")
+    allowed = ("plugin", "file", "python", *(s for s, kinds in _SCHEME_KINDS.items() if kind in kinds))
     raise ConfigError(
         f"{kind} {text!r}: unknown scheme {scheme!r}; allowed are {', '.join(f'{s}:' for s in allowed)}."
         f"{did_you_mean(scheme, allowed)} Write {_EXAMPLES}."

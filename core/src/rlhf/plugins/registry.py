@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,14 +18,15 @@ from rlhf.errors import (
     PluginVersionMismatch,
     RlhfError,
     boundary,
+    did_you_mean,
 )
 from rlhf.plugins import installed
 from rlhf.plugins.entry import KINDS, Entry
-from rlhf.plugins.files import SourceFile, looks_native, nothing_usable, pick_component
+from rlhf.plugins.files import SourceFile, component_of, expected, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
 from rlhf.plugins.requirements import META, check_requirements, pip_words, published, unmet_requirements
-from rlhf.plugins.resolved import FILE, IN_PROCESS, Resolved, source_sha256
+from rlhf.plugins.resolved import FILE, IN_PROCESS, MODULE, Resolved, source_sha256
 
 Entries = list[Entry]
 Classes = list[type[Any]]
@@ -106,6 +108,8 @@ class Plugins:
             source = self._files.get(reference.path) or SourceFile.read(reference.path)
             self._files[reference.path] = source
             return self._resolve_file(reference, source)
+        if reference.scheme == "python":
+            return self._resolve_module(reference)
         entry = self._find(reference)
         own = self._registered.get((kind, entry.name, entry.distribution))
         sha256 = source_sha256(own) if own is not None and entry.distribution == IN_PROCESS else ""
@@ -196,12 +200,31 @@ class Plugins:
                 if source.sha256 == item["sha256"]
                 else f"{item['ref']} has changed since (SHA-256 {source.sha256[:12]}, was {item['sha256'][:12]})"
             )
+        if item["distribution"] == MODULE:
+            try:
+                sha256 = self.resolve(item["kind"], item["ref"]).sha256
+            except RlhfError as cause:
+                return f"{label}: {cause}"
+            return "" if sha256 == item["sha256"] else f"the source of {item['ref']} has changed since"
         matches = [e for e in self._named(item["kind"], item["name"]) if e.distribution == item["distribution"]]
         if not matches:
             return f"{label} is not installed here"
         return "" if matches[0].version == item["version"] else f"{label} is version {matches[0].version} here"
 
-    # ----------------------------------------------------------------------------------------- files
+    # ----------------------------------------------------------------------------- modules and files
+
+    def _resolve_module(self, reference: Reference) -> Resolved:
+        kind, attribute, label = reference.kind, reference.attribute or "", f"{reference.kind} {reference.text!r}"
+        module = import_plugin(reference.path, label)
+        with boundary(PluginInvalid, label):
+            if (member := getattr(module, attribute, None)) is None:
+                names = [name for name in dir(module) if not name.startswith("_")]
+                raise PluginInvalid(f"{label}: {module.__name__} has no {attribute!r}.{did_you_mean(attribute, names)}")
+            name = re.sub(r"[^a-z0-9_]+", "_", attribute.lower())
+            cls = component_of(member, kind, attribute, name, module, label)
+            if cls is None:
+                raise PluginInvalid(f"{label}: expected {expected(kind)}, got {member!r}")
+            return Resolved(kind, cls.name, cls, MODULE, "", reference.text, source_sha256(cls))
 
     def _resolve_file(self, reference: Reference, source: SourceFile) -> Resolved:
         kind, attribute = reference.kind, reference.attribute
@@ -261,7 +284,7 @@ def _reduce(plugin: Resolved) -> tuple[Any, ...]:
     options = dict(plugin.options)
     if plugin.distribution == FILE:
         return _resolve_text, (plugin.kind, plugin.ref, plugin.path, plugin.text, options)
-    if plugin.version:
+    if plugin.version or plugin.distribution == MODULE:
         return _resolve_same, (plugin.manifest(), plugin.ref, options)
     # registered in process: its class must be importable there
     fields = (plugin.kind, plugin.name, plugin.cls, plugin.distribution, plugin.version, plugin.ref, plugin.sha256)
@@ -274,7 +297,8 @@ copyreg.pickle(Resolved, _reduce)
 def _resolve_same(item: dict[str, str], ref: str, options: dict[str, Any]) -> Resolved:
     plugins = Plugins.discover()
     plugins.verify([item])
-    plugin = plugins.resolve(item["kind"], f"{item['distribution']}/{item['name']}")
+    name = ref if item["distribution"] == MODULE else f"{item['distribution']}/{item['name']}"
+    plugin = plugins.resolve(item["kind"], name)
     return replace(plugin, ref=ref, options=options)
 
 

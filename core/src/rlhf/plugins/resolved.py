@@ -12,6 +12,8 @@ IN_PROCESS = "in process"
 """The distribution of a class given to :meth:`rlhf.plugins.Plugins.register`."""
 FILE = "file"
 """The distribution of a class taken from a ``file:`` reference."""
+MODULE = "python"
+"""The distribution of a class, or of a reward function, taken from a ``python:`` reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Resolved:
     ref: str
     """The reference as the user wrote it."""
     sha256: str = ""
-    """SHA-256 of the file's bytes, or of the source of a class of this process; empty for installed plugins."""
+    """SHA-256 of the file's bytes, or of the source of a class of this process or of a module; empty for installed
+    plugins."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the reference itself sets: ``model:PATH`` is the plugin ``model`` with ``{"model": PATH}``."""
     path: str = ""
@@ -43,7 +46,7 @@ class Resolved:
     def manifest(self) -> dict[str, str]:
         """Identity of this plugin in a run's ``manifest.json``. Plugins that are not installed have a SHA-256."""
         item = {"kind": self.kind, "name": self.name, "distribution": self.distribution, "version": self.version}
-        if self.distribution == FILE:
+        if self.distribution in (FILE, MODULE):
             item |= {"ref": self.ref, "sha256": self.sha256}
         elif self.distribution == IN_PROCESS:
             item |= {"sha256": self.sha256}

@@ -35,7 +35,10 @@ class Columns(dict[str, Any]):
         return table is not self and key in table
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
     def _place(self, name: str) -> tuple[Mapping[str, Any], str]:
         """The innermost table on the way to a dotted name, and the rest of the name."""

@@ -19,7 +19,7 @@ import rlhf
 from packaging.requirements import Requirement
 from rlhf.errors import ConfigError
 from rlhf.plugins import Resolved
-from rlhf.plugins.resolved import FILE, IN_PROCESS
+from rlhf.plugins.resolved import FILE, IN_PROCESS, MODULE
 
 import rlhf_runtime
 
@@ -56,7 +56,7 @@ def command(resolved: Resolved, python: str, *arguments: str) -> list[str]:
     """The command line of a worker process under ``python``."""
     modules = [rlhf.__name__, rlhf_runtime.__name__]
     metadata = {}
-    if resolved.distribution != FILE:
+    if resolved.distribution not in (FILE, MODULE):
         modules.append(resolved.cls.__module__.partition(".")[0])
         distribution = importlib.metadata.distribution(resolved.distribution)
         header = (distribution.read_text("METADATA") or "").partition("\n\n")[0]  # without the README
@@ -75,7 +75,7 @@ def environment(python: str, inherited: Mapping[str, str]) -> dict[str, str]:
 def requirements(resolved: Resolved) -> list[str]:
     """What a Python needs to run the plugin: the requirements of the core, of the plugin's distribution, and of the
     extra :data:`EXTRA` of that. Distributions of this project are left out, because they are lent."""
-    owners = [CORE] if resolved.distribution == FILE else [CORE, resolved.distribution]
+    owners = [CORE] if resolved.distribution in (FILE, MODULE) else [CORE, resolved.distribution]
     texts = [text for owner in owners for text in importlib.metadata.distribution(owner).requires or []]
     return [text for text in texts if not Requirement(text).name.startswith("rlhf-")]
 

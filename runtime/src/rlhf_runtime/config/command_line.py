@@ -26,7 +26,7 @@ SHORT_FLAGS: Mapping[str, str] = {
 """{short flag without dashes: dotted path, as in the overrides of :func:`rlhf_runtime.config.load.load`}."""
 HELP = {
     "algo": "algorithm plugin",
-    "reward": "reward: plugin:NAME, file:PATH.py, model:PATH; may be given several times",
+    "reward": "reward: plugin:NAME, file:PATH.py, python:MODULE:NAME, model:PATH; may be given several times",
     "model": "model to train: a folder or a hub name",
     "data": "training data: a file, a folder or a hub name; may be given several times",
     "eval-data": "held-out data; may be given several times",

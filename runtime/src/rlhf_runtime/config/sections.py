@@ -59,10 +59,13 @@ class Choice(ComponentConfig):
 
 
 def label_of(ref: str) -> str:
-    """``plugin:math``, ``dist/math`` -> ``math``; ``file:judge.py:score`` -> ``judge``; ``model:PATH`` -> ``model``."""
+    """``plugin:math``, ``dist/math`` -> ``math``; ``file:judge.py:score`` -> ``judge``; ``python:trl.rewards:f`` ->
+    ``f``; ``model:PATH`` -> ``model``."""
     scheme, colon, rest = ref.partition(":")
     if not colon or scheme == "plugin":
         return (rest or scheme).rsplit("/", 1)[-1]
+    if scheme == "python":
+        return rest.rpartition(":")[2]
     if scheme == "file":
         return re.sub(r"\.py(:\w+)?$", "", rest.replace("\\", "/").rsplit("/", 1)[-1])
     return "http" if scheme == "https" else scheme

@@ -1,41 +1,22 @@
 """What ``rlhf.train`` takes as ``reward`` and ``observers``: references, classes and instances of components, and plain
-functions. They are registered as plugins of the run and selected by name, like any other.
-
-A reward function has one of two forms, recognised by the names of its parameters:
-
-``f(prompt, completion, row) -> float``
-    called for each sample; ``row`` is a mapping of the data row's columns;
-``f(completions, **columns) -> list[float]``
-    called with the samples of one prompt: ``completions``, ``prompts`` and ``completion_ids``, and each column of the
-    data row, are lists with an item for each sample. The function gets the lists that it has parameters for, or all of
-    them where it has ``**``. Where the prompt of the data is a list of messages, each completion is a list with one
-    message.
-
-Both may be ``async def``. Both may return None for a sample to which the reward does not apply.
+functions (:mod:`rlhf.plugins.functions` has the forms of reward functions). They are registered as plugins of the run
+and selected by name, like any other.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.errors import ConfigError, shown
 from rlhf.interfaces import Component, Observer, Reward, RunInfo
 from rlhf.plugins import Plugins
-from rlhf.plugins.functions import SAMPLE_PARAMETERS, is_async, reward_of_samples, reward_value
+from rlhf.plugins.functions import FORMS, form_of_function, is_async
 from rlhf.plugins.resolved import IN_PROCESS
-from rlhf.types import Group, RewardResult, Trajectory
-
-REWARD_FORMS = (
-    "A reward function is either `def f(prompt, completion, row)`, which returns a number for one sample, or "
-    "`def f(completions, **columns)`, which returns a list with a number for each completion."
-)
-OURS = ("prompts", "completions", "completion_ids")
-"""Parameters of the second form that are not columns of the data."""
+from rlhf.plugins.reward_functions import reward_of_function
 
 
 def reward_entries(plugins: Plugins, rewards: Any) -> list[Entry]:
@@ -63,23 +44,28 @@ def _reward(plugins: Plugins, name: str | None, item: Any) -> Entry:
     if isinstance(item, type) or not callable(item):
         raise ConfigError(
             f"reward: got {shown(item)}; give a function, a Reward class or instance, or a reference like 'math' or "
-            f"'file:reward.py'. {REWARD_FORMS}"
+            f"'file:reward.py'. A reward function is {FORMS}."
         )
     return {"use": register(plugins, "reward", reward_class(item, name))}
 
 
 def reward_class(function: Callable[..., Any], name: str | None = None) -> type[Reward]:
-    """A Reward class that calls ``function``. Raises ConfigError where its parameters match neither form."""
+    """A Reward class that calls ``function``. Raises ConfigError where its parameters match no form."""
     own = getattr(function, "__name__", type(function).__name__)
     label = f"reward function {own!r}"
-    parameters = _parameters(function, label)
-    final_name = plugin_name(name or own)
-    module = _module_of(function)
-    if tuple(parameters) == SAMPLE_PARAMETERS:
-        return reward_of_samples(
-            function, name=final_name, class_name=f"Reward_{final_name}", module=module, label=label
-        )
-    return _reward_of_groups(function, parameters, final_name, module, label)
+    form = form_of_function(function)
+    if form is None:
+        try:
+            signature = str(inspect.signature(function))
+        except (TypeError, ValueError) as cause:
+            raise ConfigError(
+                f"{label}: its parameters cannot be read: {cause}. A reward function is {FORMS}."
+            ) from None
+        raise ConfigError(f"{label} has the parameters {signature}. A reward function is {FORMS}.")
+    final_name, module = plugin_name(name or own), _module_of(function)
+    return reward_of_function(
+        function, form, name=final_name, class_name=f"Reward_{final_name}", module=module, label=label
+    )
 
 
 def _module_of(function: Callable[..., Any]) -> str:
@@ -87,94 +73,6 @@ def _module_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or __name__
-
-
-def _parameters(function: Callable[..., Any], label: str) -> dict[str, inspect.Parameter]:
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except (TypeError, ValueError) as cause:
-        raise ConfigError(f"{label}: its parameters cannot be read: {cause}. {REWARD_FORMS}") from None
-    keywords = {name: p for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    by_group = "completions" in keywords or "completion_ids" in keywords
-    others = [p for name, p in parameters.items() if name not in keywords and p.kind != p.VAR_KEYWORD]
-    if tuple(keywords) == SAMPLE_PARAMETERS == tuple(parameters) or (
-        by_group and not others and "completion" not in keywords
-    ):
-        return parameters
-    raise ConfigError(f"{label} has the parameters {inspect.signature(function)}. {REWARD_FORMS}")
-
-
-def _reward_of_groups(
-    function: Callable[..., Any], parameters: dict[str, inspect.Parameter], name: str, module: str, label: str
-) -> type[Reward]:
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    names = [n for n, p in parameters.items() if p.kind != p.VAR_KEYWORD]
-    needed = [n for n in names if parameters[n].default is inspect.Parameter.empty]
-
-    def arguments(group: Group) -> dict[str, list[Any]]:
-        values = keyword_arguments(group, label)
-        if missing := [n for n in needed if n not in values]:
-            raise RewardError(
-                f"{label} has the parameter {missing[0]!r}, and the data has no such column; it has "
-                f"{', '.join(group.row.columns)}"
-            )
-        return values if takes_all else {n: values[n] for n in names if n in values}
-
-    def columns(self: Any) -> tuple[str, ...]:
-        return tuple(n for n in needed if n not in OURS)
-
-    def score(self: Any, group: Group) -> list[RewardResult]:
-        return _results(function(**arguments(group)), group, label)
-
-    async def score_async(self: Any, group: Group) -> list[RewardResult]:
-        return _results(await function(**arguments(group)), group, label)
-
-    body = {
-        "name": name,
-        "__module__": module,
-        "__doc__": function.__doc__ or f"Scores the samples of a prompt with {label}(completions, **columns).",
-        "made_from": staticmethod(function),
-        "columns": columns,
-        "score": score_async if is_async(function) else score,
-    }
-    return type(f"Reward_{name}", (Reward,), body)
-
-
-def keyword_arguments(group: Group, label: str) -> dict[str, list[Any]]:
-    """The arguments of a function of the second form: lists with an item for each sample of a group."""
-    row, samples = group.row, group.trajectories
-    if clash := [name for name in OURS if name in row.columns]:
-        raise RewardError(
-            f"{label}: the data has a column {clash[0]!r}, which is the name of an argument with the samples. Rename "
-            "the column."
-        )
-    fields = row.layout.read(row.columns) if row.layout is not None else row.columns
-    prompt = fields.get("prompt")
-    texts = [t.completion for t in samples]
-    completions = [[{"role": "assistant", "content": text}] for text in texts] if isinstance(prompt, list) else texts
-    prompts = [t.prompt_text if prompt is None else prompt for t in samples]
-    return {
-        **{column: [value] * len(samples) for column, value in row.columns.items()},
-        "prompts": prompts,
-        "completions": completions,
-        "completion_ids": [_completion_ids(t) for t in samples],
-    }
-
-
-def _completion_ids(trajectory: Trajectory) -> list[int]:
-    """The tokens after the prompt, observations included."""
-    turns = itertools.dropwhile(lambda turn: not turn.sampled, trajectory.turns)
-    return [token for turn in turns for token in turn.ids]
-
-
-def _results(values: Any, group: Group, label: str) -> list[RewardResult]:
-    """Converts what a function returned, a list or array with a number or None for each sample, to results."""
-    samples = group.trajectories
-    listed = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(listed, list | tuple) or len(listed) != len(samples):
-        raise RewardError(f"{label} returned {shown(values)}; expected a list with {len(samples)} numbers")
-    checked = [reward_value(v, label, f" for sample {t.index}") for v, t in zip(listed, samples, strict=True)]
-    return [RewardResult(value) for value in checked]
 
 
 OBSERVER_PARAMETERS = ("step", "metrics", "control")

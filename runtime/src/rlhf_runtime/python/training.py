@@ -108,7 +108,7 @@ def train(
             with a file. Allowed values are those of JSON: text, numbers, booleans, None, lists and dicts.
         eval_data: held-out rows, in the same forms.
         reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
-            **columns)`` (:mod:`rlhf_runtime.python.components`), a Reward class or instance, or a reference
+            **columns)`` (:mod:`rlhf.plugins.functions`), a Reward class or instance, or a reference
             (``"math"``, ``"file:reward.py"``). A plain ``def`` is copied into worker processes, which are killed at its
             deadline, so changes that it makes to variables are not visible in this process. An ``async def`` is called
             in this process. Weights are options: ``{"reward.NAME.weight": 0.5}``.

@@ -221,9 +221,9 @@ def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], 
         key: ``train`` or ``eval``, for messages.
     """
     return [
-        _problem(reward, column, source, sources, key)
+        _problem(reward, column, option, source, sources, key)
         for reward in rewards
-        for column in _declared(reward)
+        for column, option in _declared(reward).items()
         for source in sources
         if (not reward.sources or source.name in reward.sources) and not _has(source, column)
     ]
@@ -236,19 +236,23 @@ def _has(source: Source, column: str) -> bool:
     return any(column in source[number].columns for number in range(len(source)))
 
 
-def _declared(reward: ActiveReward) -> list[str]:
+def _declared(reward: ActiveReward) -> dict[str, str]:
+    """{column: option that names it, or an empty text}."""
     with boundary(PluginError, f"{reward}: columns()"):
         columns = reward.instance.columns()
         names = [] if isinstance(columns, str) else list(columns)
     if isinstance(columns, str) or not all(isinstance(name, str) and name for name in names):
         raise PluginError(f"{reward}: columns() returned {shown(columns)}; allowed: a list or tuple of column names")
-    return names
+    if isinstance(columns, Mapping):
+        return {name: str(columns[name]) for name in names}
+    return {name: next((n for n, value in reward.config or () if value == name), "") for name in names}
 
 
-def _problem(reward: ActiveReward, column: str, source: Source, sources: Sequence[Source], key: str) -> str:
+def _problem(
+    reward: ActiveReward, column: str, option: str, source: Source, sources: Sequence[Source], key: str
+) -> str:
     flag = f"--reward.{reward.name}"
-    options = [name for name, value in reward.config or () if value == column]
-    todo = [f"name the right one with {flag}.{options[0]}" if options else "add it to the data"]
+    todo = [f"name the right one with {flag}.{option}" if option else "add it to the data"]
     if any(_has(other, column) for other in sources):
         todo.append(f"name the sources that this reward scores with {flag}.sources")
     advice = ", or ".join(todo)
