@@ -197,6 +197,14 @@ def test_generated_pages_equal_the_code(name):
     assert read(reference.PAGE) == reference.page(), f"run: python docs/reference/{name}.py"
 
 
+def test_the_pages_of_migrate_equal_the_tables():
+    spec = importlib.util.spec_from_file_location("docs_reference_migrate", DOCS / "reference/migrate.py")
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    for page, text in reference.pages().items():
+        assert read(page) == text, "run: python docs/reference/migrate.py"
+
+
 def test_the_run_file_page_documents_every_field():
     text = read(DOCS / "reference/run-file.md").partition("## Reference")[2]
     assert {f"[{name}" for name in RunFile.model_fields} <= {

@@ -1,0 +1,216 @@
+"""The run file that is written: its values, where each comes from, and what became of the other options."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, PluginError
+from rlhf.plugins import Plugins
+from rlhf_runtime.config.components import chosen_by, option_problems
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.options import plugin_options, run_file_options
+from rlhf_runtime.config.runfile import LISTS, RunFile
+from rlhf_runtime.config.suggestions import Chosen
+
+from rlhf_cli.migrate.rows import Row, Source
+from rlhf_cli.options.run_file import toml
+
+WIDTH = 120
+COLUMN = 40
+"""Where comments begin."""
+BY_NAME = ("roles", "placement")
+
+
+@dataclass
+class Draft:
+    """A run file in the making."""
+
+    source: Source
+    values: dict[str, Any] = field(default_factory=dict)
+    """{our option: value}."""
+    causes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """{our option: the options that its value comes from}."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """{our option: a remark}."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """{option of the other framework that has no effect in this run: why}."""
+
+    def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
+        """Give an option its value.
+
+        Args:
+            names: the options that it comes from.
+        """
+        self.values[path], self.causes[path] = value, names
+        if note:
+            self.notes[path] = note
+
+    def take(self, conditions: Collection[str], without: Mapping[str, str]) -> None:
+        """Set what needs no rule: the values as they are, or as the table translates them.
+
+        Args:
+            conditions: what the run has, of ``Row.when``.
+            without: {condition: why an option has no effect without it}.
+        """
+        for row in self.source.rows.values():
+            if row.when and row.when not in conditions:
+                self.unread[row.name] = without[row.when]
+            elif row.to and not row.rule and (value := self._translated(row)) not in (None, ""):
+                for path in row.to:
+                    self.set(path, value, row.name)
+
+    def _translated(self, row: Row) -> Any:
+        value = self.source[row.name]
+        if not row.values or value is None:
+            return value
+        key = str(value).lower() if isinstance(value, bool) else value
+        if key not in row.values:
+            allowed = ", ".join(row.values)
+            raise self.source.refused(row.name, f"there is no counterpart; those of {allowed} are known")
+        return row.values[key]
+
+    def text(self, command: str, plugins: Plugins) -> str:
+        """The run file.
+
+        Args:
+            command: what the options were read from, for the first line.
+
+        Raises ConfigError where the run file would not be accepted.
+        """
+        run = _load("\n".join(self._tables(self.values)))
+        chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]
+        if problems := option_problems(plugins, chosen, run.origins):
+            raise ConfigError("\n".join(["these options give a run file that is not accepted:", *problems]))
+        defaults = self._defaults(chosen, plugins)
+        written = {path: value for path, value in self.values.items() if not _equal(value, defaults.get(path))}
+        lines = [
+            *_comment(f"A run of {self.source.framework}, {command}, for rlhf."),
+            *_comment(
+                "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
+            ),
+            *self._tables(written),
+            *self._others(written),
+        ]
+        return "\n".join(lines) + "\n"
+
+    # ---------------------------------------------------------------------------------------- tables
+
+    def _tables(self, values: Mapping[str, Any]) -> Iterator[str]:
+        for section in RunFile.model_fields:
+            entries: dict[str, list[str]] = {}
+            for path in values:
+                place, _, name = path.partition(".")
+                if place == section:
+                    entry = name.partition(".")[0] if place in LISTS or place in BY_NAME else ""
+                    entries.setdefault(entry, []).append(path)
+            for entry, paths in entries.items():
+                head = f"{section}.{entry}." if entry else f"{section}."
+                heading = f"[[{section}]]" if section in LISTS else f"[{head.rstrip('.')}]"
+                yield from ["", heading]
+                for path in sorted(paths, key=lambda path: not path.endswith(f"{head}use")):
+                    yield from self._lines(path, path.removeprefix(head), values[path])
+
+    def _lines(self, path: str, name: str, value: Any) -> Iterator[str]:
+        line, comment = f"{name} = {toml(value)}", self._origin(path)
+        if not comment:
+            yield line
+        elif len(line) < COLUMN and COLUMN + len(comment) + 4 <= WIDTH:
+            yield f"{line.ljust(COLUMN)}  # {comment}"
+        else:
+            yield from [*_comment(comment), line]
+
+    def _origin(self, path: str) -> str:
+        given = [self.source.given[n].written for n in self.causes[path] if n in self.source.given]
+        if not given and self.causes[path]:
+            given = [f"{self.source.framework}'s default of {self.causes[path][0]}"]
+        return ", ".join(dict.fromkeys(given)) + (
+            f" ({note})" if given and (note := self.notes.get(path)) else self.notes.get(path, "")
+        )
+
+    # ---------------------------------------------------------------------------------------- others
+
+    def _others(self, written: Collection[str]) -> Iterator[str]:
+        """Comments about the options that no value of the file comes from."""
+        shown = {name for path in written for name in self.causes[path]}
+        same = {name: path for path, names in self.causes.items() if path not in written for name in names}
+        groups: dict[str, list[str]] = {"The default here too:": [], "No counterpart, or no effect in this run:": []}
+        equal, others = groups.values()
+        for name, given in self.source.given.items():
+            row = self.source.rows[name]
+            if name in shown:
+                continue
+            if name in same:
+                equal.append(f"{given.written}: {same[name]} = {toml(self.values[same[name]])}")
+            else:
+                others.append(
+                    f"{given.written}: {self.unread.get(name) or row.why or row.rule or 'off by default here too'}"
+                )
+        for title, lines in groups.items():
+            if lines:
+                yield from ["", *_comment(title)]
+                for line in dict.fromkeys(lines):
+                    yield from textwrap.wrap(
+                        line,
+                        WIDTH,
+                        initial_indent="#   ",
+                        subsequent_indent="#     ",
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+
+    def _defaults(self, chosen: Chosen, plugins: Plugins) -> dict[str, Any]:
+        """Our defaults of what is set, as far as the plugins are installed."""
+        options = run_file_options()
+        for kind, where, choice in chosen:
+            try:
+                options += plugin_options(plugins, kind, where, choice, skip_broken=True)
+            except PluginError:
+                continue
+        known = {option.path: option.default for option in options if not option.required}
+        defaults = {path: known.get(_general(path)) for path in self.values if known.get(_general(path)) is not None}
+        for path in self.values:
+            _, _, option = path.partition(".trainer.")
+            if option:  # what [trainer] says holds for every role
+                defaults[path] = self.values.get(f"trainer.{option}", known.get(f"trainer.{option}"))
+        return defaults
+
+
+def _general(path: str) -> str:
+    """``placement.policy.ranks`` as ``placement.NAME.ranks``; that is how options of named tables are listed."""
+    section, _, rest = path.partition(".")
+    return f"{section}.NAME.{rest.partition('.')[2]}" if section in BY_NAME else path
+
+
+def _equal(value: Any, default: Any) -> bool:
+    if isinstance(value, list | tuple) and isinstance(default, list | tuple):
+        return list(value) == list(default)
+    return default is not None and isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
+
+
+def _absent_file(reference: str) -> bool:
+    """Whether a component is in a file that is not on this machine."""
+    kind, _, path = reference.partition(":")
+    return kind == "file" and not Path(re.sub(r":\w+$", "", path)).is_file()
+
+
+def _load(text: str) -> RunFile:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            return load(str(file))
+        except ConfigError as error:
+            message = str(error).replace(str(file), "run.toml")
+            raise ConfigError(f"these options give a run file that is not accepted:\n{message}") from None
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False, break_on_hyphens=False
+    )

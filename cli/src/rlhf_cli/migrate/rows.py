@@ -1,0 +1,123 @@
+"""The tables of other frameworks' options, and the options of one command line read by such a table."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from rlhf.errors import ConfigError, did_you_mean
+
+TYPES = {bool: "switch", int: "integer", float: "number", str: "text", list: "numbers"}
+"""{class of a default: type of the option}."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one option. The head of a table's file explains the fields."""
+
+    name: str
+    to: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    default: Any = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    type: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    rule: str = ""
+    when: str = ""
+    why: str = ""
+    secret: bool = False
+
+
+def table(framework: str) -> dict[str, list[Row]]:
+    """The rows of a framework by group."""
+    text = files("rlhf_cli.migrate").joinpath(f"{framework}.toml").read_text(encoding="utf-8")
+    return {group: [_row(name, row) for name, row in rows.items()] for group, rows in tomllib.loads(text).items()}
+
+
+def _row(name: str, fields: dict[str, Any]) -> Row:
+    to = fields.pop("to", ())
+    fields["to"] = (to,) if isinstance(to, str) else tuple(to)
+    fields["old"] = tuple(fields.get("old", ()))
+    examples = [fields["default"]] if "default" in fields else list(fields.get("defaults", {}).values())
+    fields.setdefault("type", TYPES[type(examples[0])] if examples else "text")
+    return Row(name, **fields)
+
+
+@dataclass(frozen=True)
+class Given:
+    """An option as it was given."""
+
+    value: Any
+    written: str
+    """``--actor.adam.lr 1e-6``."""
+    where: str
+    """``run.sh, line 3``."""
+
+
+@dataclass
+class Source:
+    """The options of one run in another framework: those that are given, and the framework's defaults.
+
+    Args:
+        entry: the entry point, for the defaults.
+    """
+
+    rows: Mapping[str, Row]
+    entry: str
+    framework: str
+    given: dict[str, Given] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.given:
+            return self.given[name].value
+        row = self.rows.get(name)
+        return None if row is None else row.defaults.get(self.entry, row.default)
+
+    def refused(self, name: str, reason: str) -> ConfigError:
+        """The error for a value that cannot be taken over."""
+        given = self.given.get(name)
+        what = f"{given.where}: {given.written}" if given else f"{name} {self[name]} ({self.framework}'s default)"
+        return ConfigError(f"{what}: {reason}")
+
+
+def rows_of(groups: Mapping[str, Iterable[Row]], names: Sequence[str]) -> dict[str, Row]:
+    """The rows of these groups by name; a later group replaces a row of an earlier one."""
+    return {row.name: row for name in names for row in groups[name]}
+
+
+def matching(rows: Mapping[str, Row], name: str, where: str, groups: Mapping[str, Iterable[Row]]) -> list[Row]:
+    """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none."""
+    matches = [rows[name]] if name in rows else [row for row in rows.values() if name in row.old]
+    if not matches:
+        names = [other for row in rows.values() for other in (row.name, *row.old)]
+        elsewhere = any(name in (row.name, *row.old) for group in groups.values() for row in group)
+        reason = "is an option of other entry points, not of this one" if elsewhere else "is unknown"
+        raise ConfigError(f"{where}: the option {name} {reason}.{did_you_mean(name, names)}")
+    return matches
+
+
+def value_of(row: Row, texts: Sequence[str], where: str) -> Any:
+    """The value of an option from its words. Raises ConfigError where they are not of its type."""
+    one = texts[0] if len(texts) == 1 else None
+    try:
+        match row.type:
+            case "switch" if not texts:
+                return True
+            case "switch" if one is not None and one.lower() in ("true", "false", "1", "0", "yes", "no"):
+                return one.lower() in ("true", "1", "yes")
+            case "integer" if one is not None:
+                return int(one)
+            case "number" if one is not None:
+                return float(one)
+            case "numbers" if texts:
+                return [float(text) for text in texts]
+            case "text" if one is not None:
+                return one
+            case "texts" if texts:
+                return list(texts)
+    except ValueError:
+        pass
+    raise ConfigError(f"{where}: the option {row.name} takes {row.type}, got {' '.join(texts) or 'nothing'}")

@@ -1,0 +1,201 @@
+"""The words of the commands in a shell script, or on one line. No shell is started, and no command is executed.
+
+Read are quotes, comments, continued lines, assignments of variables and arrays, and a text that ``read`` takes from the
+lines below it (``read -d '' NAME <<EOF``). A variable that is set in another way (by a command, by the environment, by
+a loop) is unknown. That is an error only where an option needs it (:func:`known_text`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rlhf.errors import ConfigError
+
+UNKNOWN = "\0"
+"""Stands on both sides of the name of an unknown variable in a word."""
+_COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_QUOTED = rf'"(?:\\.|{_COMMAND}|[^"\\])*"'
+_VARIABLE = r"\$\{[^}]*\}|\$\w+|\$[@*#?$!-]"
+_PIECE = re.compile(
+    rf"\\(?P<escaped>.)|\$?'(?P<single>[^']*)'|(?P<double>{_QUOTED})|(?P<command>{_COMMAND}|`[^`]*`)"
+    rf"|(?P<variable>{_VARIABLE})|(?P<text>[^\s;&|()<>'\"\\`$]+|\$)",
+    re.DOTALL,
+)
+_WORD = re.compile("(?:" + re.sub(r"\?P<[a-z]+>", "?:", _PIECE.pattern) + ")+", re.DOTALL)
+_SPACE = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
+_COMMENT = re.compile(r"#[^\n]*")
+_HERE_TEXT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
+_REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|>>|>&|<&|<|>)[ \t]*(?:\d\b)?")
+_END = re.compile(r"&&|\|\||;;|[;&|()\n]")
+_ARRAY = re.compile(r"(\w+)(\+?)=\(")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|:?-([^}]*))?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of a command, without its quotes, with its variables replaced."""
+
+    text: str
+    line: int
+
+
+def commands(text: str, where: str, known: Mapping[str, str]) -> Iterator[list[Word]]:
+    """The simple commands of a script.
+
+    Args:
+        where: name of the script, for messages.
+        known: values of variables, instead of those that the script sets.
+
+    Raises ConfigError, with the line, for a quote or a bracket that is not closed.
+    """
+    return _Script(text, where, known).commands()
+
+
+def known_text(word: Word, where: str) -> str:
+    """The text of a word. Raises ConfigError, with the line, if it holds an unknown variable."""
+    if UNKNOWN not in word.text:
+        return word.text
+    name = word.text.split(UNKNOWN)[1]
+    plain = word.text.replace(UNKNOWN + name + UNKNOWN, f"${name}")
+    raise ConfigError(
+        f"{where}, line {word.line}: {plain!r} needs ${name}, which is not assigned a plain value: commands are not "
+        f"executed, and the environment is not read. Give it: --set {name}=VALUE"
+    )
+
+
+@dataclass
+class _Script:
+    text: str
+    where: str
+    known: Mapping[str, str]
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """A plain variable is a list of one text."""
+
+    def commands(self) -> Iterator[list[Word]]:
+        words: list[Word] = []
+        here_texts: list[tuple[str, str]] = []  # (variable, mark) of texts that begin at the next line
+        at = 0
+        while at < len(self.text):
+            if match := _SPACE.match(self.text, at) or _COMMENT.match(self.text, at):
+                at = match.end()
+            elif match := _HERE_TEXT.match(self.text, at):
+                reads = bool(words) and words[0].text == "read"
+                here_texts.append((words[-1].text if reads else "", match[2]))
+                at = match.end()
+            elif match := _REDIRECTION.match(self.text, at):
+                at = match.end()
+                target = _WORD.match(self.text, at)
+                at = target.end() if target and not match[0].strip()[-1].isdigit() else at
+            elif match := _ARRAY.match(self.text, at):
+                at = self._array(match)
+            elif match := _END.match(self.text, at):
+                if self._runs(words):
+                    yield words
+                words, at = [], match.end()
+                if match[0] == "\n" and here_texts:
+                    for name, mark in here_texts:
+                        at = self._here_text(name, mark, at)
+                    here_texts = []
+            elif match := _WORD.match(self.text, at):
+                words += [Word(text, self._line(at)) for text in self._expanded(match[0])]
+                at = match.end()
+            else:
+                raise ConfigError(f"{self.where}, line {self._line(at)}: a quote or a bracket is not closed")
+        if self._runs(words):
+            yield words
+
+    def _line(self, at: int) -> int:
+        return self.text.count("\n", 0, at) + 1
+
+    def _runs(self, words: list[Word]) -> bool:
+        """Keep the variables that a command sets; whether it is more than that."""
+        if words and words[0].text in ("export", "readonly", "local", "declare", "typeset"):
+            words = [word for word in words[1:] if not word.text.startswith("-")]
+        for word in words:
+            assignment = _ASSIGNMENT.fullmatch(word.text)
+            if assignment is None:
+                return True
+            name, value = assignment.groups()
+            by_command = value.count(UNKNOWN) == 2 and value.startswith(f"{UNKNOWN}(") and value.endswith(UNKNOWN)
+            self.variables[name] = [f"{UNKNOWN}{name}{UNKNOWN}" if by_command else value]
+        return False
+
+    def _array(self, begin: re.Match[str]) -> int:
+        """Keep the words in the brackets; the place behind them."""
+        values, at = list(self.variables.get(begin[1], []) if begin[2] else []), begin.end()
+        while not self.text.startswith(")", at):
+            if match := _SPACE.match(self.text, at) or _COMMENT.match(self.text, at):
+                at = match.end()
+            elif self.text.startswith("\n", at):
+                at += 1
+            elif match := _WORD.match(self.text, at):
+                values += self._expanded(match[0])
+                at = match.end()
+            else:
+                raise ConfigError(f"{self.where}, line {self._line(begin.start())}: the array {begin[1]} has no end")
+        self.variables[begin[1]] = values
+        return at + 1
+
+    def _here_text(self, name: str, mark: str, at: int) -> int:
+        """Keep the lines up to the mark; the place behind it."""
+        end = re.compile(rf"^[ \t]*{mark}[ \t]*$", re.MULTILINE).search(self.text, at)
+        if end is None:
+            raise ConfigError(f"{self.where}, line {self._line(at)}: the text that should end at {mark} has no end")
+        if name:
+            self.variables[name] = [self._in_quotes(self.text[at : end.start()])]
+        return end.end()
+
+    # ------------------------------------------------------------------------------------- variables
+
+    def _expanded(self, raw: str) -> list[str]:
+        """The words that a written word stands for: an unquoted variable with spaces is several."""
+        words = [""]
+        quoted = False
+        for piece in _PIECE.finditer(raw):
+            values = [piece[0]]
+            if piece["escaped"] is not None:
+                values = ["" if piece["escaped"] == "\n" else piece["escaped"]]
+            elif piece["single"] is not None:
+                text = piece["single"]
+                values = [text.encode().decode("unicode_escape") if piece[0].startswith("$") else text]
+            elif piece["double"] is not None:
+                inner = piece["double"][1:-1]
+                whole = _BRACED.fullmatch(inner)
+                values = self._values(inner) if whole and whole[2] else [self._in_quotes(inner)]
+            elif piece["command"] is not None:
+                values = [f"{UNKNOWN}(a command){UNKNOWN}"]
+            elif piece["variable"] is not None:
+                values = [part for value in self._values(piece[0]) for part in value.split()]
+            quoted |= piece["single"] is not None or piece["double"] is not None
+            if values:
+                words[-1] += values[0]
+                words += values[1:]
+        return words if words != [""] or quoted else []
+
+    def _in_quotes(self, text: str) -> str:
+        """Text as between double quotes."""
+
+        def replaced(match: re.Match[str]) -> str:
+            if match[0].startswith("\\"):
+                return "" if match[0][1] == "\n" else match[0][1]
+            if match[0].startswith(("$(", "`")):
+                return f"{UNKNOWN}(a command){UNKNOWN}"
+            return " ".join(self._values(match[0]))
+
+        return re.sub(rf"\\[\"\\$`\n]|{_COMMAND}|`[^`]*`|{_VARIABLE}", replaced, text)
+
+    def _values(self, written: str) -> list[str]:
+        """What ``$NAME``, ``${NAME}``, ``${NAME[@]}`` or ``${NAME:-TEXT}`` stands for."""
+        braced = _BRACED.fullmatch(written)
+        name = braced[1] if braced else written.strip("${}")
+        if name in self.known:
+            return [self.known[name]]
+        if name in self.variables and (braced or not written.startswith("${")):
+            values = self.variables[name]
+            return values if braced and braced[2] else values[:1]
+        if braced and braced[3] is not None:
+            return [self._in_quotes(braced[3])]
+        return [f"{UNKNOWN}{name}{UNKNOWN}"]

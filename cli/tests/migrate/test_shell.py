@@ -1,0 +1,61 @@
+"""Reading of shell scripts: words, variables, arrays, texts below a line; nothing is executed."""
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf_cli.migrate.shell import commands, known_text
+
+SCRIPT = r"""#!/bin/bash
+set -x   # a comment with a 'quote
+HERE="$(cd "$(dirname "$0")/.." && pwd)"
+MODEL='a model' ; export RATE=1e-6
+OUT="${OUT_DIR:-runs}/$MODEL"
+ARGS=(
+   --model "$MODEL"   # not this one
+   # --gone 1
+   --rate ${RATE}
+)
+ARGS+=(--more)
+read -r -d '' command <<EOF
+tool.train \
+   --text "$MODEL" --one
+EOF
+for size in 1 2; do python -m tool.train "${ARGS[@]}" --out $OUT --size $size 2>&1 | tee log; done
+run --module $command && bash -c "cd x; tool.train --rate $RATE"
+python -m tool.train --here $HERE/x --plain '$MODEL' --line $'a\nb' \
+    --last &>> log
+"""
+
+
+def words(text, known=None):
+    return [[word.text for word in command] for command in commands(text, "run.sh", known or {})]
+
+
+def test_words_variables_arrays_and_texts_are_read():
+    _set, *_, loop, tee, _done, module, bash, last = words(SCRIPT)
+    assert _set == ["set", "-x"]
+    ends = ["--model", "a model", "--rate", "1e-6", "--more", "--out", "runs/a", "model"]
+    assert loop == ["do", "python", "-m", "tool.train", *ends, "--size", "\0size\0"]
+    assert tee == ["tee", "log"]
+    assert module == ["run", "--module", "tool.train", "--text", '"a', 'model"', "--one"], "as a shell splits it"
+    assert bash == ["bash", "-c", "cd x; tool.train --rate 1e-6"]
+    assert last[3:] == ["--here", "\0HERE\0/x", "--plain", "$MODEL", "--line", "a\nb", "--last"]
+
+
+def test_values_that_are_given_replace_those_of_the_script():
+    *_, last = words(SCRIPT, {"HERE": "/home", "MODEL": "other"})
+    assert last[4] == "/home/x"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a\nb 'c\n", "line 2"), ("a\nX=(1\n2", "line 2"), ("read X <<END\n1\n", "line 2"), ('ok\n\necho "$(', "line 3")],
+)
+def test_what_is_not_closed_is_refused_with_its_line(text, line):
+    with pytest.raises(ConfigError, match=line):
+        words(text)
+
+
+def test_an_unknown_variable_is_refused_only_where_it_is_needed():
+    [[_, word]] = commands("echo $WHERE/x", "run.sh", {})
+    with pytest.raises(ConfigError, match=r"line 1: '\$WHERE/x'.*--set WHERE=VALUE"):
+        known_text(word, "run.sh")
