@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": {"use": "covariance", "treatment": "kl", "share": 0.05}, **TWO},
     "adaptive_entropy": {"entropy": {"target": 2.0}, "loss": {"entropy_coef": 0.01}},
 }
+LENGTHS = "def score(prompt, completion, row):\n    return -abs(len(completion) - 3) * 100\n"
 SHORT = ("flash_reinforce", "dppo")
 
 
@@ -40,3 +42,42 @@ def test_the_reward_rises(shop: Workshop, method: str) -> None:
     )
     rewards = [line["reward/mean"] for line in run.lines()]
     assert sum(rewards[-5:]) > 1.25 * sum(rewards[:5])
+
+
+def test_gdpo_weighs_rewards_by_their_weights_and_not_by_their_scale(shop: Workshop) -> None:
+    """The second reward is hundreds of times larger. Its credit is that of the first, times its weight."""
+    lengths = {"use": f"file:{shop.file('lengths.py', LENGTHS)}", "name": "lengths", "weight": 0.5}
+    config = shop.config("grpo", "run", algorithm={"advantage": {"use": "gdpo"}}, run={"steps": 1})
+    config["reward"].append(lengths)
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    samples = list(run.samples())
+    sums = [0.0] * len(samples)
+    for name, weight in (("reward", 1.0), ("lengths", 0.5)):
+        values = [s["rewards"][name]["value"] for s in samples]
+        for i, s in enumerate(samples):
+            own = [v for v, t in zip(values, samples, strict=True) if t["group"] == s["group"]]
+            sums[i] += weight * (values[i] - statistics.mean(own)) / (statistics.stdev(own) + 1e-9)
+    advantages = [s["token_values"]["advantages"][0] for s in samples]
+    spread = statistics.stdev(sums)
+    assert advantages == pytest.approx([(s - statistics.mean(sums)) / spread for s in sums], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "says"),
+    [
+        ({}, "needs two or more, got 1"),
+        ({"shaping": {"stop_properly": 0.5}}, "algorithm.shaping changes the sum of the rewards"),
+    ],
+)
+def test_gdpo_refuses_one_reward_and_options_of_the_sum(shop: Workshop, algorithm: dict[str, Any], says: str) -> None:
+    config = shop.config("grpo", "run", algorithm={"advantage": {"use": "gdpo"}, **algorithm})
+    run = shop.run_config(config)
+    assert run.code == 2
+    assert says in run.said
+
+
+def test_pass_at_k_refuses_groups_below_k(shop: Workshop) -> None:
+    run = shop.run_config(shop.config("grpo", "run", algorithm={"advantage": {"use": "pass_at_k", "k": 4}}))
+    assert run.code == 2
+    assert "needs at least 4 samples per prompt, got 3" in run.said

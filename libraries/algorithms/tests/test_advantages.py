@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 
 import pytest
 import torch
 from pydantic import ValidationError
 from rlhf_algorithms.advantages import (
     GAE,
+    GDPO,
     OPO,
     RLOO,
     BatchMean,
@@ -86,6 +88,22 @@ class TestBatchMean(ReturnToGoStatement):
 
     def statement_baseline(self, r_N, group_N, config):
         return torch.stack([r - r_N.mean() for r in r_N])
+
+
+class TestGDPO(ReturnToGoStatement):
+    advantage = GDPO
+
+    def statement_baseline(self, r_N, group_N, config, sources):
+        sums = []
+        for i, group in enumerate(group_N):
+            total = 0.0
+            for weight, values_N in sources.values():
+                own = [v for v, g in zip(values_N.tolist(), group_N, strict=True) if g == group and v == v]
+                if values_N[i] == values_N[i] and statistics.stdev(own) > 0:
+                    total += weight * (float(values_N[i]) - statistics.mean(own)) / statistics.stdev(own)
+            sums.append(total)
+        spread = statistics.stdev(sums)
+        return torch.tensor([(s - statistics.mean(sums)) / (spread or 1.0) for s in sums]).double()
 
 
 class TestMaxRL(ReturnToGoStatement):

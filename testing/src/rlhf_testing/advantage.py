@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.interfaces.advantage import baseline_of
+from rlhf.interfaces.advantage import Sources, baseline_of
 from torch import Tensor
 
 from rlhf_testing.compare import generators_left_alone, same_bits
@@ -45,6 +45,12 @@ class Credit:
     def own_tokens_N(self) -> Tensor:
         """int64 [N]."""
         return self.mask_NA.sum(1)
+
+    @property
+    def sources(self) -> Sources:
+        """Two reward sources; the second gave no value to the trajectories with a first above 1."""
+        second_N = torch.where(self.r_N > 1, torch.nan, self.r_N.square() - self.r_N)
+        return {"first": (1.0, self.r_N), "second": (2.0, second_N)}
 
     def rows(self, index: Tensor) -> Credit:
         """These trajectories, in this order."""
@@ -242,8 +248,9 @@ class AdvantageContract(Contract):
             raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
         for about, config, e, c in self.cases():
             if has_baseline:
-                takes_tokens = "own_tokens_N" in inspect.signature(self.statement_baseline).parameters
-                own = {"own_tokens_N": c.own_tokens_N} if takes_tokens else {}
+                optional = {"own_tokens_N": c.own_tokens_N, "sources": c.sources}
+                taken = inspect.signature(self.statement_baseline).parameters
+                own = {name: value for name, value in optional.items() if name in taken}
                 stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
                 _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
             if has_returns:
@@ -254,7 +261,8 @@ class AdvantageContract(Contract):
                     _close(value[c.mask_NA], want[c.mask_NA], f"{about} the {column} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
-        """float64 [N], as loops over groups. A fourth argument ``own_tokens_N``, where it has one, is int64 [N]."""
+        """float64 [N], as loops over groups. Further arguments ``own_tokens_N`` and ``sources``, where it has them, are
+        those of :meth:`rlhf.interfaces.Advantage.baseline`."""
         raise NotImplementedError
 
     def statement_returns(
@@ -269,7 +277,7 @@ class AdvantageContract(Contract):
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
     """Returns the result of ``baseline``. Fails where its shape or dtype is wrong."""
-    r_N = baseline_of(estimator, c.r_N, c.group_N, c.own_tokens_N)
+    r_N = baseline_of(estimator, c.r_N, c.group_N, c.own_tokens_N, c.sources)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
         f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",

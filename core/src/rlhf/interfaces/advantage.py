@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from rlhf.interfaces.component import Component
@@ -66,6 +67,9 @@ class Advantage(Component):
         ``def baseline(self, r_N, group_N, own_tokens_N=None)``, int64 [N], the number of tokens that the policy sampled
         in each trajectory, or of the given answer. In :meth:`returns` this number is ``mask_NA.sum(1)``.
 
+        An override that treats each reward source by itself (GDPO) may take ``sources=None``: {reward source: (its
+        weight, its values)}, float64 [N], NaN where it gave none. Options that change ``r_N`` are then refused.
+
         Returns: float64 [N].
         """
         return r_N
@@ -88,8 +92,19 @@ class Advantage(Component):
         """
 
 
-def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor) -> Tensor:
-    """Call :meth:`Advantage.baseline`, with ``own_tokens_N`` (int64 [N]) if it has an argument of this name."""
-    if "own_tokens_N" in inspect.signature(advantage.baseline).parameters:
-        return advantage.baseline(r_N, group_N, own_tokens_N=own_tokens_N)  # type: ignore[call-arg]
-    return advantage.baseline(r_N, group_N)
+Sources = Mapping[str, tuple[float, "Tensor"]]
+"""{reward source: (weight, values [N])}."""
+
+
+def reads_sources(advantage: Advantage) -> bool:
+    """Whether :meth:`Advantage.baseline` treats each reward source by itself."""
+    return "sources" in inspect.signature(advantage.baseline).parameters
+
+
+def baseline_of(
+    advantage: Advantage, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor, sources: Sources | None = None
+) -> Tensor:
+    """Call :meth:`Advantage.baseline`, with ``own_tokens_N`` (int64 [N]) and ``sources`` if it has such arguments."""
+    optional = {"own_tokens_N": own_tokens_N, "sources": sources}
+    parameters = inspect.signature(advantage.baseline).parameters
+    return advantage.baseline(r_N, group_N, **{name: value for name, value in optional.items() if name in parameters})

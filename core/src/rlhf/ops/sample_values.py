@@ -25,6 +25,18 @@ def check_reward(trajectory: Trajectory) -> None:
         _finite(trajectory, "score", float(trajectory.score))
 
 
+def source_reward(trajectory: Trajectory, source: str) -> float:
+    """What a reward source gave to a trajectory, with its step rewards, before its weight; NaN where it gave nothing.
+    :data:`ENV`: the sum of the rewards of its turns."""
+    if source == ENV:
+        turns = [turn.reward for turn in trajectory.turns if turn.sampled and turn.reward is not None]
+        return math.fsum(turns) if turns else math.nan
+    result = trajectory.rewards.get(source)
+    if result is None or (result.value is None and not result.steps):
+        return math.nan
+    return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
+
+
 def wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
     """The error for turn ``number``, whose log-probs are too few, too many or not finite."""
     turn = trajectory.turns[number]

@@ -9,6 +9,7 @@ Columns of the batch:
 ``temperature``    token  float32, at which the token was sampled (1 if not sampled)
 ``step_reward``    token  float32, weighted rewards of sources with ``credit = "step"``
 ``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
+``reward/SOURCE``  unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
 ``score``          unit   float64, the score that the dynamic filter read (only with ``scored``)
 ``group, sample``  unit   int64, the trajectory's index
 ``own_tokens``     unit   int64, number of tokens that the policy sampled, or of the given answer
@@ -22,7 +23,7 @@ Shape suffixes: N tokens, U units, A the largest number of action tokens of a un
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -32,14 +33,17 @@ from torch import Tensor
 
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
-from rlhf.ops.sample_values import check_reward, name_of, step_rewards_of, temperature_of, wrong_logprobs
+from rlhf.ops.sample_values import check_reward, name_of, source_reward, step_rewards_of, temperature_of, wrong_logprobs
 from rlhf.ops.spans import empty, masked, sums
 from rlhf.types import Group, Image, Trajectory, Turn
 from rlhf.types.images import joined_images
 
 
 def assemble(
-    groups: Sequence[Group], step_sources: Mapping[str, float] | None = None, scored: bool = True
+    groups: Sequence[Group],
+    step_sources: Mapping[str, float] | None = None,
+    scored: bool = True,
+    rewards: Collection[str] = (),
 ) -> Batch | None:
     """Scored groups as a batch; None if no trajectory has a reward and a sampled token.
 
@@ -53,6 +57,7 @@ def assemble(
             key ``"env"``, ``Turn.reward`` is placed at the last token of its turn. The reward of a turn without tokens
             is placed at the last token that the policy sampled before it, or dropped if there is none. The steps of all
             other sources are already in ``Trajectory.reward``.
+        rewards: reward sources that get a column of their own; ``env`` is the sum of the rewards of turns.
         scored: False if rewards are not used (``Needs.reward = False``). Trajectories without a reward are then kept.
 
     Raises:
@@ -70,6 +75,9 @@ def assemble(
         layout.add(trajectory, _sequences(trajectory), step_rewards_of(trajectory, step_sources or {}))
     lens_B, unit_B = torch.tensor(layout.lens), torch.tensor(layout.units)
     batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(trajectories, scored))
+    for name in rewards:
+        values = [source_reward(trajectory, name) for trajectory in trajectories]
+        batch.unit[f"reward/{name}"] = torch.tensor(values, dtype=torch.float64)
     tok = layout.columns(with_logprobs)
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one

@@ -64,6 +64,9 @@ class RunOptions:
     :func:`rlhf.ops.trajectories.assemble`."""
     sources: tuple[str, ...] = ()
     """Names of the sources in ``data.train`` (:attr:`Row.source`). Empty: not known, outside of a run."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """{reward source: its weight}, with ``env`` for the rewards of an environment's turns. Sources with ``credit =
+    "step"`` are not in it."""
 
 
 @dataclass(frozen=True, slots=True)

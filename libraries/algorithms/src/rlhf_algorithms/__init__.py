@@ -11,6 +11,7 @@ from rlhf.interfaces import Advantage, Loss
 def rlhf_register_advantage() -> list[type[Advantage]]:
     from rlhf_algorithms.advantages import (
         GAE,
+        GDPO,
         OPO,
         RLOO,
         BatchMean,
@@ -22,7 +23,7 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
         ReinforceBaseline,
     )
 
-    return [GAE, Reinforce, ReinforceBaseline, BatchMean, RLOO, GroupNorm, DrGRPO, MaxRL, OPO, PassAtK]
+    return [GAE, Reinforce, ReinforceBaseline, BatchMean, RLOO, GroupNorm, DrGRPO, GDPO, MaxRL, OPO, PassAtK]
 
 
 @hookimpl

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field
 from rlhf.interfaces import Advantage, ComponentConfig
+from rlhf.interfaces.advantage import Sources
 from rlhf.ops.groups import group_center, group_mean, group_std, leave_one_out
 from rlhf.ops.returns import gae, return_to_go
 from torch import Tensor
@@ -149,6 +150,29 @@ class BatchMean(ReturnToGo):
 
     def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
         return group_center(r_N, torch.zeros_like(group_N))
+
+
+class GDPO(ReturnToGo):
+    """Each reward standardised within its group, their weighted sum standardised over the rollout batch. So a reward
+    that varies more does not outweigh the others, and different rewards with the same sum are told apart.
+
+    Deviations: (1) A reward that gave no value for a sample counts 0 there. (2) Divisions are by std + 1e-9; equal
+    values give exactly 0.
+    """
+
+    name = "gdpo"
+    source = "GDPO 2026, arXiv:2601.05242"
+    group_min = 2
+    over_batch = True
+
+    def baseline(self, r_N: Tensor, group_N: Tensor, sources: Sources | None = None) -> Tensor:
+        sum_N = torch.zeros(r_N.shape, dtype=torch.float64)
+        for weight, values_N in (sources or {"reward": (1.0, r_N)}).values():
+            own_N = ~values_N.isnan()
+            values, groups = values_N[own_N], group_N[own_N]
+            sum_N[own_N] += weight * group_center(values, groups) / (group_std(values, groups) + 1e-9)
+        one_group_N = torch.zeros_like(group_N)
+        return group_center(sum_N, one_group_N) / (group_std(sum_N, one_group_N) + 1e-9)
 
 
 class MaxRL(ReturnToGo):

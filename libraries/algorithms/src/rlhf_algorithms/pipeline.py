@@ -16,7 +16,7 @@ Shape suffixes: N tokens, U units (trajectories), A action tokens of a unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,8 +60,9 @@ def credit(
     kl: KLPenalty | None = None,
     shapers: Sequence[Shaper] = (),
     reward_clip: tuple[float, float] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> tuple[Batch, Metrics]:
-    """Run all stages.
+    """Run all stages. ``weights``, {reward source: weight}, is for advantages that treat each source by itself.
 
     Reads the columns of :func:`rlhf.ops.trajectories.assemble`; ``old_values`` (and ``bootstrap``, the value after
     the last token, used for truncated samples) where the advantage needs values.
@@ -74,7 +75,7 @@ def credit(
     r_U = shaped_U
     if kl is not None and kl_N is not None and kl.before_baseline:
         r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
-    r_U = baseline(batch, advantage, r_U)
+    r_U = baseline(batch, advantage, r_U, weights)
     r_U = clip_rewards(r_U, reward_clip)
     per_token = kl is not None and not kl.before_baseline
     R_N = token_rewards(batch, r_U, kl_N if per_token else None, kl.beta if kl else 0.0)
@@ -102,9 +103,10 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
     return r_U - beta * kl_UA.double().sum(1)
 
 
-def baseline(batch: Batch, advantage: Advantage, r_U: Tensor) -> Tensor:
+def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
     """Stage 4: subtract the advantage's own baseline."""
-    return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"])
+    sources = {name: (weight, batch.unit[f"reward/{name}"]) for name, weight in (weights or {}).items()}
+    return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"], sources)
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rlhf.errors import ConfigError, PluginInvalid
-from rlhf.interfaces.advantage import Advantage
+from rlhf.interfaces.advantage import Advantage, reads_sources
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
@@ -75,6 +75,8 @@ class PolicyGradient(Algorithm[Group]):
         if kl.coef > 0 and kl.where == "loss":
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
         self.loss: Loss = self.parts["loss"]
+        if reads_sources(self.advantage):
+            self._check_sources()
         self.entropy = EntropyController(self.config.entropy, self._entropy_start())
         self.scale = ValueScale() if self.config.normalise_values else None
         """The scale of the critic's targets; None: the scale of rewards."""
@@ -86,6 +88,16 @@ class PolicyGradient(Algorithm[Group]):
                         f"{self.advantage.name!r} does not use; leave it out, or choose an advantage that reads values"
                     )
             self._check_value_loss()
+
+    def _check_sources(self) -> None:
+        """Raises ConfigError for options that change the sum of the rewards, which the advantage does not read."""
+        kl = self.config.kl
+        options = {"shaping": bool(self.config.shaping.shapers()), "kl.before_baseline": kl.before_baseline}
+        if names := [f"algorithm.{name}" for name, is_set in options.items() if is_set]:
+            raise ConfigError(
+                f"{' and '.join(names)} changes the sum of the rewards, but the advantage {self.advantage.name!r} "
+                "reads each reward by itself; leave it out"
+            )
 
     def _entropy_start(self) -> float:
         """The coefficient of the loss's entropy bonus. Raises ConfigError if it should adapt and there is none."""
@@ -146,6 +158,13 @@ class PolicyGradient(Algorithm[Group]):
 
     def misfits(self, shape: OnlineShape) -> list[str]:
         problems, shaping = super().misfits(shape), self.config.shaping
+        if reads_sources(self.advantage) and len(self.run.weights) < 2:
+            names = ", ".join(self.run.weights) or "none"
+            problems.append(
+                f"algorithm.advantage.use = {self.advantage.name!r} treats each reward by itself and needs two or "
+                f"more, got {len(self.run.weights)} ({names}; without those with credit = 'step'). Add a reward, or "
+                "use the advantage group_norm."
+            )
         if self.config.minibatches > shape.trajectories:
             problems.append(
                 f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
@@ -194,7 +213,7 @@ class PolicyGradient(Algorithm[Group]):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
-        return assemble(examples, self.run.step_sources), {}
+        return assemble(examples, self.run.step_sources, rewards=self.source_weights), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
@@ -220,7 +239,12 @@ class PolicyGradient(Algorithm[Group]):
         given: an adaptive coefficient follows it.
         """
         return pipeline.credit(
-            batch, self.advantage, kl=kl, shapers=self.config.shaping.shapers(), reward_clip=self.config.reward_clip
+            batch,
+            self.advantage,
+            kl=kl,
+            shapers=self.config.shaping.shapers(),
+            reward_clip=self.config.reward_clip,
+            weights=self.source_weights,
         )
 
     def _without_drift(self, batch: Batch) -> Batch:
@@ -275,6 +299,11 @@ class PolicyGradient(Algorithm[Group]):
         super().load_state_dict(rest)
 
     # ------------------------------------------------------------------------------------- derived
+
+    @property
+    def source_weights(self) -> Mapping[str, float]:
+        """{reward source: weight} where the advantage treats each source by itself; else empty."""
+        return self.run.weights if reads_sources(self.advantage) else {}
 
     @property
     def _uses_kl(self) -> bool:

@@ -199,9 +199,11 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
 def run_options(config: RunFile) -> RunOptions:
     """The options of the run file, outside of the algorithm's own section, that the algorithm may read."""
     step_sources = {section.label: section.weight for section in config.reward if section.credit == "step"}
-    if config.env is not None and config.env.credit == "step":
-        step_sources[ENV] = 1.0
-    return RunOptions(config.data.max_tokens, step_sources, tuple(source.label for source in config.data.train))
+    weights = {section.label: section.weight for section in config.reward if section.credit != "step"}
+    if config.env is not None:
+        (step_sources if config.env.credit == "step" else weights)[ENV] = 1.0
+    sources = tuple(source.label for source in config.data.train)
+    return RunOptions(config.data.max_tokens, step_sources, sources, weights)
 
 
 def where_trainer(role: str) -> str:
