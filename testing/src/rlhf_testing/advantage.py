@@ -249,8 +249,8 @@ class AdvantageContract(Contract):
         for about, config, e, c in self.cases():
             if has_baseline:
                 optional = {"own_tokens_N": c.own_tokens_N, "sources": c.sources}
-                taken = inspect.signature(self.statement_baseline).parameters
-                own = {name: value for name, value in optional.items() if name in taken}
+                parameters = inspect.signature(self.statement_baseline).parameters
+                own = {name: value for name, value in optional.items() if name in parameters}
                 stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
                 _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
             if has_returns:
