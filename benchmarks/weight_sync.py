@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig

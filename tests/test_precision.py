@@ -9,7 +9,7 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.types import RoleSpec, Sampling
 from rlhf_modeling import precision
 from rlhf_modeling.checks import check_training

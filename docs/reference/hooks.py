@@ -33,7 +33,7 @@ COMPONENT = (
 EXTENSION = "It also has what [`Extension`](component.md) gives it: `name` and `source`."
 
 
-BESIDE = {"trainer": ("rlhf.interfaces.model",)}
+BESIDE = {"trainer": ("rlhf.interfaces.model",), "generator": ("rlhf.interfaces.generator_spec",)}
 """Files of the interfaces that the page of a kind shows too."""
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, RlhfError, WorkerError
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import AnswersRequests, Generator, GeneratorSpec, Proof, Sleeps
+from rlhf.interfaces.generator import AnswersRequests, Generator, Proof, Sleeps
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.types import GenerationRequest, Turn
 from rlhf_testing.launcher import CountingTrainer
 from rlhf_workers.links.receiving import ReceivesOverLinks

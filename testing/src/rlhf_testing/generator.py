@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rlhf.interfaces.generator import GeneratorSpec, Sleeps, TakesModule
+from rlhf.interfaces.generator import Sleeps, TakesModule
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling, Turn
 from torch import Tensor

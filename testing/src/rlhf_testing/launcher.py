@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Generator, GeneratorSpec, Proof, TakesTensors
+from rlhf.interfaces.generator import Generator, Proof, TakesTensors
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.launcher import GENERATOR, Place
 from rlhf.interfaces.model import ModelSpec
 from rlhf.interfaces.trainer import ApplyResult, SendsWeights, TakesWeights, Trainer

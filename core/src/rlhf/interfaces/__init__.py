@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rlhf.interfaces.generator import (
         AnswersRequests,
         Generator,
-        GeneratorSpec,
         Proof,
         Sleeps,
         TakesModule,
         TakesTensors,
     )
+    from rlhf.interfaces.generator_spec import GeneratorSpec
     from rlhf.interfaces.launcher import GENERATOR, EnginePool, Launcher, Place, WorkerGroup
     from rlhf.interfaces.loss import Loss
     from rlhf.interfaces.model import ModelSpec, Precision, TrainerFacts
@@ -59,7 +59,8 @@ _FILES = {
     "curriculum": "Curriculum FinishedGroup RowSource TrainingRows",
     "env": "Env",
     "extension": "Extension",
-    "generator": "AnswersRequests Generator GeneratorSpec Proof Sleeps TakesModule TakesTensors",
+    "generator": "AnswersRequests Generator Proof Sleeps TakesModule TakesTensors",
+    "generator_spec": "GeneratorSpec",
     "launcher": "GENERATOR EnginePool Launcher Place WorkerGroup",
     "loss": "Loss",
     "model": "ModelSpec Precision TrainerFacts",
@@ -70,7 +71,7 @@ _FILES = {
     "trainer": "ApplyResult HasViews LendsHead Offloads SendsWeights SharesModule Sums TakesWeights Trainer",
 }
 """{file: the names that are offered here}. A file is called after its kind."""
-_NO_KIND = ("component", "extension", "model", "tokens")
+_NO_KIND = ("component", "extension", "generator_spec", "model", "tokens")
 _FILE_OF = {name: file for file, names in _FILES.items() for name in names.split()}
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces.component import Component
-from rlhf.interfaces.generator import Generator, GeneratorSpec, TakesTensors
+from rlhf.interfaces.generator import Generator, TakesTensors
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.model import ModelSpec
 from rlhf.interfaces.trainer import Trainer
 

@@ -6,14 +6,12 @@ Every method has a default. A trainer or generator overrides those that it can a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork, TrainerMemory, TrainerWork, whole_copy
 from rlhf.interfaces.model import ModelSpec, Precision
 from rlhf.types import Sampling
-
-if TYPE_CHECKING:
-    from rlhf.interfaces.generator import GeneratorSpec
 
 
 class Preflight:

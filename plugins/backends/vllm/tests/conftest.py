@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
 from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import CapabilityError, ModelError, PluginError
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.memory import LayerSize, ModelSize, SamplingWork
 from rlhf_plugin_vllm import generator, platforms
 from rlhf_plugin_vllm.config import VllmGeneratorConfig

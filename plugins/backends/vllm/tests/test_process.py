@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 from rlhf.interfaces import ModelSpec
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
@@ -22,7 +22,7 @@ GUEST = """
 import json, os, random, sys
 import numpy, psutil, torch
 from transformers import AutoModelForCausalLM  # imported before, as where a trainer shares the process
-from rlhf.interfaces.generator import GeneratorSpec
+from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.weights.bucket import buckets
 from rlhf.types import GenerationRequest, Sampling
 from rlhf_plugin_vllm.generator import VllmGenerator

@@ -1,0 +1,41 @@
+"""What a generator is made from, beside its config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorSpec:
+    """The policy's model and limits, resolved from the run file's ``[policy]`` and ``[data]``. The spec, including
+    ``decode``, is pickled if engines run in other processes."""
+
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends a text."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids -> text, for stop strings and ``Turn.text``."""
+    path: str = ""
+    """Folder or hub name of the policy's model, for generators that hold a copy of it."""
+    dtype: str = "auto"
+    """``auto`` | ``fp32`` | ``bf16``, the policy's."""
+    trust_remote_code: bool = False
+    max_tokens: int = 2048
+    """Longest sequence, prompt and answer together."""
+    seed: int = 0
+    sync_timeout: float = 600.0
+    """Seconds that taking one bucket of weights may last."""
+    in_flight: Literal["continue", "drain", "restart"] = "continue"
+    """What a load of weights does to requests of ``EnginePool.answer`` that are not finished. ``continue``: their
+    next tokens are sampled with the new weights. ``drain``: the load waits until they are finished. ``restart``: they
+    are sampled again from their first token."""
+    keys: Literal["recompute", "keep"] = "recompute"
+    """``in_flight = "continue"``: whether keys and values of the tokens so far are computed again with the new weights.
+    ``keep`` (capability ``keep:keys``): they stay those of the weights that computed them. No other request reads
+    them."""
+    max_images: int = 0
+    """Most images of a request (capability ``images``)."""
+    shares_devices: bool = False
+    """Roles of the run are on the engine's devices. They are loaded before the engine starts, and the engine may
+    be told to sleep while they compute (:class:`Sleeps`)."""
