@@ -319,7 +319,7 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     resume = f"rlhf train {slurm.output}/config.toml --resume"
-    assert out.splitlines()[-1] == f"stopped: {slurm.output} (continue with: {resume})"
+    assert out.splitlines()[-2] == f"stopped: {slurm.output} (continue with: {resume})"
     assert slurm.log[-1] == f"scontrol requeue {slurm.job}"
     done = steps()
     assert done == list(range(1, len(done) + 1))
@@ -328,7 +328,7 @@ def test_a_run_over_two_ray_nodes_is_stopped_at_the_time_limit_and_resumed(slurm
 
     code, out, err = slurm.run("run.toml", "--run.steps", str(done[-1] + 3), SLURM_RESTART_COUNT="1", **more)
     assert code == 0, err
-    assert out.splitlines()[-1] == f"finished: {slurm.output}"
+    assert out.splitlines()[-2] == f"finished: {slurm.output}"
     assert f"resumed after step {done[-1]}" in out
     assert steps() == list(range(1, done[-1] + 4)), "no step lost or done twice"
     assert not any("requeue" in line for line in slurm.log)

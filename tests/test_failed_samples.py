@@ -62,7 +62,7 @@ def test_failures_are_printed_at_the_first_one_and_in_the_last_line(shop: Worksh
     assert len(notes) == 1
     assert "of row 1 of" in notes[0]
     assert f'(stream.on_failed_sample = "{policy}")' in run.out
-    assert run.out.splitlines()[-1] == f"finished, 3 of 27 samples failed (11.1 %): {run.path}", "a group was refilled"
+    assert run.out.splitlines()[-2] == f"finished, 3 of 27 samples failed (11.1 %): {run.path}", "a group was refilled"
 
 
 def test_a_reward_that_fails_for_bad_answers_does_not_look_better(shop: Workshop) -> None:
@@ -129,7 +129,7 @@ def test_an_evaluation_with_few_failures_reports_them(shop: Workshop) -> None:
     run = shop.train("rloo", "run", run={"steps": 2}, eval={"every": 1}, **judged(shop, "== 0"))
     assert [line["eval/failed"] for line in run.lines()] == [0.25, 0.25]
     assert run.out.count("the judge is down") == 1
-    assert run.out.splitlines()[-1] == f"finished, 2 of 8 evaluation samples failed (25 %): {run.path}"
+    assert run.out.splitlines()[-2] == f"finished, 2 of 8 evaluation samples failed (25 %): {run.path}"
 
 
 def test_rlhf_eval_reports_failures_and_stops_after_too_many(

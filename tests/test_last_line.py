@@ -42,10 +42,10 @@ def test_saves_and_exports_have_their_time_and_steps_are_timed_without_evaluatio
 
 def test_a_stopped_run_says_how_to_go_on(shop: Workshop) -> None:
     run = shop.train("sft", "run", run={"stop_after": 1}, checkpoint={"every": 1})
-    last = run.out.splitlines()[-1]
+    last = run.out.splitlines()[-2]
     assert last.startswith(f"stopped: {run.path} (continue with: rlhf train ")
     words = shlex.split(last.partition("continue with: rlhf ")[2].removesuffix(")"))
     further = shop.command(*words, output=run.path)
     assert further.code == 0, further.said
-    assert further.out.splitlines()[-1] == f"finished: {run.path}"
+    assert further.out.splitlines()[-2:] == [f"finished: {run.path}", f"report: {run.path / 'report.html'}"]
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]

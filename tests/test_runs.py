@@ -113,7 +113,7 @@ def test_the_installed_command(shop: Workshop) -> None:
     command = [str(Path(sys.executable).with_name("rlhf")), *shop.arguments(run)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(f"finished: {shop.folder / 'run'}\n")
+    assert done.stdout.endswith(f"finished: {shop.folder / 'run'}\nreport: {shop.folder / 'run/report.html'}\n")
     assert "3 of 3 steps" in done.stdout
     assert_same_run(Finished(shop.folder / "run", 0), shop.train("rloo", "here"))
 
@@ -238,7 +238,7 @@ def test_early_stop(shop: Workshop) -> None:
     run = shop.train("sft", "run", run={"steps": 9}, **held_out(shop, metric="loss", mode="max", patience=2))
     assert [line["step"] for line in run.lines()] == [1, 2, 3]
     assert "stopped early: eval/loss has not improved for 2 evaluations" in run.said
-    assert run.out.endswith(f"stopped: {run.path}\n")
+    assert run.out.splitlines()[-2] == f"stopped: {run.path}"
     assert ended(run)["status"] == "stopped"
     assert ended(run)["why"].startswith("eval/loss has not improved for 2 evaluations")
     assert run.last_checkpoint.name == "step-000003"

@@ -49,6 +49,8 @@ class Replay(Command):
         look_for_models(config)
         finished = train(config, Plugins.discover())
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}\n")
+        if finished.report is not None:
+            sys.stdout.write(f"report: {finished.report}\n")
         return finished.exit_code
 
 

@@ -50,6 +50,8 @@ class Train(Command):
         finished = train(config, plugins)
         way = f" (continue with: {command})" if (command := finished.continue_with) else ""
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}{way}\n")
+        if finished.report is not None:
+            sys.stdout.write(f"report: {finished.report}\n")
         return finished.exit_code
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +11,7 @@ from rlhf_runtime.report.run_record import RunRecord
 from rlhf_cli.runs.curves import STYLES, draw, number
 from rlhf_cli.runs.metric_history import History
 from rlhf_cli.runs.one_run import DRAWN
-from rlhf_cli.runs.output import has_colour, table, value_text
+from rlhf_cli.runs.output import has_colour, table
 
 NOT_COMPARED = ("run.name", "run.output", "run.resume")
 """Options for the folder and the name of a run, which are not compared."""
@@ -39,7 +38,7 @@ def print_comparison(
     if any(bests):
         grid.add_row("best", *(f"{b.metric} {number(b.value)} (step {b.step})" if b else "" for b in bests))
     console.print(grid)
-    _print_differences(console, "Options that differ", names, _differences(*(options(r.config) for r in records)))
+    _print_differences(console, "Options that differ", names, _differences(*map(_options, records)))
     _print_differences(console, "Plugins that differ", names, _differences(*(_plugins(record) for record in records)))
     _print_metrics(console, names, histories, metrics)
     for record, history in zip(records, histories, strict=True):
@@ -47,21 +46,8 @@ def print_comparison(
             console.print(f"note: {record.path}: {problem}", style="yellow", soft_wrap=True)
 
 
-def options(config: Mapping[str, Any]) -> dict[str, str]:
-    """{dotted path: value as text} of every option that is compared. A list of plain values is one value."""
-    values: dict[str, str] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-            value = dict(enumerate(value))
-        if isinstance(value, Mapping):
-            for name, item in value.items():
-                walk(item, f"{path}.{name}" if path else str(name))
-        elif path not in NOT_COMPARED:
-            values[path] = value_text(value)
-
-    walk(config, "")
-    return values
+def _options(record: RunRecord) -> dict[str, str]:
+    return {path: text for path, text in record.options.items() if path not in NOT_COMPARED}
 
 
 def _plugins(record: RunRecord) -> dict[str, str]:

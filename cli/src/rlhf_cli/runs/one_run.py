@@ -12,17 +12,16 @@ from rlhf.errors import CheckpointError
 from rlhf.plugins.resolved import IN_PROCESS
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.observe.sample_lines import printable
-from rlhf_runtime.report.run_record import RunRecord
+from rlhf_runtime.report.run_facts import OF_A_CALL
+from rlhf_runtime.report.run_record import RunRecord, value_text
 
 from rlhf_cli.runs.curves import draw, number
 from rlhf_cli.runs.metric_history import History
-from rlhf_cli.runs.output import STATE_STYLES, duration, has_colour, table, value_text, when
+from rlhf_cli.runs.output import STATE_STYLES, duration, has_colour, table, when
 
 DRAWN = ("reward", "loss", "pass@1", "eval loss")
 """What is drawn where no metric is named, as a run labels it (:data:`rlhf_runtime.observe.progress.HEADLINE`)."""
 NOTHING = object()
-OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
-"""Options about the start of one call of `rlhf train`, which are not shown."""
 
 
 def print_run(console: Console, record: RunRecord, history: History, metrics: Sequence[str]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,16 +38,3 @@ def when(time: datetime.datetime) -> str:
 
 def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def value_text(value: Any) -> str:
-    """A value of the run file; simple values as in TOML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, list):
-        return f"[{', '.join(map(value_text, value))}]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {value_text(v)}" for name, v in value.items()) + "}"
-    return str(value)

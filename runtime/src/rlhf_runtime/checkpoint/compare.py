@@ -17,7 +17,8 @@ from rlhf_runtime.checkpoint import json_values
 Severity = Literal["refuse", "report", "added"]
 
 _IGNORED = (
-    "run.output", "run.resume", "run.overwrite", "run.name", "run.show_samples", "run.stop_after", "run.timeline",
+    "run.output", "run.resume", "run.overwrite", "run.name", "run.report", "run.show_samples", "run.stop_after",
+    "run.timeline",
 )  # fmt: skip
 """Keys that are not compared: a run's location, name and console output do not change what it computes."""
 

@@ -7,7 +7,7 @@ Tokens and log-probs are written as the arrays that they are, so that a file cos
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -115,8 +115,11 @@ def write_samples(path: Path, samples: Iterable[Mapping[str, Any]], with_prompts
     replace_file(path, write)
 
 
-def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place in the file, sample) of each row; ``ids`` and ``logprobs`` are numpy arrays.
+
+    Args:
+        rows: only these, counted from 0.
 
     Raises CheckpointError for a file that is missing, damaged or not of samples.
     """
@@ -129,9 +132,13 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for position in range(reader.num_record_batches):
                 batch = reader.get_batch(position)
                 batch.validate(full=True)
-                for values in _values(batch):
-                    number += 1
-                    where = f"{path}, row {number}"
+                places = range(number, number + batch.num_rows)
+                number += batch.num_rows
+                if rows is not None:
+                    places = [place for place in places if place in rows]
+                    batch = batch.take(pa.array([place - number + batch.num_rows for place in places], pa.int64()))
+                for place, values in zip(places, _values(batch), strict=True):
+                    where = f"{path}, row {place + 1}"
                     exact = values.pop("exact")
                     if exact is not None:
                         yield where, loads(exact, where)
@@ -143,6 +150,19 @@ def read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         del values["prompt"]
                     yield where, values
     except (OSError, pa.ArrowException) as cause:
+        raise CheckpointError(f"cannot read {path}: {cause}") from cause
+
+
+def read_columns(path: Path, names: list[str]) -> dict[str, list[Any]]:
+    """Some columns of all rows, which costs little where they are short.
+
+    Raises CheckpointError for a file that is missing, damaged or without such columns.
+    """
+    try:
+        with pa.memory_map(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+            return {name: table.column(name).to_pylist() for name in names}
+    except (OSError, pa.ArrowException, KeyError, UnicodeDecodeError) as cause:
         raise CheckpointError(f"cannot read {path}: {cause}") from cause
 
 

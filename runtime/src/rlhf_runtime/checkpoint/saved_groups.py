@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -61,20 +61,24 @@ def group_lines(groups: Iterable[Group], prompt: TellPrompt | None = None) -> It
         yield _text({**values, "turns": turns} if "turns" in values else values)
 
 
-def recorded(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def recorded(path: Path, rows: Collection[int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place in the file, values) of each sample in an Arrow file or in JSON lines.
+
+    Args:
+        rows: only these rows or lines, counted from 0.
 
     Raises CheckpointError for a file that is missing or damaged, naming the line that is not JSON.
     """
     if path.suffix == SUFFIX:
-        yield from read_samples(path)
+        yield from read_samples(path, rows)
         return
     try:
         text = path.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as cause:
         raise CheckpointError(f"cannot read {path}: {cause}") from cause
     for number, line in enumerate(text.split("\n") if text else [], 1):  # texts may hold other line ends
-        yield f"{path}:{number}", loads(line, f"{path}:{number}")
+        if rows is None or number - 1 in rows:
+            yield f"{path}:{number}", loads(line, f"{path}:{number}")
 
 
 def sample_values(groups: Iterable[Group], prompt: TellPrompt | None = None) -> Iterator[dict[str, Any]]:

@@ -99,6 +99,8 @@ class RunSection(ComponentConfig):
     timeline: Count | None = None
     """Record what happens when in the first N steps, in ``timeline.json``, which ui.perfetto.dev opens. A resume
     records N more. Default: none."""
+    report: bool = True
+    """Write ``report.html`` in the run's folder at the end of the run, one page that shows it (`rlhf report`)."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 

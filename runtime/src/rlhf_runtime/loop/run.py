@@ -74,6 +74,8 @@ class Run:
     status: Literal["finished", "stopped", "failed"] = field(init=False, default="failed")
     left_out: Counter[str] = field(init=False, default_factory=Counter)
     """Sum of :attr:`ReadyBatch.counts` over the steps with nothing to learn from."""
+    report: Path | None = field(init=False, default=None)
+    """The page that shows the run, once it is written."""
     _stopping: bool = field(init=False, default=False)
 
     @property
@@ -274,7 +276,7 @@ class Run:
         failure = "" if error is None else f"{type(error).__name__}: {error}"
         why = {"finished": "", "stopped": self.stop.reason or self._no_patience, "failed": failure}[self.status]
         with suppress(OSError, RlhfError):  # on a full disk, the error that ended the run is shown instead
-            self.directory.write_end(self.status, why)
+            self.directory.write_end(self.status, why, self.progress.notes)
 
     def _catch_up(self, step: int) -> None:
         """Advance the learning-rate schedules if the step took fewer optimizer steps than planned, because its batch

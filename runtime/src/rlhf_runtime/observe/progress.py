@@ -137,6 +137,8 @@ class Progress:
         self._spent: dict[str, float] = dict.fromkeys(_ASIDE, 0.0)
         """Seconds of each phase of :data:`_ASIDE`."""
         self._closed = False
+        self.notes: list[str] = []
+        """The notes so far."""
         self._bar: Bar | None = None
         if not quiet and self._console.is_terminal:
             self._bar = Bar(
@@ -220,6 +222,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a message to the user, in every mode."""
+        self.notes.append(text)
         self._line(f"note: {text}")
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The run directory: one run, one folder, one process at a time.
 
 config.toml  manifest.json  metrics.jsonl  timeline.json  rollouts/step-000012.arrow  checkpoints/step-000012/
-evaluations/step-000012.jsonl  exports/step-000012/  skipped/  model/  model-best/  workers/
+evaluations/step-000012.jsonl  exports/step-000012/  skipped/  model/  model-best/  workers/  report.html
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
 _OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
 """Folders whose files are named by steps."""
+NOTES_KEPT = 100
 SKIPPED_KEPT = 20
 """Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
 fill the disk."""
@@ -126,16 +127,18 @@ class RunDirectory:
         }
         write_json(self.path / "manifest.json", {"schema": SCHEMA, "starts": [*self.starts(), start]}, nonfinite="mark")
 
-    def write_end(self, status: str, why: str) -> None:
+    def write_end(self, status: str, why: str, notes: Sequence[str] = ()) -> None:
         """Record in the last start of ``manifest.json`` how it ended. A killed run has no such entry.
 
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
             why: the signal, the exhausted patience or the error; empty where the run finished.
+            notes: what the run has said beside its steps; the first 100 are kept.
         """
         path = self.path / "manifest.json"
         manifest = read_json(path)
-        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why)}
+        texts = [redact(note) for note in notes[:NOTES_KEPT]]
+        manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why), "notes": texts}
         write_json(path, manifest, nonfinite="mark")
 
     def starts(self) -> list[dict[str, Any]]:

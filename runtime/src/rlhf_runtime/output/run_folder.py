@@ -18,6 +18,10 @@ from rlhf_runtime.output.metrics import read_metrics
 _HOLDS_A_RUN = ("config.toml", "manifest.json", "metrics.jsonl", "checkpoints", "model")
 _WRITTEN = (*_HOLDS_A_RUN, "rollouts", "evaluations", "exports", "skipped", "precomputed", "timeline.json", "workers")
 """The names that a run writes, in addition to ``model-<role>``. Launchers write ``workers``: the output of workers."""
+REPORT = "report.html"
+"""The page of a run. Files of others have this name too, so it is replaced only where a run wrote it."""
+REPORT_MARK = b'<meta name="generator" content="rlhf report">'
+"""In the head of every such page."""
 
 
 def is_free(path: Path) -> bool:
@@ -98,9 +102,16 @@ def saved_state(path: Path) -> list[str]:
     ]
 
 
+def is_report(page: Path) -> bool:
+    """Whether the file is a page that shows runs."""
+    with page.open("rb") as file:
+        return REPORT_MARK in file.read(2000)
+
+
 def clear(path: Path, keep: Collection[str]) -> None:
     """Delete what a run wrote, except ``keep``. The manifest is deleted last, because the run is recognised by it."""
     items = [path / name for name in _WRITTEN if name not in keep] + sorted(path.glob("model-*"))
+    items += [page for page in path.glob(REPORT) if page.is_file() and is_report(page)]
     for item in sorted(items, key=lambda item: item.name == "manifest.json"):
         if item.is_dir() and not item.is_symlink():
             discard_folder(item)

@@ -6,7 +6,7 @@ import random
 import re
 from base64 import b64decode
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,18 +80,27 @@ def recorded_steps(run: Path) -> list[int]:
 
 def read_samples(path: Path, step: int | None) -> list[Sample]:
     """The samples in a file. Raises DataError naming a line that is not a sample."""
-    samples, where = [], str(path)
+    return _with_group_means([sample for sample, _ in samples_with_values(path, step)])
+
+
+def samples_with_values(
+    path: Path, step: int | None, rows: Collection[int] | None = None
+) -> Iterator[tuple[Sample, Mapping[str, Any]]]:
+    """(sample, everything that is recorded of it) for each row of a file, or for these rows, counted from 0.
+
+    Raises DataError naming a line that is not a sample.
+    """
+    where = str(path)
     try:
-        for place, line in recorded(path):
+        for place, line in recorded(path, rows):
             where = place
             if line["sample"] is not None:  # a group of which no sample is left
-                samples.append(_sample(line, step))
+                yield _sample(line, step), line
     except CheckpointError as cause:
         raise DataError(f"{cause}. {SUCH}") from cause
     except (KeyError, TypeError, AttributeError) as cause:
         why = f"it has no {cause}" if isinstance(cause, KeyError) else str(cause)
         raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
-    return _with_group_means(samples)
 
 
 def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:

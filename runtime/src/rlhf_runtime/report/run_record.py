@@ -77,6 +77,23 @@ class RunRecord:
         return value
 
     @property
+    def options(self) -> dict[str, str]:
+        """{dotted path: value as text} of every option. A list of plain values is one value."""
+        values: dict[str, str] = {}
+
+        def walk(value: Any, path: str) -> None:
+            if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+                value = dict(enumerate(value))
+            if not isinstance(value, Mapping):
+                values[path] = value_text(value)
+                return
+            for name, item in value.items():
+                walk(item, f"{path}.{name}" if path else str(name))
+
+        walk(self.config, "")
+        return values
+
+    @property
     def options_set(self) -> list[str] | None:
         """Dotted paths of the options that were set at the first start; None if that is not recorded. A resume may
         read ``config.toml``, in which every option is set."""
@@ -114,7 +131,7 @@ class RunRecord:
     @cached_property
     def last(self) -> Mapping[str, Any]:
         """The last line of ``metrics.jsonl``; empty if no step is finished."""
-        return self._line(len(self.lines) - 1) if self.lines else {}
+        return self.line(len(self.lines) - 1) if self.lines else {}
 
     @property
     def steps_done(self) -> int:
@@ -127,7 +144,7 @@ class RunRecord:
         """The best evaluation by ``eval.metric`` and ``eval.mode``; None if there is none yet."""
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
         for number, raw in enumerate(self.lines):
-            line = self._line(number) if b'"eval/' in raw else {}
+            line = self.line(number) if b'"eval/' in raw else {}
             if line.get("step", 0) > 0:  # step 0 is the model before training: it is in no checkpoint
                 try:
                     tracker.update(line["step"], line)
@@ -163,7 +180,8 @@ class RunRecord:
         """When each start was, as far as it is recorded."""
         return [time for start in self.starts if (time := _time(start.get("time"))) is not None]
 
-    def _line(self, number: int) -> Mapping[str, Any]:
+    def line(self, number: int) -> Mapping[str, Any]:
+        """A line of ``metrics.jsonl``, counted from 0. Empty where it cannot be read: see :attr:`problems`."""
         where = f"{self.path / 'metrics.jsonl'}:{number + 1}"
         try:
             line = loads(self.lines[number].decode("utf-8", errors="replace"), where)
@@ -194,6 +212,19 @@ def find_runs(folder: Path) -> Iterator[Path]:
         if len(here.parts) - above >= DEPTH:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def value_text(value: Any) -> str:
+    """A value of the run file; simple values as in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {value_text(v)}" for name, v in value.items()) + "}"
+    return str(value)
 
 
 def _no_run(path: Path) -> str:

@@ -44,6 +44,7 @@ from rlhf_runtime.observe.progress import Progress, phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import link_latest
+from rlhf_runtime.report.page import try_report
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.continuous_stream import ContinuousStream
 from rlhf_runtime.samples.failures import Failures
@@ -75,6 +76,22 @@ def train(config: RunFile, plugins: Plugins | None = None) -> Run:
 def _train(config: RunFile, plugins: Plugins) -> Run:
     run = build(prepare(config, plugins))
     try:
+        _run_to_its_end(run)
+    except Exception:
+        if (page := _report(run)) is not None:
+            run.progress.note(f"{page} shows the run")
+        raise
+    run.report = _report(run)
+    return run
+
+
+def _report(run: Run) -> Path | None:
+    """The page that shows the run, which has released everything; None where it is not asked for or not written."""
+    return try_report(run.directory.path, run.progress.note) if run.config.run.report else None
+
+
+def _run_to_its_end(run: Run) -> None:
+    try:
         online(run) if isinstance(run, OnlineRun) else offline(run)
     except StandstillError as cause:  # a signal asked the run to stop, and a plugin kept the step from ending
         run.progress.note(str(cause))
@@ -85,7 +102,6 @@ def _train(config: RunFile, plugins: Plugins) -> Run:
         raise
     finally:
         run.close()
-    return run
 
 
 def build(prepared: Prepared) -> Run:

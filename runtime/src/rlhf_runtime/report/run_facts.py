@@ -1,0 +1,227 @@
+"""The facts about a run that the page shows: state, curves, what was left out, options, plugins."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlhf_runtime.observe.progress import HEADLINE, PHASES
+from rlhf_runtime.report.recorded_samples import as_number
+from rlhf_runtime.report.run_record import RunRecord, value_text
+
+POINTS = 2000
+"""Largest number of points of a curve. Where there are more steps, a point is the mean of several."""
+SLICES = 20_000
+"""Largest number of slices of a timeline; the longest are shown."""
+OF_A_CALL = ("run.output", "run.resume", "run.overwrite")
+"""Options about one call of `rlhf train`, which are not shown."""
+LEFT_OUT = {
+    "stream/filtered": "groups did not pass stream.filter",
+    "stream/short": "groups were missing from their batch after all refills",
+    "stream/failed_samples": "samples failed in their rollout or their rewards",
+    "stream/failed_groups": "groups were given up, because samples failed or too few had a reward",
+    "stream/unscored": "samples had no reward: every reward returned None",
+    "stream/stale": "groups were older than stream.staleness allows, and drawn again",
+    "stream/tokens_filtered": "tokens of groups that did not pass stream.filter",
+    "stream/tokens_failed": "tokens of failed samples and their groups",
+    "stream/tokens_unscored": "tokens of samples without a reward",
+    "stream/tokens_stale": "tokens of groups that were too old",
+    "stream/tokens_restarted_weights": "tokens of answers that began again with new weights",
+    "stream/tokens_restarted_engine": "tokens of answers on engines that died",
+    "stream/tokens_restarted_resume": "tokens of answers that a resume sampled again",
+    "pairs/left_out": "pairs had no token to learn from",
+    "pairs/tied_groups": "groups had equal rewards, so no pair was made of them",
+    "pairs/equal_answers": "pairs had two equal texts",
+    "labels/left_out": "rows had no token to learn from",
+    "rejection/empty_groups": "groups had no sample that was kept",
+    "empty": "steps had nothing to learn from and made no update",
+}
+"""{metric: what its sum over the steps counts}."""
+LEFT_OUT_SO_FAR = {
+    "data/dropped": "rows were longer than data.max_tokens (data.too_long)",
+    "data/bad_rows": "rows were malformed (data.bad_rows)",
+}
+"""{metric that counts since the first step: what}."""
+
+
+def run_facts(record: RunRecord) -> dict[str, Any]:
+    """The facts as JSON values; what cannot be read is named in ``problems``."""
+    lines = metric_lines(record)
+    state, why = record.state
+    sources = record.option("data.train")
+    facts = {
+        "path": str(record.path),
+        "name": str(record.option("run.name") or record.path.resolve().name),
+        "state": state,
+        "why": why,
+        "algorithm": record.algorithm,
+        "model": record.model,
+        "data": ", ".join(str(s.get("path")) for s in _list(sources) if isinstance(s, Mapping)),
+        "started": [time.isoformat(" ", "minutes") for time in record.started],
+        "changed": record.time.isoformat(" ", "minutes"),
+        "steps": lines[-1]["step"] if lines else 0,
+        "total_steps": record.total_steps,
+        "best": None if record.best is None else [record.best.metric, record.best.value, record.best.step],
+        "curves": curves(lines),
+        "headline": _headline(lines),
+        "phases": [phase for phase in PHASES if phase not in ("save", "export")],
+        "left_out": left_out(lines),
+        "notes": [str(note) for note in _list(record.ended.get("notes"))],
+        "options": record.options,
+        "options_set": _options_set(record),
+        "plugins": [_plugin(plugin) for plugin in record.plugins],
+        "environment": _environment(record.start.get("environment")),
+        "timeline": _timeline(record),
+    }
+    return {**facts, "problems": record.problems}
+
+
+def metric_lines(record: RunRecord) -> list[Mapping[str, Any]]:
+    """The lines of ``metrics.jsonl`` that can be read, each of a later step than the one before it."""
+    lines: list[Mapping[str, Any]] = []
+    wrong = 0
+    for line in (record.line(number) for number in range(len(record.lines))):
+        step = line.get("step")
+        if type(step) is int and (not lines or step > lines[-1]["step"]):
+            lines.append(line)
+        else:
+            wrong += 1
+    if wrong:
+        record.problems.append(f"metrics.jsonl: {wrong} lines are not those of a later step, and are left out.")
+    return lines
+
+
+def curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``steps``; ``metrics``: {name: a number or None for each of them}; ``every``: how many steps a point is the mean
+    of; ``not_finite``: {name: number of values that no curve can show}."""
+    names = {name: None for line in lines for name in line if name != "step"}
+    size = math.ceil(len(lines) / POINTS) or 1
+    parts = [lines[at : at + size] for at in range(0, len(lines), size)]
+    metrics: dict[str, list[float | None]] = {}
+    not_finite: dict[str, int] = {}
+    for name in names:
+        values = [[as_number(line.get(name)) for line in part] for part in parts]
+        numbers = [[v for v in part if v is not None and math.isfinite(v)] for part in values]
+        if lost := sum(v is not None and not math.isfinite(v) for part in values for v in part):
+            not_finite[name] = lost
+        if lost or any(numbers):
+            metrics[name] = [_short(fmean(part)) if part else None for part in numbers]
+    return {
+        "steps": [part[-1]["step"] for part in parts],
+        "metrics": metrics,
+        "every": size,
+        "not_finite": not_finite,
+    }
+
+
+def left_out(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """[metric, count, what] of everything that was left out of training."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for line in lines:
+        for name, value in line.items():
+            if (number := as_number(value)) is None or not math.isfinite(number):
+                continue
+            if name in LEFT_OUT or name.endswith("/skipped"):
+                sums[name] += number
+            elif name in LEFT_OUT_SO_FAR:
+                sums[name] = number
+    words = {**LEFT_OUT_SO_FAR, **LEFT_OUT}
+    skipped = "optimizer steps were skipped: a loss or gradient was not finite; their batches are in skipped/"
+    return [[name, count, words.get(name, skipped)] for name, count in sums.items() if count]
+
+
+def _headline(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics that a run shows in its progress."""
+    names = {name for line in lines for name in line}
+    metrics = (next((name for name in choices if name in names), None) for choices in HEADLINE.values())
+    return [name for name in metrics if name is not None]
+
+
+def _options_set(record: RunRecord) -> dict[str, str] | None:
+    paths = record.options_set
+    if paths is None:
+        return None
+    values = {path: record.option(path) for path in paths if path not in OF_A_CALL}
+    return {path: value_text(value) for path, value in values.items() if value is not None}
+
+
+def _plugin(plugin: Mapping[str, Any]) -> list[str]:
+    where = plugin.get("ref") or f"{plugin.get('distribution', '?')} {plugin.get('version') or ''}".strip()
+    return [str(plugin.get("kind", "?")), str(plugin.get("name", "?")), str(where)]
+
+
+def _environment(environment: Any) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for name, value in environment.items() if isinstance(environment, Mapping) else ():
+        for key, item in value.items() if isinstance(value, Mapping) else ((name, value),):
+            if item not in (None, [], ""):
+                facts[str(key)] = ", ".join(map(str, item)) if isinstance(item, list) else str(item)
+    return facts
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _short(value: float) -> float:
+    """Six digits: more cannot be seen in a curve."""
+    return float(f"{value:.6g}")
+
+
+def _timeline(record: RunRecord) -> dict[str, Any] | None:
+    """``tracks``: [group, track] names; ``slices``: [track, begin, duration (both in microseconds), name, arguments];
+    ``total``: how many there were. None if the run has no timeline."""
+    path = record.path / "timeline.json"
+    if not path.is_file():
+        return None
+    groups: dict[Any, str] = {}
+    names: dict[tuple[int, int], str] = {}
+    slices: list[tuple[tuple[int, int], int, int, str, str]] = []
+    wrong = 0
+    for event in _events(path):
+        try:
+            track = (int(event["pid"]), int(event["tid"]))
+            if event["ph"] == "M" and event["name"] == "process_name":
+                groups[track[0]] = str(event["args"]["name"])
+            elif event["ph"] == "M" and event["name"] == "thread_name":
+                names[track] = str(event["args"]["name"])
+            elif event["ph"] in ("X", "i"):
+                about = ", ".join(f"{key} {value}" for key, value in event.get("args", {}).items())
+                slices.append((track, int(event["ts"]), int(event.get("dur", 0)), str(event["name"]), about))
+        except (KeyError, ValueError, TypeError, AttributeError):
+            wrong += 1
+    if wrong:
+        record.problems.append(f"timeline.json: {wrong} lines are no events of a timeline, and are left out.")
+    if not slices:
+        return None
+    longest = sorted(sorted(slices, key=lambda s: -s[2])[:SLICES], key=lambda s: s[1])
+    tracks = sorted({slice[0] for slice in longest})
+    numbers = {track: number for number, track in enumerate(tracks)}
+    begin = longest[0][1]
+    return {
+        "tracks": [[groups.get(track[0], "?"), names.get(track, "")] for track in tracks],
+        "slices": [
+            [numbers[track], start - begin, length, name, about] for track, start, length, name, about in longest
+        ],
+        "total": len(slices),
+    }
+
+
+def _events(path: Path) -> Iterator[Any]:
+    """One event a line; None for a line that is no JSON, but the last, which may be half written."""
+    damaged = False
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if damaged:
+                yield None
+            text, damaged = line.strip().rstrip(","), False
+            if text not in ("", "[", "]"):
+                try:
+                    yield json.loads(text)
+                except ValueError:
+                    damaged = True
