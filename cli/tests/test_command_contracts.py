@@ -10,6 +10,7 @@ from rlhf_cli.jobs.generate import Generate
 from rlhf_cli.jobs.score import Score
 from rlhf_cli.plan.command import PlanCommand
 from rlhf_cli.plugins import PluginsCommand
+from rlhf_cli.rewards.command import Rewards
 from rlhf_cli.train import Train
 from rlhf_testing.command import CommandContract
 
@@ -48,6 +49,10 @@ class TestPlanCommand(CommandContract):
 
 class TestPluginsCommand(CommandContract):
     command = PluginsCommand
+
+
+class TestRewards(CommandContract):
+    command = Rewards
 
 
 class TestScore(CommandContract):

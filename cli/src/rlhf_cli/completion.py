@@ -16,6 +16,7 @@ from rlhf.plugins.entry import KINDS
 from rlhf_cli.data import ACTIONS, Data, action_command
 from rlhf_cli.main import command_names, load_command, typed
 from rlhf_cli.one_line_help import one_line_help
+from rlhf_cli.rewards.command import Rewards, Try
 
 SHELLS = ("bash", "zsh")
 FLAG_KINDS = {"ALGO": "algorithm", "REWARD": "reward", "BACKEND": "backend", "ENV": "env"}
@@ -63,7 +64,9 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
             command = load_command(plugins, name)
         except RlhfError:
             continue
-        if isinstance(command, Data):  # it reads the words of its actions itself
+        if isinstance(command, Rewards):  # these two read the words of their actions themselves
+            words.fill(parser.add_subparsers().add_parser("try"), Try())
+        elif isinstance(command, Data):
             actions = parser.add_subparsers()
             for action, (_, text) in ACTIONS.items():
                 words.fill(actions.add_parser(action, help=text), action_command(action))

@@ -82,12 +82,12 @@ def score_answers(
 
     Raises ConfigError, PluginError, DataError, ModelError or RewardError saying what to change.
     """
-    prepared = _prepare(config, plugins)
+    prepared = prepare(config, plugins)
     for text in prepared.data.notes:
         note(text)
     sources = prepared.data.sources["eval"]
     answers = GivenAnswers(sources, columns, prepared.data.template, prepared.config.data)
-    rows = _first_rows(sources, config.eval.max_rows)
+    rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
     file = PartialFile(output, _about(prepared, answers.columns))
     if force:
@@ -111,7 +111,7 @@ def score_answers(
             def advance(places: Iterator[int] = places) -> None:
                 count(next(places, total - 1), total)
 
-            main.run(_score(scorer, groups, advance))
+            main.run(score_groups(scorer, groups, advance))
             _check(groups, file)
             scores.add(groups)
             lines = list(group_lines((g for g in groups if g.trajectories), prepared.data.template.prompt_of))
@@ -122,7 +122,7 @@ def score_answers(
     return scores
 
 
-async def _score(scorer: Scorer, groups: Sequence[Group], ended: Callable[[], None]) -> None:
+async def score_groups(scorer: Scorer, groups: Sequence[Group], ended: Callable[[], None]) -> None:
     """Score all groups at once: a server or worker processes get all of them, and a model reads them together. The time
     in which a reward waits for a model does not count towards its deadline.
 
@@ -161,7 +161,7 @@ def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str
     }
 
 
-def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
+def prepare(config: RunFile, plugins: Plugins) -> Prepared:
     """Check everything that needs no model. The roles are those of the rewards."""
     placed = place_rewards(config, plugins)
     policy = placed.config.policy
@@ -187,7 +187,7 @@ def _prepare(config: RunFile, plugins: Plugins) -> Prepared:
     )
 
 
-def _first_rows(sources: Sequence[Source], most: int | None) -> list[int]:
+def first_rows(sources: Sequence[Source], most: int | None) -> list[int]:
     """The numbers, counted over all sources, of the first rows of each."""
     starts = accumulate((len(source) for source in sources), initial=0)
     return [start + row for start, source in zip(starts, sources, strict=False) for row in range(len(source))[:most]]

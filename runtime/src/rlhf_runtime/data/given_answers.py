@@ -26,7 +26,7 @@ def answer_columns(source: Source, names: Sequence[str]) -> tuple[str, ...]:
     """
     title, present = f"{source.name!r} ({source.section.path})", f"columns present: {', '.join(source.columns)}."
     for column in names:
-        if column not in source.columns:
+        if not source.has(column):
             raise DataError(f"{title} has no column {column!r}; {present}{did_you_mean(column, source.columns)}")
     defaults = [c for c in COLUMNS if c in source.columns]
     if not names and len(defaults) != 1:

@@ -43,6 +43,12 @@ class Source(ABC):
     def read(self, index: int) -> dict[str, Any]:
         """All columns of a row."""
 
+    def has(self, column: str) -> bool:
+        """Whether any row has the column. A dotted name may be a value inside of a column."""
+        if column in self.columns or column.partition(".")[0] not in self.columns:
+            return column in self.columns
+        return any(column in self[number].columns for number in range(len(self)))
+
     def where(self, index: int) -> str:
         """``train.jsonl, line 3``: for messages."""
         return f"{self.section.path}, row {index}"

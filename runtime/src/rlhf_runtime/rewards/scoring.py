@@ -19,6 +19,7 @@ import asyncio
 import inspect
 import math
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -98,6 +99,19 @@ class ActiveReward:
         return not inspect.iscoroutinefunction(self.resolved.cls.score)
 
 
+@dataclass(frozen=True, slots=True)
+class RewardCall:
+    """One call of a reward's ``score``."""
+
+    reward: str
+    group: Group
+    """The samples of the call: those of a prompt, or one."""
+    seconds: float
+    """From the start of the call to its result, its failure or its deadline. Waiting for a free call does not count."""
+    results: list[RewardResult | str]
+    """A result or error text for each sample."""
+
+
 class Scorer:
     """Call ``setup`` once, ``score`` for each group (any number concurrently) and ``close`` at the end.
 
@@ -118,6 +132,8 @@ class Scorer:
         self.rewards = tuple(rewards)
         self._score_with_role, self._read_role, self._tokens, self._seed = score_with_role, read_role, tokens, seed
         self._turn_credit = turn_credit
+        self.calls: list[RewardCall] | None = None
+        """A list gets every call; None: calls are not recorded."""
         size = workers or min(4, os.cpu_count() or 1)
         names = [r.name for r in rewards]
         if repeated := sorted({n for n in names if names.count(n) > 1}):
@@ -186,13 +202,16 @@ class Scorer:
         the sample, because messages about failed samples do."""
         results: list[RewardResult | str] = []
         for _ in range(1 + reward.retries):
+            clock = _Clock()
             try:
                 results = [
                     r if isinstance(r, RewardResult) else f"RewardError: {reward}: score() {r}"
-                    for r in await self._attempt(reward, group)
+                    for r in await self._attempt(reward, group, clock)
                 ]
             except RlhfError as error:
                 results = [f"{type(error).__name__}: {error}"] * len(group.trajectories)
+            if self.calls is not None:
+                self.calls.append(RewardCall(reward.name, group, clock.seconds, results))
             if all(isinstance(r, RewardResult) for r in results):
                 return results
         if reward.retries:
@@ -200,19 +219,22 @@ class Scorer:
             return [r + attempts if isinstance(r, str) else r for r in results]
         return results
 
-    async def _attempt(self, reward: ActiveReward, group: Group) -> list[RewardResult | str]:
+    async def _attempt(self, reward: ActiveReward, group: Group, clock: _Clock) -> list[RewardResult | str]:
         if reward.in_worker:
             with boundary(RewardError, f"{reward}: asking its worker process"):  # an unpicklable row, a failed start
                 async with self._pools[reward.name].worker() as worker:
-                    answer = await worker.call("score", group, deadline=reward.deadline)
+                    with clock:
+                        answer = await worker.call("score", group, deadline=reward.deadline)
             try:
                 return results_from_json(answer, group.trajectories)
             except InvalidResult as error:
                 raise RewardError(f"{reward}: score() {error}") from None
         try:
             async with self._turns[reward.name]:
-                scoring: Any = reward.instance.score(group)
-                return check_results(await within(scoring, reward.deadline), group.trajectories)
+                with clock:
+                    scoring: Any = reward.instance.score(group)
+                    results = await within(scoring, reward.deadline)
+                return check_results(results, group.trajectories)
         except DeadlineExpired:
             raise RewardError(
                 f"{reward}: score() took longer than its deadline of {reward.deadline:g} s and was cancelled. "
@@ -226,6 +248,18 @@ class Scorer:
     async def _start(self, pool: WorkerPool) -> None:
         async with pool.worker():
             pass
+
+
+class _Clock:
+    """Measures the time in its context."""
+
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._begin = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._begin
 
 
 def combine(

@@ -225,15 +225,8 @@ def column_problems(rewards: Sequence[ActiveReward], sources: Sequence[Source], 
         for reward in rewards
         for column, option in _declared(reward).items()
         for source in sources
-        if (not reward.sources or source.name in reward.sources) and not _has(source, column)
+        if (not reward.sources or source.name in reward.sources) and not source.has(column)
     ]
-
-
-def _has(source: Source, column: str) -> bool:
-    """Whether any row has the column. A dotted name may be a value inside of a column."""
-    if column in source.columns or column.partition(".")[0] not in source.columns:
-        return column in source.columns
-    return any(column in source[number].columns for number in range(len(source)))
 
 
 def _declared(reward: ActiveReward) -> dict[str, str]:
@@ -253,7 +246,7 @@ def _problem(
 ) -> str:
     flag = f"--reward.{reward.name}"
     todo = [f"name the right one with {flag}.{option}" if option else "add it to the data"]
-    if any(_has(other, column) for other in sources):
+    if any(other.has(column) for other in sources):
         todo.append(f"name the sources that this reward scores with {flag}.sources")
     advice = ", or ".join(todo)
     return (

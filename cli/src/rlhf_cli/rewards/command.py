@@ -1,0 +1,107 @@
+"""Look at rewards before a run trusts them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command
+from rlhf.paths import path_argument
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+from rlhf_cli.main import run_command
+
+NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
+
+
+class Rewards(Command):
+    """Try rewards on answers: `rlhf rewards try --reward math --data FILE`."""
+
+    name = "rewards"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.usage = f"{parser.prog} try ..."
+        parser.add_argument("action", metavar="try", help="the one action; `try --help` explains it")
+        parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    def run(self, args: argparse.Namespace) -> int:
+        if args.action != "try":
+            raise ConfigError(f"no action {args.action!r}; the one action is `rlhf rewards try`.")
+        return run_command("rlhf rewards try", Try(), args.arguments)
+
+
+class Try(Command):
+    """Try rewards on answers: `rlhf rewards try --reward math --data FILE --model MODEL`, or `rlhf rewards try RUN`.
+
+    Rows hold a prompt and one answer or a list of answers, as for `rlhf score`. RUN, the folder of a run, gives its
+    last recorded samples, its data and its rewards; --reward names others. Shown are the distribution of each reward,
+    groups that are constant, rewards that disagree, slow calls, calls that failed or took too long, and what answers
+    get that try to cheat. A failed call ends nothing: the other answers are shown.
+    """
+
+    name = "try"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser, (*NOT_HERE, "model"), {"data": "rows with the answers"})
+        model = "whose tokenizer and chat template are used; if absent those of a reward's model, or of RUN"
+        parser.add_argument("--model", metavar="MODEL", help=model)
+        answers = "column with an answer or a list of them; may be given several times"
+        parser.add_argument("--answers", action="append", default=[], metavar="COLUMN", help=answers)
+        parser.add_argument("--step", type=int, metavar="N", help="recorded samples of this step (default: the last)")
+        probes = "rows for which answers that try to cheat are scored (default: 8; 0: none)"
+        parser.add_argument("--probes", type=int, default=8, metavar="N", help=probes)
+        parser.add_argument("--html", type=path_argument, metavar="FILE", help="write the same as one page of HTML too")
+
+    def run(self, args: argparse.Namespace) -> int:
+        run = Path(args.run_file) if args.run_file is not None and Path(args.run_file).is_dir() else None
+        if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
+            raise ConfigError(f"--html {args.html}: name a file in a folder that exists.")
+        if run is None and args.step is not None:
+            raise ConfigError(f"--step {args.step}: only the folder of a run has steps. Name one, or leave --step out.")
+        if run is not None and (args.answers or args.data):
+            raise ConfigError(f"{run} has answers already. Leave out --data and --answers, or name a run file.")
+        if args.probes < 0:
+            raise ConfigError(f"--probes {args.probes}: a number of rows, 0 or more.")
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load, look_for_models
+
+        flags = overrides(args, {"data": "data.eval"})
+        own = [flag for flag in flags if run is not None and args.reward and flag[0].partition(".")[0] == "reward"]
+        path = args.run_file if run is None else str(run / "config.toml")
+        config = load(path, [flag for flag in flags if flag not in own], algorithm="score")
+        if run is not None:
+            data = config.data.model_copy(update={"eval": config.data.train})
+            config = config.model_copy(update={"data": data, "env": None})
+        if own:  # in place of the run's rewards, whose options are not theirs
+            config = config.model_copy(update={"reward": load(None, own, algorithm="score").reward})
+        if not config.data.eval:
+            raise ConfigError("no data is named. Set --data FILE, or name the folder of a run.")
+        if not config.reward:
+            raise ConfigError("no reward is named: there is nothing to try. Set --reward NAME.")
+        look_for_models(config)
+        from rlhf_cli.rewards.findings import sections
+        from rlhf_cli.rewards.page import as_page, as_text
+        from rlhf_cli.rewards.trial import recorded_file, try_rewards
+
+        file = None if run is None else recorded_file(run, args.step)
+        trial = try_rewards(config, Plugins.discover(), args.answers, file, args.probes, note=_note)
+        title = f"{', '.join(trial.rewards)} on {file or ', '.join(source.path for source in config.data.eval)}"
+        parts = sections(trial)
+        sys.stdout.write(as_text(parts))
+        if args.html is not None:
+            args.html.write_text(as_page(title, parts), encoding="utf-8")
+            sys.stdout.write(f"\n{args.html}: the same, with whole texts\n")
+        return 0
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [Rewards]

@@ -1,0 +1,209 @@
+"""What a trial of rewards shows, as tables of text."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from rlhf.types import Group, RewardResult, Trajectory
+from rlhf_runtime.rewards.scoring import RewardCall
+
+from rlhf_cli.rewards.trial import Trial
+
+BINS = 8
+"""Bars of a histogram. A reward with at most as many different values has one for each."""
+BAR = 32
+"""Characters of the longest bar."""
+MOST = 5
+"""Rows of a table of examples."""
+SCALED = 1e-9
+"""Values that differ by less, relative to their spread, are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table with a title. Texts of people and models are in it as they are."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    notes: Sequence[str] = ()
+
+
+def sections(trial: Trial) -> list[Section]:
+    """The findings, the most important ones first."""
+    summary = _summary(trial)
+    probes, cheats = _probes(trial)
+    notes = [*_constant_notes(trial), *cheats, *(f"left out: {n} {why}" for why, n in trial.left_out.items())]
+    parts = [
+        Section("Rewards", ("reward", "answers", "mean", "std", "min", "max", "none", "failed", "constant groups"),
+                summary, notes),
+        *(_distribution(trial, name) for name in trial.rewards),
+        *_agreement(trial),
+        probes,
+        _slowest(trial),
+        _failures(trial),
+    ]  # fmt: skip
+    return [part for part in parts if part.rows or part.notes]
+
+
+def value_of(result: RewardResult | None) -> float | None:
+    """The value of a reward with its steps; None where it did not apply, or failed."""
+    if result is None or (result.value is None and not result.steps):
+        return None
+    return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
+
+
+def _answers(trial: Trial) -> Iterator[tuple[Group, Trajectory]]:
+    return ((group, trajectory) for group in trial.groups for trajectory in group.trajectories)
+
+
+def _values(trial: Trial, name: str) -> list[float]:
+    values = (value_of(trajectory.rewards.get(name)) for _, trajectory in _answers(trial))
+    return [value for value in values if value is not None]
+
+
+def _summary(trial: Trial) -> list[tuple[str, ...]]:
+    rows = []
+    for name in trial.rewards:
+        values, count = _values(trial, name), sum(1 for _ in _answers(trial))
+        failed = sum(name not in trajectory.rewards for _, trajectory in _answers(trial))
+        spread = statistics.pstdev(values) if values else None
+        numbers = (statistics.fmean(values), spread, min(values), max(values)) if values else (None,) * 4
+        constant, several = _constant(trial, name)
+        none = count - failed - len(values)
+        rows.append(
+            (name, str(len(values)), *map(_number, numbers), str(none), str(failed), f"{constant} of {several}")
+        )
+    return rows
+
+
+def _constant(trial: Trial, name: str) -> tuple[int, int]:
+    """(groups in which all answers have one value, groups with several values)."""
+    groups = [
+        [v for t in group.trajectories if (v := value_of(t.rewards.get(name))) is not None] for group in trial.groups
+    ]
+    several = [values for values in groups if len(values) > 1]
+    return sum(min(values) == max(values) for values in several), len(several)
+
+
+def _constant_notes(trial: Trial) -> list[str]:
+    return [
+        f"{name}: {constant} of {several} groups have one value for all answers, from which nothing is learnt by "
+        "comparison within a group"
+        for name in trial.rewards
+        for constant, several in [_constant(trial, name)]
+        if several and 2 * constant > several
+    ]
+
+
+def _distribution(trial: Trial, name: str) -> Section:
+    values = _values(trial, name)
+    different = sorted(set(values))
+    if len(different) <= BINS:
+        bars = [(_number(value), values.count(value)) for value in different]
+    else:
+        low, width = different[0], (different[-1] - different[0]) / BINS
+        numbers = Counter(min(BINS - 1, int((value - low) / width)) for value in values)
+        bars = [(f"{_number(low + n * width)} to {_number(low + (n + 1) * width)}", numbers[n]) for n in range(BINS)]
+    longest = max((count for _, count in bars), default=1)
+    rows = [(label, str(count), "█" * math.ceil(BAR * count / longest)) for label, count in bars]
+    return Section(f"Distribution of {name}", ("value", "answers", ""), rows)
+
+
+def _agreement(trial: Trial) -> Iterator[Section]:
+    """The correlation of every two rewards, and the answers of which two think most differently."""
+    pairs = []
+    examples: list[tuple[float, tuple[str, ...]]] = []
+    for first, second in combinations(trial.rewards, 2):
+        both = [
+            (a, b, group, trajectory)
+            for group, trajectory in _answers(trial)
+            if (a := value_of(trajectory.rewards.get(first))) is not None
+            and (b := value_of(trajectory.rewards.get(second))) is not None
+        ]
+        columns = [[item[n] for item in both] for n in (0, 1)]
+        spreads = [statistics.pstdev(column) if column else 0.0 for column in columns]
+        if min(spreads) <= SCALED:
+            pairs.append((first, second, str(len(both)), "one of them is constant"))
+            continue
+        means = [statistics.fmean(column) for column in columns]
+        scaled = [((a - means[0]) / spreads[0], (b - means[1]) / spreads[1]) for a, b, *_ in both]
+        pairs.append((first, second, str(len(both)), f"{statistics.fmean(x * y for x, y in scaled):+.2f}"))
+        for (x, y), (a, b, group, trajectory) in zip(scaled, both, strict=True):
+            text = (f"{first} {_number(a)}, {second} {_number(b)}", *_place(group, trajectory))
+            examples.append((abs(x - y), text))
+    yield Section("Agreement", ("reward", "reward", "answers", "correlation"), pairs)
+    examples.sort(key=lambda example: -example[0])
+    rows = [text for distance, text in examples[:MOST] if distance > 1]
+    notes = ["compared by their distance from each reward's mean, in its standard deviations"] if rows else []
+    yield Section("Answers of which rewards think most differently", ("values", "row", "answer"), rows, notes)
+
+
+def _place(group: Group, trajectory: Trajectory) -> tuple[str, str]:
+    return f"{group.row.source} {group.row.index}", trajectory.completion
+
+
+def _probes(trial: Trial) -> tuple[Section, list[str]]:
+    """What answers that try to cheat get, beside the given answers of the same rows, and sentences on those that
+    pay."""
+    answers = {(group.row.source, group.row.index): group for group in trial.groups}
+    gains: defaultdict[tuple[str, str], list[tuple[float, float, float]]] = defaultdict(list)
+    for probe, names in trial.probes:
+        own = answers[(probe.row.source, probe.row.index)]
+        for reward in trial.rewards:
+            values = [v for t in own.trajectories if (v := value_of(t.rewards.get(reward))) is not None]
+            for name, trajectory in zip(names, probe.trajectories, strict=True):
+                value = value_of(trajectory.rewards.get(reward))
+                if value is not None and values:
+                    gains[reward, name].append((value, statistics.fmean(values), max(values)))
+    rows, notes = [], []
+    for (reward, name), values_of_rows in gains.items():
+        value, mean, _ = (statistics.fmean(column) for column in zip(*values_of_rows, strict=True))
+        best = sum(value >= best for value, _, best in values_of_rows)
+        pays = value > mean + SCALED
+        rows.append(
+            (reward, name, _number(value), _number(mean), f"{best} of {len(values_of_rows)}", "pays" if pays else "")
+        )
+        if pays:
+            notes.append(f"{reward}: {name}: {_number(value)} on average, and the given answers get {_number(mean)}")
+    columns = ("reward", "answer", "mean", "given answers", "as good as the best of its row", "")
+    about = [f"the right answer is the column {trial.truth!r}" if trial.truth else "the right answer is not known"]
+    return Section("Answers that try to cheat", columns, rows, about if rows else ()), notes
+
+
+def _slowest(trial: Trial) -> Section:
+    calls = sorted(trial.calls, key=lambda call: -call.seconds)[:MOST]
+    rows = [(call.reward, f"{call.seconds:.3f}", *_samples(call)) for call in calls]
+    return Section("Slowest calls", ("reward", "seconds", "row", "answers", "first answer"), rows)
+
+
+def _samples(call: RewardCall) -> tuple[str, str, str]:
+    place, text = _place(call.group, call.group.trajectories[0])
+    return place, str(len(call.group.trajectories)), text
+
+
+def _failures(trial: Trial) -> Section:
+    """Calls that failed, with one example of each message."""
+    failures: dict[tuple[str, bool, str], list[RewardCall]] = {}
+    for call in trial.calls:
+        if (message := next((r for r in call.results if isinstance(r, str)), None)) is not None:
+            late = call.seconds >= trial.rewards[call.reward].deadline
+            failures.setdefault((call.reward, late, message), []).append(call)
+    rows = [
+        (reward, "took too long" if late else "failed", str(len(calls)), message, *_samples(calls[0])[::2])
+        for (reward, late, message), calls in sorted(failures.items(), key=lambda item: not item[0][1])
+    ]
+    expired = sum(len(calls) for (_, late, _), calls in failures.items() if late)
+    failed = sum(map(len, failures.values())) - expired
+    notes = [f"{expired} calls took longer than their deadline, {failed} failed otherwise"] if rows else []
+    columns = ("reward", "", "calls", "message", "first row", "first answer")
+    return Section("Calls without a result", columns, rows[: 2 * MOST], notes)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,141 @@
+"""`rlhf rewards try` shows what rewards give for given and recorded answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rlhf_cli.main import main
+
+from tests.runs import Workshop
+
+Say = Callable[..., tuple[int, str, str]]
+MARKUP = "<script>alert(1)</script>"
+ROWS = [
+    {"prompt": "1+2=", "answer": "3", "responses": ["3", "12", MARKUP]},
+    {"prompt": "2+2=", "answer": "4", "responses": ["5", "4"]},
+    {"prompt": "5+2=", "answer": "7", "responses": ["7", "7"]},
+]
+INSIDE = "async def score(prompt, completion, row):\n    return float(row['answer'] in completion)\n"
+SIZE = "def score(prompt, completion, row):\n    return -float(len(completion))\n"
+HANGS = """
+import time
+
+def score(prompt, completion, row):
+    if completion == "12":
+        time.sleep(60)
+    if completion == "5":
+        raise ValueError("no five")
+    return 1.0
+"""
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(w) for w in words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def words(shop: Workshop, **rewards: str) -> tuple[object, ...]:
+    files = [word for n, text in rewards.items() for word in ("--reward", f"file:{shop.file(f'{n}.py', text)}")]
+    return ("rewards", "try", "--model", shop.model, "--data", shop.rows("rows.jsonl", ROWS), *files)
+
+
+def lines(text: str, title: str) -> list[list[str]]:
+    """The cells of a table."""
+    body = text.partition(f"{title}\n")[2].partition("\n\n")[0]
+    return [re.split(" {2,}", line.strip()) for line in body.splitlines()]
+
+
+def test_rewards_are_described_and_compared(shop: Workshop, say: Say) -> None:
+    code, told, err = say(*words(shop, inside=INSIDE, size=SIZE), "--probes", 0)
+    assert code == 0, err
+    inside, size = [row for row in lines(told, "Rewards") if row[0] in ("inside", "size")]
+    assert inside == ["inside", "7", "0.5714", "0.4949", "0", "1", "0", "0", "1 of 3"]
+    assert size[:2] + size[4:] == ["size", "7", "-25", "-1", "0", "0", "2 of 3"]
+    assert "- size: 2 of 3 groups have one value for all answers" in told
+    assert lines(told, "Distribution of inside")[1:] == [["0", "3", "█" * 24], ["1", "4", "█" * 32]]
+    [pair] = lines(told, "Agreement")[1:]
+    assert pair[:3] == ["inside", "size", "7"]
+    assert 0 < float(pair[3]) < 1
+    assert lines(told, "think most differently")[2] == ["inside 0, size -1", "rows 1", "5"]
+    assert "Slowest calls" in told
+    assert "cheat" not in told
+
+
+def test_a_reward_that_hangs_ends_at_its_deadline_and_the_rest_is_shown(shop: Workshop, say: Say) -> None:
+    code, told, err = say(*words(shop, hangs=HANGS, inside=INSIDE), "--reward.hangs.deadline", 0.5, "--probes", 0)
+    assert code == 0, err
+    hangs, inside = [row for row in lines(told, "Rewards") if row[0] in ("hangs", "inside")]
+    assert (hangs[1], hangs[7], inside[1], inside[7]) == ("5", "2", "7", "0")
+    assert "- 1 calls took longer than their deadline, 1 failed otherwise" in told
+    late, failed = [row for row in lines(told, "Calls without a result") if row[0] == "hangs"]
+    assert late[1:3] + late[-2:] == ["took too long", "1", "rows 0", "12"]
+    assert failed[1:3] + failed[-2:] == ["failed", "1", "rows 1", "5"]
+    assert lines(told, "Slowest calls")[1][0] == "hangs"
+
+
+def test_answers_that_cheat_are_scored_beside_the_given_ones(shop: Workshop, say: Say) -> None:
+    code, told, err = say(*words(shop, inside=INSIDE, size=SIZE))
+    assert code == 0, err
+    assert lines(told, "Answers that try to cheat")[0] == ["- the right answer is the column 'answer'"]
+    rows = {tuple(row[:2]): row[2:] for row in lines(told, "Answers that try to cheat")[2:]}
+    assert rows["inside", "empty"] == ["0", "0.6111", "0 of 3"]
+    assert rows["inside", "right answer buried in others"] == ["1", "0.6111", "3 of 3", "pays"]
+    assert rows["size", "empty"][0] == "0"
+    assert rows["size", "empty"][-1] == "pays"
+    assert rows["size", "the prompt repeated"][0] == "-4"
+    assert ("inside", "format alone") in rows
+    assert "- inside: right answer buried in others: 1 on average, and the given answers get 0.6111" in told
+
+
+def test_the_page_has_whole_texts_escaped_and_loads_nothing(shop: Workshop, say: Say) -> None:
+    page = shop.folder / "lab.html"
+    code, told, err = say(*words(shop, size=SIZE, inside=INSIDE), "--html", page)
+    assert code == 0, err
+    text = page.read_text()
+    assert MARKUP not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "default-src 'none'" in text
+    assert not re.search(r"<(script|link|img)|https?://|url\(", text)
+    assert str(page) in told
+
+
+def test_a_recorded_run_gives_its_samples_data_and_rewards(shop: Workshop, say: Say) -> None:
+    shop.train("rloo", "run", run={"steps": 2}, checkpoint={"save_rollouts": True})
+    run = shop.folder / "run"
+    code, told, err = say("rewards", "try", run, "--reward", f"file:{shop.file('size.py', SIZE)}", "--reward", "math")
+    assert code == 0, err
+    assert [row[0] for row in lines(told, "Rewards")[-2:]] == ["size", "math"]
+    code, told, err = say("rewards", "try", run, "--step", 1, "--probes", 2)
+    assert code == 0, err
+    [reward] = lines(told, "Rewards")[-1:]
+    assert int(reward[1]) > 0
+    assert say("rewards", "try", run, "--step", 7)[2].count("samples of the steps 1, 2") == 1
+    assert "answers already" in say("rewards", "try", run, "--data", "x.jsonl")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("tyr",), "the one action is `rlhf rewards try`"),
+        (("try", "--reward", "length"), "no data is named"),
+        (("try", "--data", "rows.jsonl"), "no reward is named"),
+        (("try", "--step", "1"), "only the folder of a run has steps"),
+        (("try", "--html", "nowhere/lab.html"), "name a file in a folder that exists"),
+        (("try", "--probes", "-1"), "a number of rows"),
+        (("try", "."), "config.toml"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    say: Say, flags: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = say("rewards", *flags)
+    assert code != 0
+    assert message in err
