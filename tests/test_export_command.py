@@ -28,8 +28,8 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 def equal_folders(found: Path, expected: Path) -> None:
-    names = sorted(path.name for path in expected.iterdir())
-    assert sorted(path.name for path in found.iterdir()) == names
+    names = sorted(str(path.relative_to(expected)) for path in expected.rglob("*") if path.is_file())
+    assert sorted(str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()) == names
     assert filecmp.cmpfiles(found, expected, names, shallow=False)[0] == names
 
 

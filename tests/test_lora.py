@@ -1,6 +1,10 @@
-"""Reinforcement learning with adapters: the reference is the base of the policy and needs no second model."""
+"""Runs with adapters: the reference is the base of the policy and needs no second model; what they export in PEFT's
+form is a model for other runs."""
 
 from __future__ import annotations
+
+import json
+import shutil
 
 from rlhf_plugin_local.launcher import LocalLauncher
 
@@ -30,3 +34,42 @@ def test_the_base_view_gives_the_numbers_of_a_second_reference_model(shop, monke
     shop.train("grpo", "own_settings", reference={"micro_tokens": 64}, **changes)
     assert loaded[3:] == ["policy", "reference"], "options of the reference are not ignored"
     assert any(value > 0 for name, value in alone[-1].items() if "kl" in name), sorted(alone[-1])
+
+
+def test_an_exported_adapter_is_the_start_and_the_reference_of_a_run(shop):
+    lora = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}}
+    first = shop.train("sft", "first", **lora)
+    adapter = {"policy": {"model": str(first.path / "model" / "adapter")}}
+    merged = {"policy": {"model": str(first.path / "model")}}
+    going_on = shop.train("dpo", "going_on", **lora, **adapter).lines()
+    beside = shop.train("dpo", "beside", **lora, **adapter, reference=merged["policy"]).lines()
+    other = shop.train("dpo", "other", **lora, **adapter, reference={"model": adapter["policy"]["model"]}).lines()
+    for one, two, three in zip(going_on, beside, other, strict=True):
+        assert abs(one["policy/loss"] - two["policy/loss"]) < 1e-5, "the reference is the policy at its start"
+        assert abs(one["policy/loss"] - three["policy/loss"]) < 1e-5
+    assert abs(going_on[0]["policy/loss"] - 0.6931) < 1e-3
+    starts = [shop.train("sft", f"sft-{n}", run={"steps": 1}, **m).lines()[0] for n, m in enumerate((adapter, merged))]
+    assert abs(starts[0]["policy/loss"] - starts[1]["policy/loss"]) < 1e-5, "merged"
+
+
+def test_an_adapter_with_a_head_is_a_reward_model(shop):
+    trained = shop.train("reward_model", "rm", trainer={"lora": {"rank": 4}, "lr": 1e-2})
+    rewards = []
+    for number, model in enumerate((trained.path / "model", trained.path / "model" / "adapter")):
+        reward = [{"use": f"model:{model}", "normalise": True}]
+        run = shop.train("rloo", f"run-{number}", reward=reward, run={"steps": 1})
+        rewards.append(run.lines()[-1]["reward/mean"])
+    assert abs(rewards[0] - rewards[1]) < 1e-4
+
+
+def test_an_adapter_without_its_base_is_refused_before_the_start(shop):
+    first = shop.train("sft", "first", trainer={"lora": {"rank": 4}}, run={"steps": 1})
+    folder = shop.folder / "moved"
+    shutil.copytree(first.path / "model" / "adapter", folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "/models/gone"}))
+    run = shop.run("sft", "run", "--dry-run", policy={"model": str(folder)})
+    assert (run.code, "adapter of /models/gone, and there is no such folder" in run.said) == (1, True), run.said
+    run = shop.run("sft", "run", "--dry-run", policy={"model": str(first.path / "model" / "adapter")},
+                   trainer={"lora": {"rank": 8}})  # fmt: skip
+    assert (run.code, "trainer.lora.rank is 8" in run.said) == (2, True), run.said

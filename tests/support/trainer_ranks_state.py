@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.errors import CheckpointError
+from rlhf_modeling.adapter_files import FOLDER as ADAPTER
 from rlhf_testing.contract import expect
 from rlhf_testing.suite_losses import TokenLoss
 from safetensors.torch import load_file
@@ -141,7 +142,7 @@ class StateOfRanks(RankTests):
     # ------------------------------------------------------------------------------------ exports
 
     @reads("lora")
-    def test_adapters_are_views_of_one_model(self, ranks: Ranks, layout: str) -> None:
+    def test_adapters_are_views_of_one_model(self, ranks: Ranks, tmp_path: Path, layout: str) -> None:
         """Two ranks save adapters, one rank loads them: the same merged weights."""
         equal(ranks("lora", layout), [{"base": True, "merged": True}] * 2, "the base is unchanged, weights are merged")
         want = ranks.tensors(f"lora-weights-{layout}")
@@ -150,6 +151,10 @@ class StateOfRanks(RankTests):
         equal(weights.keys(), want.keys(), "the weights that one rank loads")
         same_bits(weights, want.items(), "weights on one rank after load()")
         same_bits(_loaded(ranks.folder / f"lora-exported-{layout}"), want.items(), "the exported weights")
+        trainer.export(tmp_path / "one")
+        file = f"{ADAPTER}/adapter_model.safetensors"
+        alone, exported = (load_file(f / file) for f in (tmp_path / "one", ranks.folder / f"lora-exported-{layout}"))
+        same_bits(exported, alone.items(), "the exported adapter")
 
     @reads("export")
     def test_an_export_gathers_few_tensors_at_a_time_and_loads_in_transformers(

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ModelError, did_you_mean
 
+from rlhf_hub.adapter_folders import adapter_of, require_base
 from rlhf_hub.hub import Commits, HubError, download, files_of, hub_name
 from rlhf_hub.other_formats import refuse_other_formats, refuse_other_weights_on_hub
 
@@ -38,6 +40,8 @@ def require_folder(path: str) -> None:
         beside = _folders(folder.parent)
         note = f" In {folder.parent} there are: {', '.join(beside[:20])}." if beside else ""
         raise ModelError(f"no model {path}: there is no such folder.{note}{did_you_mean(folder.name, beside)}")
+    if (adapter := adapter_of(path)) is not None:
+        require_base(adapter)
 
 
 def pinned(model: str, commits: Commits) -> str:
@@ -52,6 +56,8 @@ def pinned(model: str, commits: Commits) -> str:
     repo = hub_name(model)
     if repo is None:
         refuse_other_formats(model)
+        if (adapter := adapter_of(model)) is not None:
+            require_base(adapter)
     try:
         return model if repo is None else f"{repo.name}@{commits.of('model', repo)}"
     except HubError as error:
@@ -60,7 +66,8 @@ def pinned(model: str, commits: Commits) -> str:
 
 def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     """Where a model's files are: the folder itself, or that of the hub's files in the client's cache. What a branch or
-    tag is, is looked up in each call: a run passes a :func:`pinned` path.
+    tag is, is looked up in each call: a run passes a :func:`pinned` path. Of an adapter: the folder of its base, for
+    ``weights``, and where it has no ``config.json`` of its own.
 
     Args:
         weights: also the weights, which must be safetensors.
@@ -72,6 +79,9 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     if repo is None:
         folder = Path(path).expanduser()
         require_files(folder)
+        if (adapter := adapter_of(path)) is not None and (weights or not adapter.has_config):
+            require_base(adapter)
+            return model_folder(adapter.base, weights, code)
         if weights or folder.is_file():
             refuse_other_formats(path)
         return str(folder)
@@ -90,6 +100,12 @@ def model_folder(path: str, weights: bool = False, code: bool = False) -> str:
     except HubError as error:
         raise ModelError(_not_published(path, error)) from error
     return str(folder)
+
+
+def tokenizer_folder(path: str, code: bool = False) -> str:
+    """Where the tokenizer of a model is: :func:`model_folder`, except that an adapter may have one of its own."""
+    adapter = adapter_of(path) if hub_name(path) is None else None
+    return str(adapter.folder) if adapter is not None and adapter.has_tokenizer else model_folder(path, code=code)
 
 
 def require_files(folder: Path) -> None:
@@ -115,6 +131,11 @@ def require_files(folder: Path) -> None:
                 )
 
 
+def weights_of(folder: Path) -> str:
+    """As :func:`content_of`, of the weights alone: the tokenizer of a base may change, its weights may not."""
+    return _content(folder, ("*.safetensors",), whole=True)
+
+
 def content_of(folder: Path, whole: bool = False) -> str:
     """SHA-256 of what a run reads of a model's folder: config, tokenizer and weights. Of a generation config that is
     its end tokens only; the other values go into exports.
@@ -125,8 +146,12 @@ def content_of(folder: Path, whole: bool = False) -> str:
     Args:
         whole: the whole generation config, as in checkpoints of earlier releases.
     """
+    return _content(folder, (*SETTINGS, "*.safetensors"), whole)
+
+
+def _content(folder: Path, patterns: Sequence[str], whole: bool) -> str:
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in (*SETTINGS, "*.safetensors") for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         if path.name == "generation_config.json" and not whole:
             digest.update(_end_tokens(path))
             continue

@@ -7,6 +7,7 @@ import importlib.util
 from rlhf.errors import ConfigError
 from rlhf.interfaces import ModelSpec
 
+from rlhf_modeling.adapter_check import check_adapter
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.determinism import prepare_determinism
 from rlhf_modeling.flash_attention import check_kernel
@@ -67,6 +68,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device:
         )
     if spec.role.trained and spec.total_updates:
         Schedule(config, spec.total_updates)
+    check_adapter(spec, config.lora if spec.role.trained else None)
     check_model(config, spec)
     if device is None:
         return

@@ -9,10 +9,13 @@ import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.seeds import derive_seed
+from rlhf_hub.adapter_folders import AdapterFolder, adapter_of
 from torch import nn
 
+from rlhf_modeling.adapter_files import adapter_headers, continue_adapter, merge_adapter, saved_whole
 from rlhf_modeling.adapters import add_adapters, saved_modules
 from rlhf_modeling.config import Kernels, LoraOptions
+from rlhf_modeling.export_files import read_generation_config
 from rlhf_modeling.images.architecture import auto_classes, classifier, has_vision, language_model, require_images
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
@@ -37,6 +40,7 @@ def load_model(
     quantization: Format | None = None,
     divided: bool = False,
     kernels: Kernels = "auto",
+    adapters: bool = False,
 ) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: weights in ``spec.storage``, evaluation mode, the fastest correct
     layout.
@@ -50,18 +54,26 @@ def load_model(
     caller then does everything that needs whole weights: :func:`draw_head`, :func:`rlhf_modeling.probe.probe`, adapters
     and ``kernels``.
 
+    ``adapters``: the role trains adapters, which the caller adds, where it does not give ``lora``. Otherwise an adapter
+    that ``spec.path`` is gets merged.
+
     Raises: ModelError where the path is missing or unreadable, weights are missing or of another shape, or the model
     is of a kind that the separate head cannot represent, or not causal.
     """
     kind = spec.role.head
     auto, from_lm = model_class(spec, read_config(spec))
     options: dict[str, Any] = {"dtype": DTYPES[spec.storage], "output_loading_info": True, "use_safetensors": True}
+    adapter = adapter_of(spec.path)
     if from_lm:
         options["num_labels"] = _outputs(kind)
+    elif adapter is not None:
+        options["config"] = read_config(spec)
     with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
-    require_weights(spec, type(module), info, from_lm)
+    require_weights(spec, type(module), info, from_lm, adapter)
     require_floats(spec, module.config, read(spec, "model", headers_of))
+    if adapter is not None:
+        use_adapter_folder(module, spec, adapter, merge=lora is None and not adapters)
     loaded = take_apart(module, kind, spec)
     loaded.fresh_head = from_lm
     loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
@@ -91,6 +103,18 @@ def adapt(loaded: LoadedModel, spec: ModelSpec, lora: LoraOptions, device: torch
     add_adapters(module, loaded.head, lora, derive_seed(spec.seed, "lora/" + spec.role.name))
     if kind is not None:
         quantize_layers(module, frozen, kind, device)
+    if (adapter := adapter_of(spec.path)) is not None:
+        continue_adapter(loaded, adapter)
+
+
+def use_adapter_folder(module: PreTrainedModel, spec: ModelSpec, adapter: AdapterFolder, merge: bool) -> None:
+    """Take what an adapter's folder has in place of its base: the generation config, and with ``merge`` the weights.
+    Without, :func:`adapt` gives the role's own adapters the values of the folder's."""
+    generation = read_generation_config(spec, str(adapter.folder)) if module.can_generate() else None
+    if generation is not None:
+        module.generation_config = generation
+    if merge:
+        merge_adapter(module, adapter)
 
 
 def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
@@ -126,15 +150,19 @@ def model_class(spec: ModelSpec, config: Any) -> tuple[Any, bool]:
     return classifier(config, spec.images) or _classification(architectures), not classifies
 
 
-def require_weights(spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool) -> None:
+def require_weights(
+    spec: ModelSpec, model: type, info: Mapping[str, Any], from_lm: bool, adapter: AdapterFolder | None = None
+) -> None:
     """Raises ModelError where the checkpoint lacks weights.
 
     Args:
         model: the class that was loaded.
         info: transformers' report (``output_loading_info``).
         from_lm: its head is not in the checkpoint.
+        adapter: has weights that its base may lack, such as a head.
     """
-    missing = sorted(info["missing_keys"])
+    own = () if adapter is None else saved_whole(adapter_headers(adapter)[0])
+    missing = sorted({*info["missing_keys"]} - {*own})
     if from_lm:
         missing = [name for name in missing if not name.startswith("score.")]
     damaged = missing or sorted(str(m) for m in info["mismatched_keys"])

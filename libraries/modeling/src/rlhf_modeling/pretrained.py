@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
-from rlhf_hub.published import INDEX, looks_local, model_folder, require_names
+from rlhf_hub.published import INDEX, looks_local, model_folder, require_names, tokenizer_folder
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
+TOKENIZER = "tokenizer"
 EXPECTED = "Expected a folder with config.json and *.safetensors in Hugging Face format, or a hub name."
 
 
@@ -39,6 +40,8 @@ def read(spec: ModelSpec, label: str, reader: Any, **options: Any) -> Any:
     if looks_local(spec.path) and not Path(spec.path).expanduser().exists():
         raise ModelError(f"no folder {spec.path!r} for the {label} of role {spec.role.name!r}. {EXPECTED}")
     place = model_folder(spec.path, weights="use_safetensors" in options, code=spec.trust_remote_code)
+    if label == TOKENIZER:
+        place = tokenizer_folder(spec.path, code=spec.trust_remote_code)
     try:
         return reader(place, trust_remote_code=spec.trust_remote_code, **options)
     except Exception as cause:  # anything: damaged files raise whatever their parsers raise
@@ -58,12 +61,11 @@ class Header:
 
 
 def headers_of(place: str, **_: Any) -> dict[str, Header]:
-    """{name: header} of everything in the folder's safetensors files."""
-    folder = Path(place)
+    """{name: header} of everything in the folder's safetensors files; of an adapter, in those of its base."""
+    folder = Path(model_folder(place, weights=True))  # refuses a folder with pickles only
     names = ["model.safetensors"]
     if not (folder / names[0]).is_file() and (folder / INDEX).is_file():
         names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    model_folder(place, weights=True)  # there are only pickles
     headers = {}
     for name in names:
         if not (folder / name).is_file():
@@ -88,7 +90,7 @@ def load_tokenizer(spec: ModelSpec) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model."""
     from transformers import AutoTokenizer
 
-    return read(spec, "tokenizer", AutoTokenizer.from_pretrained)
+    return read(spec, TOKENIZER, AutoTokenizer.from_pretrained)
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

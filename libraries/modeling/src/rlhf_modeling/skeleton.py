@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ModelSpec
+from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import model_folder
 from torch import nn
@@ -123,7 +124,7 @@ def check_files(spec: ModelSpec) -> None:
 
     with quiet():
         module, info = read(spec, "model", load)
-    require_weights(spec, type(module), info, from_lm)
+    require_weights(spec, type(module), info, from_lm, adapter_of(spec.path))
     if spec.role.trained:
         if generation is not None:
             module.generation_config = generation

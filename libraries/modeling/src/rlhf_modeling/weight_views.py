@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import HasViews, ModelSpec
+from rlhf_hub.adapter_folders import adapter_of
 
 from rlhf_modeling.adapters import without_adapters
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.config import LoraOptions, TrainingConfig
 from rlhf_modeling.ema import SecondValues
 
 if TYPE_CHECKING:
@@ -47,9 +49,25 @@ class WeightViews(HasViews):
 
     @property
     def keeps_first_weights(self) -> bool:
-        """The view ``base`` needs the first values of weights that are trained in place."""
+        """The view ``base`` needs the first values of weights that are trained in place, and of adapters that were
+        trained before."""
         lora = self.config.lora
-        return self.has_adapters and lora is not None and bool(lora.modules_to_save)
+        return self.has_adapters and lora is not None and bool(lora.modules_to_save or self.continues_adapter)
+
+    @cached_property
+    def continues_adapter(self) -> bool:
+        """Whether the role's adapters are those of the folder that it starts from."""
+        return self.has_adapters and adapter_of(self.spec.path) is not None
+
+    def exported_adapters(self, view: str) -> LoraOptions | None:
+        """The options of the adapters that an export of the view writes beside the merged model; None where it has none
+        of its own. Adapters beside quantised weights would be another model beside the original ones."""
+        lora = self.config.lora if self.merges(view) else None
+        return lora if lora is not None and lora.quantization is None else None
+
+    def merges(self, view: str) -> bool:
+        """Whether weights of the view are those with adapters added."""
+        return self.has_adapters and (view != "base" or self.continues_adapter)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -77,6 +95,8 @@ class WeightViews(HasViews):
 
     @contextmanager
     def _base(self) -> Iterator[None]:
-        """The model that training started from: without adapters, and with the first values of trained modules."""
-        with without_adapters(self.module), nullcontext() if self.first is None else self.first.swapped_in():
+        """The model that training started from: without adapters that were new then, and with the first values of what
+        is trained in place."""
+        plain = nullcontext() if self.continues_adapter else without_adapters(self.module)
+        with plain, nullcontext() if self.first is None else self.first.swapped_in():
             yield

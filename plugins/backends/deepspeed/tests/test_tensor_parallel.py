@@ -117,11 +117,10 @@ class TestOneReplica(DividedLayers):
         one.export(tmp_path / "one")
         list(one.buckets())
         assert ranks("adapters")[0] == one.sent()
-        got, want = (
-            load_file(folder / "model.safetensors") for folder in (ranks.folder / "export-lora", tmp_path / "one")
-        )
-        assert got.keys() == want.keys()
-        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
+            got, want = (load_file(folder / file) for folder in (ranks.folder / "export-lora", tmp_path / "one"))
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
         base, plain = ranks.tensors("base"), trainer(spec(ranks.folder, trained=False), stage=2)
         assert all(torch.equal(base[name], tensor) for name, tensor in plain.weights())
         assert apart(got, base) > 1e-3

@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError, ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.tokens import Tokens
 from rlhf_hub.hub import hub_name
-from rlhf_hub.published import model_folder, require_folder, settings_of
+from rlhf_hub.published import require_folder, settings_of, tokenizer_folder
 
 ENLARGE = "Enlarge the embedding (`model.resize_token_embeddings(len(tokenizer))`), or use the model's own tokenizer."
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -28,7 +28,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
     if hub_name(path) is None:
         require_folder(path)
-    place = model_folder(path, code=trust_remote_code)
+    place = tokenizer_folder(path, code=trust_remote_code)
     if not has_tokenizer(place):
         raise ModelError(
             f"{path} holds no tokenizer (none of {', '.join(_FILES)}). Copy the tokenizer's files beside the model "
@@ -80,7 +80,7 @@ def vocabulary_size(model: str) -> int | None:
 def check_ids(path: str, trust_remote_code: bool = False) -> None:
     """Raises ModelError where ``tokenizer.json`` has an id that stands for two tokens. The library that reads it drops
     one of them, and encodes its text as an unknown token."""
-    file = Path(model_folder(path, code=trust_remote_code)) / "tokenizer.json"
+    file = Path(tokenizer_folder(path, code=trust_remote_code)) / "tokenizer.json"
     if not file.is_file():
         return
     content = json.loads(file.read_text(encoding="utf-8"))
@@ -204,7 +204,7 @@ def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[Model
 
 def _vocabulary(spec: ModelSpec) -> dict[str, int] | None:
     """None if there is no tokenizer beside the model. Raises ModelError if there is one that cannot be loaded."""
-    place = model_folder(spec.path, code=spec.trust_remote_code)
+    place = tokenizer_folder(spec.path, code=spec.trust_remote_code)
     if not has_tokenizer(place):
         return None
     from transformers import AutoTokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
-from rlhf_runtime.loop.saves import ModelFiles
+from rlhf_runtime.loop.saves import ADAPTER, ModelFiles
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.run_directory import RunDirectory
@@ -87,6 +88,8 @@ def export(
                     path.mkdir()
                     write(path, checkpoint)
                 write(folder, newest)
+                if others:  # the product of mean factors is not the mean of products
+                    shutil.rmtree(folder / ADAPTER, ignore_errors=True)
                 _add_to_mean(folder, exports)
 
         publish_folder(output, write_all)

@@ -150,6 +150,8 @@ NAMED_TEMPLATES, PROCESSOR_TEMPLATE = "additional_chat_templates", "chat_templat
 """Other templates of a tokenizer, which are used in place of the default where they have its name or there are tools,
 and the template of an older processor."""
 GENERATION_CONFIG = "generation_config.json"
+ADAPTER = "adapter"
+"""The folder of a role's adapters in PEFT's form, which its trainer writes into an export."""
 
 
 class ModelFiles:
@@ -170,16 +172,22 @@ class ModelFiles:
         """Write the policy, or its moving average if one is kept, in Hugging Face format. ``config.json`` contains the
         algorithm's ``model_config`` and, if rows were solutions in steps, the separator of steps. A chat template that
         the run file names replaces all of the tokenizer's own."""
-        self.write_role(policy, path)
+        self._write(policy, path)
         own = self._algorithm.model_config()
         if self._algorithm.data == "steps":
             own = {STEP_SEPARATOR: self._config.data.step_separator, **own}
         if own:
             config = path / "config.json"
             write_json(config, {**read_json(config), **own})
+        _complete_adapter(path)
 
     def write_role(self, role: Role, path: Path) -> None:
-        """A trained role in Hugging Face format. Where it generates, every end token of the run ends its texts."""
+        """A trained role in Hugging Face format, and in PEFT's form below it where it trains adapters. Where it
+        generates, every end token of the run ends its texts."""
+        self._write(role, path)
+        _complete_adapter(path)
+
+    def _write(self, role: Role, path: Path) -> None:
         role.every("export", path, "ema" if "ema" in role.facts.views else "live")
         if (path / GENERATION_CONFIG).is_file():
             _add_end_tokens(path / GENERATION_CONFIG, (*role.facts.eos_token_ids, *self._end_tokens))
@@ -188,6 +196,13 @@ class ModelFiles:
             (path / CHAT_TEMPLATE_FILE).write_text(template, encoding="utf-8")
             shutil.rmtree(path / NAMED_TEMPLATES, ignore_errors=True)
             (path / PROCESSOR_TEMPLATE).unlink(missing_ok=True)
+
+
+def _complete_adapter(path: Path) -> None:
+    """Give the adapter in an export the settings of its model, so that it can be named as a model by itself."""
+    for file in path.iterdir() if (path / ADAPTER).is_dir() else ():
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copyfile(file, path / ADAPTER / file.name)
 
 
 def _add_end_tokens(generation_config: Path, tokens: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.published import content_of
 
 from rlhf_runtime.checkpoint import describe
@@ -39,6 +40,10 @@ def content(prepared: Prepared, before: Mapping[str, str] = {}) -> dict[str, str
     folders = {name: Path(spec.path).expanduser() for name, spec in prepared.specs.items()}
     hashes = {folder: content_of(folder) for folder in {*folders.values()} if folder.is_dir()}
     digests = {f"{name}.model": hashes[folder] for name, folder in folders.items() if folder in hashes}
+    for name, spec in prepared.specs.items():
+        adapter = adapter_of(spec.path)
+        if adapter is not None and (base := Path(adapter.base).expanduser()).is_dir():
+            digests[f"{name}.base"] = content_of(base)
     for name, folder in folders.items():
         key = f"{name}.model"
         saved = before.get(key)

@@ -15,7 +15,7 @@ from rlhf_modeling.probe import probe
 def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None, kernels: Kernels) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` in host memory, the same on every rank, for a role that will compute on
     ``device``. Liger's kernels are left to the caller."""
-    loaded = load_model(spec, torch.device("cpu"), divided=True)
+    loaded = load_model(spec, torch.device("cpu"), divided=True, adapters=lora is not None)
     if loaded.fresh_head:
         draw_head(loaded, spec)
     probe(loaded, spec)

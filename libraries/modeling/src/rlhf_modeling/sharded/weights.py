@@ -15,6 +15,7 @@ from rlhf.errors import TrainingError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlhf_modeling.adapter_files import write_adapter
 from rlhf_modeling.export_files import head_bias, token_classifier, write_configs
 from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported, set_exported_dtype
@@ -50,7 +51,7 @@ class ShardedWeights(PackedTrainer):
         the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors that are whole on a
         rank share memory with the model: copy what must outlive the next step."""
         with self._guard("weights"), self._view(view):
-            yield from self._stream(every_rank, merge=view != "base")
+            yield from self._stream(every_rank, merge=self.merges(view))
 
     @abstractmethod
     def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:
@@ -83,8 +84,26 @@ class ShardedWeights(PackedTrainer):
         else:
             for _ in self._exported(view):
                 pass
+        if (lora := self.exported_adapters(view)) is not None:
+            tensors = self._trained_tensors(view)
+            if self.spec.rank == 0:
+                write_adapter(path, self.spec, self.loaded, lora, tensors, token_classifier(self.loaded))
         with self._guard("export"):
             barrier()
+
+    def _trained_tensors(self, view: str) -> dict[str, Tensor]:
+        """The whole trained tensors, on rank 0."""
+        tensors = {}
+        with self._guard("export"), self._view(view):
+            for name in self.parameters:
+                whole = self._whole(name)
+                if self.spec.rank == 0:
+                    tensors[name] = whole.cpu().clone()
+        return tensors
+
+    def _whole(self, name: str) -> Tensor:
+        """A whole trained tensor. Every rank calls it."""
+        return self.tensors.whole(name)
 
     @property
     def _exports_masters(self) -> bool:

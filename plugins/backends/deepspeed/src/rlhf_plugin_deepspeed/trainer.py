@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rlhf.errors import CapabilityError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import Component, ModelSpec, TrainerFacts
 from rlhf.interfaces.memory import FP32, ModelSize, TrainerMemory, TrainerWork
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
+from rlhf_hub.adapter_folders import adapter_of
 from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.images.architecture import is_image_text
@@ -99,6 +100,11 @@ class DeepSpeedTrainer(ShardedTrainer):
             raise CapabilityError(
                 f"tensor_parallel = {config.tensor_parallel} divides models of text, but role {spec.role.name!r} has "
                 "an image-text model. Set tensor_parallel = 1, with stage = 3 to divide the model."
+            )
+        if config.stage == 3 and adapter_of(spec.path) is not None:
+            raise ConfigError(
+                f"the model {spec.path!r} of role {spec.role.name!r} is an adapter, which stage = 3 does not read: no "
+                f"rank has whole weights. Use another stage, or merge it: rlhf merge {spec.path} NEW_FOLDER"
             )
         if config.tensor_parallel > 1:
             settings = read_config(spec)
@@ -206,6 +212,12 @@ class DeepSpeedTrainer(ShardedTrainer):
         gather = self.zero.gathered if self.zero is not None and self.config.stage == 3 else None
         first, has_parts = self.spec.rank == 0 or every_rank, self.topology.replica == 0 or every_rank
         return self.tensors.stream_gathered(gather, first, has_parts, self.config.bucket, merge)
+
+    def _whole(self, name: str) -> Tensor:
+        if self.zero is None or self.config.stage < 3:
+            return super()._whole(name)
+        with self.zero.gathered([self.parameters[name]]):
+            return self.parameters[name].detach().clone()
 
     def lend_head(self, view: str = "live") -> Iterator[OutputHead]:
         """In stages 0 to 2 the live head shares memory with the model; otherwise it is a copy."""

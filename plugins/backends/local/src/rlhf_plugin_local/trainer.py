@@ -13,6 +13,7 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec, SharesModule
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
+from rlhf_modeling.adapter_files import write_adapter
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.config import TrainingConfig
@@ -148,10 +149,8 @@ class TorchTrainer(SharesModule, PackedTrainer):
         store in another layout. Copy what must outlive the next step."""
         with self._view(view):
             tensors = state.named_tensors(self.module)
-            plain = view == "base" or not self.has_adapters
-            yield from self._published.stream(
-                base_tensors(self.module, tensors) if plain else merged(self.module, tensors)
-            )
+            add = merged if self.merges(view) else base_tensors
+            yield from self._published.stream(add(self.module, tensors))
 
     @cached_property
     def _published(self) -> Published:
@@ -167,7 +166,7 @@ class TorchTrainer(SharesModule, PackedTrainer):
     def export(self, path: Path, view: str = "live") -> None:
         tokenizer = self.tokenizer or load_tokenizer(self.spec)
         with self._view(view), exporting(self.module):
-            own, add = self.module.state_dict(), base_tensors if view == "base" else merged
+            own, add = self.module.state_dict(), merged if self.merges(view) else base_tensors
             whole = dict(add(self.module, own)) if self.has_adapters else None
             if masters := self.config.export_masters and self.masters:
                 whole = masters.of(self.module.state_dict())
@@ -179,6 +178,8 @@ class TorchTrainer(SharesModule, PackedTrainer):
                 set_exported(Path(path), architectures=[classifier])
             if masters:
                 set_exported_dtype(Path(path), torch.float32)
+            if (lora := self.exported_adapters(view)) is not None:
+                write_adapter(Path(path), self.spec, self.loaded, lora, self.parameters, classifier)
         tokenizer.save_pretrained(str(path))
         copy_processor(self.spec, Path(path))
         for file in Path(path).glob("*.safetensors"):

@@ -1,0 +1,119 @@
+"""Checks an adapter's folder that a role starts from, before a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf_hub.adapter_folders import AdapterFolder, adapter_of, require_base
+from rlhf_hub.hub import hub_name
+from rlhf_hub.published import model_folder, weights_of
+from torch import nn
+
+from rlhf_modeling.adapter_files import adapter_headers, alpha, saved_whole
+from rlhf_modeling.adapters import adaptable, matching
+from rlhf_modeling.config import LoraOptions
+from rlhf_modeling.skeleton import skeleton
+
+_OTHER_FORM = ("rank_pattern", "alpha_pattern", "layer_replication")
+
+
+def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
+    """Refuse a model that is an adapter's folder where its base is missing or another one, and where it cannot be
+    trained on with these options.
+
+    Args:
+        lora: of a role that trains adapters; None: the adapter is merged when the model is loaded.
+
+    Raises ModelError or ConfigError.
+    """
+    adapter = adapter_of(spec.path)
+    if adapter is None:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(f"{spec.path} is an adapter, which peft reads: pip install peft")
+    require_base(adapter)
+    module = require_same_base(adapter, spec)
+    if lora is not None:
+        require_options(adapter, spec, lora, module)
+
+
+def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | None:
+    """Raises ModelError where the weights of the base are not those that a run recorded, or an adapter's tensors do not
+    fit its layers. Returns the base without values, None where transformers builds none."""
+    shapes, recorded = adapter_headers(adapter)
+    base = adapter.base
+    if recorded is not None and (hub_name(base) is None or Path(base).expanduser().is_dir()):
+        content = weights_of(Path(model_folder(base, weights=True)))
+        if content != recorded:
+            raise ModelError(
+                f"{adapter.folder} is an adapter of another base than {base}: the weights there have the hash "
+                f"{content[:12]}, and it was trained on {recorded[:12]}. Name the base that it was trained on."
+            )
+    try:
+        module = skeleton(base, spec.trust_remote_code, spec.images)
+    except Exception:  # any exception: loading the model reports it better
+        return None
+    layers = {name: tuple(m.weight.shape) for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+    for name, shape in shapes.items():
+        layer, _, factor = name.partition(".lora_")
+        if factor not in ("A.weight", "B.weight") or len(shape) != 2:
+            continue
+        inner = shape[1] if factor == "A.weight" else shape[0]
+        outer = layers.get(layer, (0, 0))[1 if factor == "A.weight" else 0]
+        if inner != outer:
+            expected = f"has {outer} there" if layer in layers else "has no such layer"
+            raise ModelError(
+                f"{adapter.folder} is an adapter of another base than {base}: its {name!r} is for a layer of width "
+                f"{inner}, and that model {expected}. Name the base that it was trained on."
+            )
+    return module
+
+
+def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, module: nn.Module | None) -> None:
+    """Raises ConfigError where ``trainer.lora`` is not what the adapter is, ModelError where it is of another kind."""
+    config = adapter.config
+    merge = f"or merge it first and train a new one: rlhf merge {adapter.folder} NEW_FOLDER"
+    if config.get("peft_type") != "LORA" or any(config.get(name) for name in _OTHER_FORM):
+        raise ModelError(
+            f"the adapter {adapter.folder} (peft_type {config.get('peft_type')!r}) is of a form that no run trains: "
+            f"allowed is LORA of one rank. Leave trainer.lora out, {merge}"
+        )
+    here: dict[str, Any] = {
+        "rank": lora.rank, "alpha": alpha(lora), "use_rslora": lora.use_rslora, "use_dora": lora.use_dora
+    }  # fmt: skip
+    there = {
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "use_rslora": config.get("use_rslora", False),
+        "use_dora": config.get("use_dora", False),
+    }
+    for name, value in there.items():
+        if here[name] != value:
+            raise ConfigError(
+                f"trainer.lora.{name} is {here[name]}, and the adapter {adapter.folder} of role "
+                f"{spec.role.name!r} has {value}. Set trainer.lora.{name} = {str(value).lower()}, {merge}"
+            )
+    if module is None:
+        return
+    shapes, _ = adapter_headers(adapter)
+    adapters = {name.partition(".lora_")[0] for name in shapes if ".lora_" in name}
+    head: Any = getattr(module, "get_output_embeddings", lambda: None)()
+    linear = [name for name, _ in adaptable(module, head, lora.vision)]
+    layers = set(matching(linear, lora.targets, type(module).__name__))
+    if differing := sorted(layers ^ adapters):
+        ends = sorted({name.rpartition(".")[2] for name in adapters})
+        raise ConfigError(
+            f"trainer.lora.targets names {len(layers)} layers, and the adapter {adapter.folder} of role "
+            f"{spec.role.name!r} has {len(adapters)}; one of them lacks {differing[0]!r}. Set trainer.lora.targets = "
+            f"{ends}, {merge}"
+        )
+    modules = {name.rpartition(".")[0].rpartition(".")[2] for name in saved_whole(shapes)} - {"score"}
+    if modules and not lora.modules_to_save:
+        raise ConfigError(
+            f"the adapter {adapter.folder} of role {spec.role.name!r} has modules that were trained whole. Set "
+            f"trainer.lora.modules_to_save = {sorted(modules)}, {merge}"
+        )

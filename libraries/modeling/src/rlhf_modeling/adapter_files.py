@@ -1,0 +1,244 @@
+"""Adapters in PEFT's form: what a run with ``trainer.lora`` writes into its exports, and an adapter's folder as the
+model that a role starts from.
+
+A role that trains adapters goes on with those of the folder. Every other role gets one model, into which they are
+merged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rlhf.errors import ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf_hub.adapter_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_HASH, AdapterFolder, adapter_of, require_base
+from rlhf_hub.hub import hub_name
+from rlhf_hub.published import model_folder, weights_of
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rlhf_modeling.adapters import NAME, adapted, is_adapter
+from rlhf_modeling.config import LoraOptions
+from rlhf_modeling.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FOLDER = "adapter"
+"""The folder inside an export."""
+_PREFIX = "base_model.model."
+"""PEFT's names begin with those of its wrappers."""
+
+
+def write_adapter(
+    path: Path,
+    spec: ModelSpec,
+    loaded: LoadedModel,
+    lora: LoraOptions,
+    tensors: Mapping[str, Tensor],
+    classifier: str | None,
+) -> None:
+    """Write the trained tensors of a role as :data:`FOLDER` in the export ``path``.
+
+    Args:
+        tensors: {the module's name: whole trained tensor}.
+        classifier: :func:`rlhf_modeling.export_files.token_classifier`.
+    """
+    import peft
+
+    folder = path / FOLDER
+    folder.mkdir()
+    files = _trained(loaded.module, tensors)
+    if classifier is not None:
+        files["score.bias"] = torch.zeros(loaded.head.out_features, dtype=files["score.weight"].dtype)
+    base = base_of(spec)
+    hub = hub_name(base)
+    kinds = {"lm": "CAUSAL_LM"}
+    config = peft.LoraConfig(
+        task_type=kinds.get(loaded.kind, "SEQ_CLS" if classifier is None else "TOKEN_CLS"),
+        base_model_name_or_path=str(Path(base).expanduser().absolute()) if hub is None else hub.name,
+        revision=None if hub is None else hub.revision,
+        r=lora.rank,
+        lora_alpha=alpha(lora),
+        lora_dropout=lora.dropout,
+        target_modules=_targets(loaded.module),
+        modules_to_save=_whole_modules(files, lora) or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        bias="none",
+        inference_mode=True,
+    )
+    config.save_pretrained(str(folder))
+    file = folder / ADAPTER_CONFIG
+    saved = json.loads(file.read_text(encoding="utf-8"))  # with its sets in an order that changes with the process
+    saved |= {name: sorted(value) for name, value in saved.items() if isinstance(value, list)}
+    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # one field only: safetensors writes several in any order
+    metadata = {BASE_HASH: weights_of(Path(model_folder(base, weights=True)))}
+    whole = {f"{_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
+    save_file(whole, folder / ADAPTER_WEIGHTS, metadata)
+    (folder / ADAPTER_WEIGHTS).chmod(0o644)
+
+
+def alpha(lora: LoraOptions) -> int:
+    return lora.alpha if lora.alpha is not None else 2 * lora.rank
+
+
+def base_of(spec: ModelSpec) -> str:
+    """The model that the adapters of a role change: where the role starts from an adapter, that one's base."""
+    adapter = adapter_of(spec.path)
+    return spec.path if adapter is None else adapter.base
+
+
+def peft_name(name: str) -> str:
+    """The name in PEFT's files of a tensor of our module, without PEFT's prefix."""
+    return name.replace(f".{NAME}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+
+
+def tensors_of(adapter: AdapterFolder) -> dict[str, Tensor]:
+    """The tensors of an adapter, named as :func:`peft_name` does. Raises ModelError where they cannot be read."""
+    try:
+        tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as cause:
+        raise _unreadable(adapter, cause) from cause
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def adapter_headers(adapter: AdapterFolder) -> tuple[dict[str, tuple[int, ...]], str | None]:
+    """({name as of :func:`peft_name`: shape}, the hash of the base's weights where it is recorded).
+
+    Raises ModelError as :func:`tensors_of`.
+    """
+    try:
+        with safe_open(adapter.folder / ADAPTER_WEIGHTS, "pt") as file:
+            names = list(file.keys())
+            shapes = {name.removeprefix(_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
+            return shapes, (file.metadata() or {}).get(BASE_HASH)
+    except (OSError, SafetensorError) as cause:
+        raise _unreadable(adapter, cause) from cause
+
+
+def saved_whole(names: Mapping[str, Any]) -> list[str]:
+    """Those of an adapter's names that are weights of modules which were trained whole."""
+    return [name for name in names if ".lora_" not in name]
+
+
+@torch.no_grad()
+def continue_adapter(loaded: LoadedModel, adapter: AdapterFolder) -> None:
+    """Give the adapters of a module, and its modules that are trained whole, the values of ``adapter``. All weights
+    must be whole. Raises ModelError where the names or shapes differ."""
+    own = dict(loaded.module.named_parameters(remove_duplicate=False))
+    targets = {peft_name(name): parameter for name, parameter in own.items()}
+    tensors = tensors_of(adapter)
+    lacking = {peft_name(name) for name in own if is_adapter(name)} - tensors.keys()
+    unknown = tensors.keys() - targets.keys() - {"score.bias"}
+    wrong = [name for name in tensors.keys() & targets.keys() if tensors[name].shape != targets[name].shape]
+    if problem := sorted(lacking) or sorted(unknown) or sorted(wrong):
+        raise ModelError(
+            f"the adapter {adapter.folder} is not one of the layers that trainer.lora names, e.g. {problem[0]!r}. Set "
+            "its options to those of the adapter, or merge it: rlhf merge"
+        )
+    for name, tensor in tensors.items():
+        if name in targets:
+            targets[name].copy_(tensor)
+
+
+def merge_adapter(module: PreTrainedModel, adapter: AdapterFolder) -> PreTrainedModel:
+    """The module with an adapter added to its weights, in place. Raises ModelError where it is one of another model, or
+    unties its head from its embedding."""
+    tied = untie(module)
+    merged = merge_in_place(with_adapter_of(module, adapter))
+    if tied and not tie(merged):
+        raise ModelError(
+            f"the adapter {adapter.folder} changes the embedding and not the head, which {adapter.base} ties. Merge it "
+            f"first, and name the new folder: rlhf merge {adapter.folder} NEW_FOLDER"
+        )
+    return merged
+
+
+def tie(module: PreTrainedModel) -> bool:
+    """Undo :func:`untie`, unless head and embedding differ now. Returns whether they are tied."""
+    head: Any = module.get_output_embeddings()
+    embedding: Any = module.get_input_embeddings()
+    equal = bool(torch.equal(head.weight, embedding.weight))
+    if equal:
+        head.weight = embedding.weight
+    for config in (module.config, module.config.get_text_config()):
+        config.tie_word_embeddings = equal  # PEFT sets it too
+    return equal
+
+
+def untie(module: PreTrainedModel) -> bool:
+    """Give a head that is tied to the embedding a copy of its own: PEFT would merge into both. Returns whether it
+    was tied."""
+    head: Any = module.get_output_embeddings()
+    embedding: Any = module.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    return True
+
+
+def merge_in_place(model: Any) -> PreTrainedModel:
+    """The module inside PEFT's wrapper, with its adapter added to the weights and no layer of PEFT left."""
+    merged: PreTrainedModel = model.merge_and_unload()
+    return merged
+
+
+def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
+    """The module in PEFT's wrapper with an adapter, which is not merged yet. Raises ModelError where it is one of
+    another model."""
+    try:
+        import peft
+    except ImportError:
+        raise ModelError(f"{adapter.folder} is an adapter, which peft reads: pip install peft") from None
+    require_base(adapter)
+    try:
+        config = peft.PeftConfig.from_pretrained(str(adapter.folder))
+        config.task_type = None  # PEFT's wrapper of a task refuses the other kinds of heads
+        model = peft.PeftModel.from_pretrained(module, str(adapter.folder), config=config)
+        names = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(model)}
+    except Exception as cause:  # of many kinds: files of other people
+        raise ModelError(
+            f"the adapter {adapter.folder} does not fit {adapter.base}: {type(cause).__name__}: {cause}"
+        ) from cause
+    if differing := sorted(names ^ tensors_of(adapter).keys()):
+        raise ModelError(
+            f"the adapter {adapter.folder} does not fit {type(module).__name__} of {adapter.base}: one of them lacks "
+            f"{differing[0]!r}. Name the base that it was trained on."
+        )
+    return model
+
+
+def _unreadable(adapter: AdapterFolder, cause: Exception) -> ModelError:
+    return ModelError(f"{adapter.folder / ADAPTER_WEIGHTS} cannot be read: {cause}. Copy the adapter again.")
+
+
+def _trained(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The trained tensors under PEFT's names. A tied one has both names: PEFT does not tie copies of modules."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    every = [(n, names[id(p)]) for n, p in module.named_parameters(remove_duplicate=False)]
+    return {peft_name(alias): tensors[name] for alias, name in every if name in tensors}
+
+
+def _targets(module: nn.Module) -> list[str]:
+    """The adapted layers: by the ends of their names, where these mean no other layer, else by their whole names. In
+    stacked experts PEFT looks for layers too."""
+    layers = [name for name, _ in adapted(module)]
+    inside = tuple(f"{name}." for name in layers)
+    others = [n for n, m in module.named_modules() if isinstance(m, nn.Linear) and not n.startswith(inside)]
+    ends = {name.rpartition(".")[2] for name in layers}
+    unclear = {name.rpartition(".")[2] for name in others if name not in layers} & ends
+    stacked = any(parameter.dim() > 2 for parameter in module.parameters())
+    return layers if unclear or stacked else sorted(ends)
+
+
+def _whole_modules(files: Mapping[str, Tensor], lora: LoraOptions) -> list[str]:
+    parts = [name.split(".")[:-1] for name in saved_whole(files)]
+    options = lora.modules_to_save or ()
+    return sorted({next((part for part in module if part in options), module[-1]) for module in parts})

@@ -1,0 +1,184 @@
+"""Adapters in PEFT's form: what exports write, and a folder of them as the model of a role."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from rlhf.errors import ConfigError, ModelError
+from rlhf.interfaces import ModelSpec
+from rlhf.types import RoleSpec
+from rlhf_modeling.config import LoraOptions
+from rlhf_plugin_local.trainer import TorchTrainer
+from rlhf_testing.tiny import tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+KINDS = {
+    "plain": LoraOptions(rank=4),
+    "dora": LoraOptions(rank=4, alpha=12, use_dora=True, use_rslora=True, targets=("q_proj", "down_proj")),
+    "saved": LoraOptions(rank=4, modules_to_save=("embed_tokens",)),
+}
+
+
+def logprobs(trainer, batch, view="live"):
+    [out] = trainer.forward([batch], ["logprobs"], view)
+    return out["logprobs"]
+
+
+def spec(path, role="policy", head="lm", trained=True):
+    return ModelSpec(RoleSpec(role, head, trained), str(path), "fp32")
+
+
+@pytest.fixture
+def exported(tmp_path, make_trainer, make_batch, nll):
+    """A function that trains three steps from a folder and exports; it returns the trainer and its batch."""
+
+    def export(lora, path, out, steps=3):
+        trainer, batch = make_trainer(path, lora=lora, lr=0.02), make_batch([9, 30, 4], loss=nll)
+        for _ in range(steps):
+            trainer.update([batch], nll, {}, {})
+        out.mkdir()
+        trainer.export(out)
+        return trainer, batch
+
+    return export
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_computes_the_merged_model_from_the_adapter(tmp_path, exported, kind, tied):
+    base = tiny_model(tmp_path / "base", tied=tied)
+    exported(KINDS[kind], base, tmp_path / "out")
+    ids = torch.arange(3, 40)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    by_peft = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        expected = merged(ids).logits
+        torch.testing.assert_close(by_peft(ids).logits, expected, atol=1e-4, rtol=0)
+        assert (plain(ids).logits - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(tmp_path, make_trainer, exported, kind, nll):
+    lora, base = KINDS[kind], tiny_model(tmp_path / "base")
+    first, batch = exported(lora, base, tmp_path / "one")
+    after = logprobs(first, batch)
+    adapter = tmp_path / "one" / "adapter"
+    second = make_trainer(adapter, lora=lora, lr=0.02)
+    torch.testing.assert_close(logprobs(second, batch), after, atol=1e-5, rtol=0)
+    for _ in range(2):
+        second.update([batch], nll, {}, {})
+    assert (logprobs(second, batch) - after).abs().max() > 0.01
+    torch.testing.assert_close(logprobs(second, batch, "base"), after, atol=1e-5, rtol=0)
+    start = make_trainer(base)
+    start.load_weights(second.weights("base"))
+    torch.testing.assert_close(logprobs(start, batch), after, atol=1e-5, rtol=0)
+    (tmp_path / "two").mkdir()
+    second.export(tmp_path / "two")
+    config = json.loads((tmp_path / "two" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base), "the base, not the adapter that it started from"
+    frozen = make_trainer(tmp_path / "two" / "adapter", trained=False)
+    torch.testing.assert_close(logprobs(frozen, batch), logprobs(second, batch), atol=1e-5, rtol=0)
+
+
+def test_all_weights_of_the_merged_model_are_trained_without_lora(tmp_path, make_trainer, exported):
+    first, batch = exported(LoraOptions(rank=4), tiny_model(tmp_path / "base"), tmp_path / "one")
+    whole = make_trainer(tmp_path / "one" / "adapter")
+    torch.testing.assert_close(logprobs(whole, batch), logprobs(first, batch), atol=1e-5, rtol=0)
+    assert not any("lora" in name for name in whole.parameters)
+
+
+def test_a_reward_model_is_read_with_its_head(tmp_path, make_trainer, make_batch, squares):
+    base = tiny_model(tmp_path / "base")
+    trainer = make_trainer(base, head="scalar", lora=LoraOptions(rank=4), lr=0.02)
+    batch = make_batch([9, 12, 7], loss=squares, target=[1.0] * 28)
+    for _ in range(3):
+        trainer.update([batch], squares, {}, {})
+    (tmp_path / "out").mkdir()
+    trainer.export(tmp_path / "out")
+    adapter = tmp_path / "out" / "adapter"
+    shutil.copyfile(tmp_path / "out" / "config.json", adapter / "config.json")  # as the run does
+    [expected] = trainer.forward([batch], ["values"])
+    frozen = make_trainer(adapter, head="scalar", trained=False)
+    [got] = frozen.forward([batch], ["values"])
+    torch.testing.assert_close(got["values"], expected["values"], atol=1e-5, rtol=0)
+    TorchTrainer.check_files(spec(adapter, "reward", "scalar", trained=False))
+    again = make_trainer(adapter, head="scalar", lora=LoraOptions(rank=4))
+    [got] = again.forward([batch], ["values"])
+    torch.testing.assert_close(got["values"], expected["values"], atol=1e-5, rtol=0)
+    ids = torch.arange(3, 12)[None]
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    by_peft = peft.AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=1)
+    for model in (merged, by_peft):
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = 0
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_that_peft_wrote_is_a_start(tmp_path, make_trainer, make_batch):
+    base, folder = tiny_model(tmp_path / "base"), tmp_path / "foreign"
+    config = peft.LoraConfig(
+        r=2, lora_alpha=4, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(folder)
+    ids = torch.arange(3, 30)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    for lora in (None, LoraOptions(rank=2, alpha=4, targets=("v_proj",))):
+        trainer = make_trainer(folder, lora=lora)
+        batch = make_batch([27])
+        batch.ids_N[:] = ids
+        torch.testing.assert_close(logprobs(trainer, batch)[2:], expected[1:], atol=1e-4, rtol=0)
+
+
+def test_an_adapter_that_unties_the_head_is_refused(tmp_path, make_trainer):
+    base = tiny_model(tmp_path / "base", tied=True)
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ModelError, match="changes the embedding and not the head"):
+        make_trainer(tmp_path / "foreign", trained=False)
+
+
+def test_other_bases_and_options_are_refused_before_anything_is_loaded(tmp_path, exported):
+    base, lora = tiny_model(tmp_path / "base"), LoraOptions(rank=4)
+    exported(lora, base, tmp_path / "out", steps=1)
+    adapter = tmp_path / "out" / "adapter"
+
+    def refused(error, words, options=lora):
+        config = TorchTrainer.Config(device="cpu", lora=options)
+        with pytest.raises(error, match=words):
+            TorchTrainer.check(config, spec(adapter), "cpu")
+
+    refused(ConfigError, r"trainer.lora.rank is 8, .* has 4", LoraOptions(rank=8))
+    refused(ConfigError, r"trainer.lora.alpha is 3, .* has 8", LoraOptions(rank=4, alpha=3))
+    refused(ConfigError, r"trainer.lora.targets names 2 layers", LoraOptions(rank=4, targets=("q_proj",)))
+    TorchTrainer.check(TorchTrainer.Config(device="cpu", lora=lora), spec(adapter), "cpu")
+
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    refused(ModelError, "adapter of another base .*hash")
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    def name_base(folder):
+        changed = {**config, "base_model_name_or_path": folder}
+        (adapter / "adapter_config.json").write_text(json.dumps(changed))
+
+    name_base(str(tiny_model(tmp_path / "other", hidden=48)))
+    files = load_file(adapter / "adapter_model.safetensors")
+    save_file(files, adapter / "adapter_model.safetensors", {"format": "pt"})  # without the hash
+    refused(ModelError, "adapter of another base .*width")
+
+    name_base(str(tmp_path / "gone"))
+    refused(ModelError, "adapter of .*gone, and there is no such folder")
+    name_base(None)
+    refused(ModelError, "names no base")
+    (adapter / "adapter_config.json").write_text("{")
+    refused(ModelError, "cannot be read")
