@@ -121,8 +121,12 @@ class GeneratorContract(SamplingChecks, Contract):
         for config in self.grid():
             about, s = self.about(config), self.make(config)
             sampling = Sampling(max_new_tokens=7, temperature=0.9)
-            for n, turn in enumerate(s.turns(self.requests(sampling), about)):
+            requests = self.requests(sampling)
+            for n, turn in enumerate(s.turns(requests, about)):
                 label = f"{about} request {n}"
+                if n == 0 and "seeds" in self.cls.capabilities:
+                    streamed = [token for piece in s.generator.stream(requests[0]) for token in piece]
+                    expect(streamed == list(turn.ids), f"{label}: stream() gives {streamed}, generate() {turn.ids}")
                 expect(
                     turn.sampled and 1 <= len(turn.ids) <= 7,
                     f"{label}: {len(turn.ids)} of at most 7 tokens, sampled={turn.sampled}",

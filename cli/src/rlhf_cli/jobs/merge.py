@@ -42,7 +42,7 @@ class Merge(Command):
             f"{model.base} to within {model.difference:.1e}.\n"
         )
         if model.generates:
-            sys.stdout.write(f"next: rlhf generate --model {shlex.quote(str(folder))} --prompt 'Hello'\n")
+            sys.stdout.write(f"next: rlhf chat {shlex.quote(str(folder))}\n")
         return 0
 
 

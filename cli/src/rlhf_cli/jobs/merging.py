@@ -84,13 +84,13 @@ def merge(path: Path, folder: Path, base: str | None, dtype: str | None) -> Merg
             tie(merged)
         _write(merged, adapter, place, target)
         copy = type(merged).from_pretrained(str(target), dtype=torch.float32, use_safetensors=True).eval()
-        written = outputs(copy, target)
-        _require_equal(written, rounded, "the written model")
+        of_copy = outputs(copy, target)
+        _require_equal(of_copy, rounded, "the written model")
         facts.update(
             architecture=type(merged).__name__,
             base=adapter.base,
             dtype=name,
-            difference=float((written - expected).abs().max()),
+            difference=float((of_copy - expected).abs().max()),
             generates=copy.can_generate(),
         )
 

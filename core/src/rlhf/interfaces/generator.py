@@ -58,6 +58,12 @@ class Generator(GeneratorPreflight, Component):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """Yield (position in ``requests``, sampled turn) as samples finish. An end token is part of the turn."""
 
+    def stream(self, request: GenerationRequest) -> Iterator[Sequence[int]]:
+        """The tokens of the sample that :meth:`generate` draws for ``request``, in pieces, as early as they are known.
+        The default yields all of them at once."""
+        for _, turn in self.generate([request]):
+            yield list(turn.ids)
+
     def close(self) -> None:
         """Release what it holds."""
 

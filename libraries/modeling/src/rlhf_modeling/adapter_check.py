@@ -85,13 +85,13 @@ def require_options(adapter: AdapterFolder, spec: ModelSpec, lora: LoraOptions, 
     here: dict[str, Any] = {
         "rank": lora.rank, "alpha": alpha(lora), "use_rslora": lora.use_rslora, "use_dora": lora.use_dora
     }  # fmt: skip
-    there = {
+    of_adapter = {
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "use_rslora": config.get("use_rslora", False),
         "use_dora": config.get("use_dora", False),
     }
-    for name, value in there.items():
+    for name, value in of_adapter.items():
         if here[name] != value:
             raise ConfigError(
                 f"trainer.lora.{name} is {here[name]}, and the adapter {adapter.folder} of role "

@@ -135,11 +135,28 @@ class TransformersGenerator(TakesModule, Generator):
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
         """See :class:`~rlhf.interfaces.Generator`. The module is restored whenever a sample is yielded, and after
         the end, ``close()`` or an error. Requests are checked when this is called, before anything is computed."""
+        decoder = self._ready(requests)
+        return self._run(list(requests), decoder, self.version)
+
+    def stream(self, request: GenerationRequest) -> Iterator[Sequence[int]]:
+        """Token by token. The module is restored for each."""
+        decoder = self._ready([request])
+        loop = SamplingLoop([request], decoder, self.config, self._eos, self._decode, self.version, self.work)
+        count = 0
+        while not loop.done:
+            with decoder.borrowed():
+                ended = loop.advance(1)
+            ids = list(ended[0][1].ids) if ended else loop.rows.drawn(0)
+            yield ids[count:]
+            count = len(ids)
+
+    def _ready(self, requests: Sequence[GenerationRequest]) -> Decoder:
+        """Check that there are weights, and the requests."""
         if self._decoder is None:
             raise ModelError("the generator has no weights yet; call load(trainer, version) before generate().")
         for i, request in enumerate(requests):
             self._check(i, request, self._decoder)
-        return self._run(list(requests), self._decoder, self.version)
+        return self._decoder
 
     def _run(self, requests: list[GenerationRequest], decoder: Decoder, version: int) -> Iterator[tuple[int, Turn]]:
         loop = SamplingLoop(requests, decoder, self.config, self._eos, self._decode, version, self.work)

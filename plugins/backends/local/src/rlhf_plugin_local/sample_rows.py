@@ -155,6 +155,11 @@ class Rows:
             ended.setdefault(names[i], "stop" if stopped else "length")
         return sorted(ended.items())
 
+    def drawn(self, slot: int) -> list[int]:
+        """The tokens so far of a row."""
+        tokens: list[int] = self.tokens[slot, : int(self.step[slot])].tolist()
+        return tokens
+
     def finish(self, ended: Sequence[tuple[int, Finish]], version: int) -> list[tuple[int, Turn]]:
         """Remove rows from their slots. Returns (position in the requests, turn) of each."""
         if not ended:
