@@ -20,6 +20,7 @@ from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
+from rlhf_runtime.loop.model_card import write_card
 from rlhf_runtime.loop.saves import ADAPTER, ModelFiles
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
@@ -91,6 +92,7 @@ def export(
                 if others:  # the product of mean factors is not the mean of products
                     shutil.rmtree(folder / ADAPTER, ignore_errors=True)
                 _add_to_mean(folder, exports)
+            write_card(folder, run, steps=[checkpoint.step for checkpoint in checkpoints])
 
         publish_folder(output, write_all)
     return [checkpoint.step for checkpoint in checkpoints]

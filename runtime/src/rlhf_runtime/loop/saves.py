@@ -19,6 +19,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.checkpoint_state import RunState, State
 from rlhf_runtime.loop.learn import Metrics
+from rlhf_runtime.loop.model_card import write_card
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
@@ -107,8 +108,9 @@ class Saves:
             self._directory.publish_best(steps_done, self._mark(), self.write_model)
 
     def write_model(self, path: Path) -> None:
-        """Write the policy (:meth:`ModelFiles.write_policy`)."""
+        """Write the policy (:meth:`ModelFiles.write_policy`), with a model card."""
         self._files.write_policy(self._state.roles["policy"], path)
+        write_card(path, self._directory.path)
 
     def publish(self) -> None:
         """Write the final model and, with ``checkpoint.export_trained``, those of the other trained roles."""
@@ -117,7 +119,11 @@ class Saves:
         others = [name for name in self._state.trained_roles if name != "policy"]
         for name in others if self._config.checkpoint.export_trained else ():
             with self._store.writing(self._directory.model_of(name)), self._reports.timed("export"):
-                self._directory.publish_model(partial(self._files.write_role, self._state.roles[name]), name)
+                self._directory.publish_model(partial(self._write_role, name), name)
+
+    def _write_role(self, name: str, path: Path) -> None:
+        self._files.write_role(self._state.roles[name], path)
+        write_card(path, self._directory.path, name)
 
     def rescue(self) -> None:
         """After a failure, save the last finished step if the weights have not changed since, so that nothing is lost

@@ -71,6 +71,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
             options=list(config.origins.options),
             data=data.fingerprints(),
             images=data.has_images,
+            content=content(prepared),
             **_measured(prepared),
         )
         run.directory.write_config(to_toml(config.model_copy(update={"run": asked_once})))

@@ -1,0 +1,154 @@
+"""The model card of an export (``README.md``): what was run, on what, with which result. It is written from the files
+of the run, and names no path of the machine, no address and no secret."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf import __version__
+from rlhf.secrets import redact
+from rlhf_hub.hub import hub_name
+
+from rlhf_runtime.checkpoint import read_json
+from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.output.metrics import read_metrics
+
+CARD = "README.md"
+_BARS = "▁▂▃▄▅▆▇█"
+_POINTS = 24
+"""Points of a curve; each is the mean of its steps."""
+_REFERENCE = re.compile(r"(file|model|plugin):(.+)")
+_LEFT_OUT = ("run.output", "run.resume", "run.overwrite")
+"""Options about the machine's folders."""
+
+
+def write_card(folder: Path, run: Path, role: str = "policy", steps: Sequence[int] | None = None) -> None:
+    """Write the card of the model of ``role`` into ``folder``.
+
+    Args:
+        run: the run's folder.
+        steps: the step that the model is of; several: it is the mean of their weights. Default: the last step.
+    """
+    config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+    manifest: Any = read_json(run / "manifest.json")
+    metrics = run / "metrics.jsonl"
+    lines = list(read_metrics(metrics)) if metrics.is_file() else []
+    steps = steps or [lines[-1]["step"] if lines else 0]
+    lines = [line for line in lines if line["step"] <= steps[-1]]
+    text = "\n".join(_card(config, manifest["starts"], lines, steps, role))
+    (folder / CARD).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _card(
+    config: Mapping[str, Any],
+    starts: Sequence[Mapping[str, Any]],
+    lines: Sequence[Any],
+    steps: Sequence[int],
+    role: str,
+) -> Iterator[str]:
+    start, algorithm = starts[-1], config["algorithm"]["use"]
+    model = config.get("policy", {}).get("model", "a model")
+    base = hub_name(model)
+    yield "---\nlibrary_name: transformers"
+    if base is not None:
+        yield f"base_model: {base.name}"
+    yield f"tags:\n- rlhf\n- {algorithm}\n---\n"
+    trained = f"`{public(model)}` trained with `{algorithm}`"
+    yield f"# {Path(str(public(model))).name}, {algorithm}\n"
+    after = f"after step {steps[-1]}" if len(steps) == 1 else f"the mean of its weights after steps {_list(steps)}"
+    subject = "the model" if role == "policy" else f"the role `{role}`"
+    yield f"{trained}: {subject} {after}. Written by rlhf {__version__}.\n"
+    hashes = start.get("content", {})
+    yield "## Data\n\n| | source | rows | SHA-256 |\n|---|---|---|---|"
+    for kind, sources in start.get("data", {}).items():
+        for name, about in sources.items():
+            yield f"| {kind} | {_cell(public(name))} | {about['rows']:,} | `{str(about['fingerprint'])[:16]}` |"
+    yield "\n## Result\n"
+    yield from _results(lines)
+    yield "\n## Options that differ from the defaults\n\n```toml"
+    for path in starts[0].get("options", []):
+        if path not in _LEFT_OUT and (value := _at(config, path)) is not None:
+            yield f"{path} = {json.dumps(public(value), ensure_ascii=False)}"
+    yield "```\n\n## Versions\n\n| | |\n|---|---|"
+    environment = start.get("environment", {})
+    versions = {"python": environment.get("python"), **environment.get("packages", {})}
+    for plugin in start.get("plugins", []):
+        versions[f"{plugin['kind']} {plugin['name']}"] = " ".join(
+            str(plugin[name])[:16] for name in ("distribution", "version", "sha256") if plugin.get(name)
+        )
+    versions |= {f"hash of {name}": f"`{str(value)[:16]}`" for name, value in hashes.items()}
+    versions |= {f"commit of {name}": f"`{commit}`" for name, commit in start.get("hub", {}).items()}
+    versions["code of rlhf"] = environment.get("code", {}).get("rlhf")
+    for name, value in versions.items():
+        if value:
+            yield f"| {_cell(public(name))} | {_cell(value)} |"
+    yield f"\nSeed {start.get('seed')}."
+
+
+def _results(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A table of the headline metrics, with their curves."""
+    available = {name for line in lines for name in line}
+    names = [next((name for name in choices if name in available), None) for choices in HEADLINE.values()]
+    names += sorted(name for name in available if name.startswith("eval/"))
+    if not any(names):
+        yield "No step was recorded."
+        return
+    yield "| metric | first | last | curve |\n|---|---|---|---|"
+    for name in dict.fromkeys(name for name in names if name is not None):
+        values = [float(line[name]) for line in lines if name in line]
+        yield f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {curve(values)} |"
+
+
+def curve(values: Sequence[float]) -> str:
+    """A curve of one line of text."""
+    values = [value for value in values if math.isfinite(value)]
+    count = min(_POINTS, len(values))
+    parts = [values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if not high - low > 0:
+        return _BARS[0] * count
+    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+def public(value: Any) -> Any:
+    """A copy without secrets, addresses and folders: of a path only its last part is left."""
+    if isinstance(value, Mapping):
+        return {name: public(item) for name, item in redact(value).items()}
+    if isinstance(value, list | tuple):
+        return [public(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    value = redact(value)
+    if "://" in value:
+        return "<address>"
+    if (match := _REFERENCE.fullmatch(value)) is not None:
+        return f"{match[1]}:{public(match[2])}"
+    is_path = ("/" in value or "\\" in value) and not re.search(r"\s", value)
+    return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if is_path and hub_name(value) is None else value
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, Mapping) and part in value:
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _cell(text: Any) -> str:
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _list(steps: Sequence[int]) -> str:
+    return f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}"
