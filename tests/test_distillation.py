@@ -76,6 +76,24 @@ def test_the_student_nears_its_teacher_on_its_own_answers(shop: Workshop, teache
     assert 0 < lines[0]["length/mean"] <= 6
 
 
+@pytest.mark.parametrize("task", [True, False])
+def test_the_student_nears_a_teacher_that_scores_its_tokens(shop: Workshop, teacher: Path, task: bool) -> None:
+    """Added to the credit of a reward, and alone. ``teacher/kl`` is an estimate from few samples."""
+    run = shop.train(
+        "grpo" if task else "reinforce_pp",
+        "run",
+        roles={"teacher": {"model": str(teacher), "dtype": "fp32"}},
+        algorithm={"teacher": {"coef": 1.0, "task": task}},
+        run={"steps": 16},
+        trainer={"lr": 1e-2},
+        **({} if task else {"reward": None}),
+    )
+    lines = run.lines()
+    first, last = (sum(line["teacher/kl"] for line in part) for part in (lines[:4], lines[-4:]))
+    assert last < (0.95 if task else 0.7) * first
+    assert ("reward/mean" in lines[0]) == task
+
+
 def test_given_and_sampled_answers_are_mixed(shop: Workshop, teacher: Path) -> None:
     """Six steps of four rows with two samples each. For some rows the answers are those of the data."""
     run = shop.train(

@@ -12,7 +12,7 @@ from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, RunOptions, 
 from rlhf_algorithms.critic import ValueScale
 from rlhf_algorithms.kl import WithKL
 from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
-from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig
+from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, ShapingConfig, TeacherConfig
 from rlhf_testing import fabricate
 
 
@@ -95,6 +95,52 @@ def test_declarations_follow_from_the_config(algorithm, roles, annotations, upda
     assert [r.name for r in algorithm.needs().roles] == roles
     assert algorithm.annotations(0) == annotations
     assert algorithm.updates(0) == updates
+
+
+TEACHER = Annotation("teacher", "logprobs", "teacher_logprobs")
+
+
+def taught(loss=Ratio, **teacher):
+    return build(loss=loss, teacher=TeacherConfig(coef=0.5, **teacher))
+
+
+def test_a_teacher_is_a_frozen_role_that_annotates():
+    algorithm = taught()
+    assert [(r.name, r.trained) for r in algorithm.needs().roles] == [("policy", True), ("teacher", False)]
+    assert algorithm.annotations(0) == [OLD, TEACHER]
+    assert algorithm.needs().reward
+    assert not taught(task=False).needs().reward
+
+
+@pytest.mark.parametrize("task", [True, False])
+def test_the_credit_of_a_teacher_is_added_to_each_token(task):
+    algorithm = taught(task=task)
+    batch, _ = algorithm.assemble(fabricate.groups(0))
+    values_N = torch.linspace(-3, -1, batch.tokens)
+    batch = batch.with_column("tok", "old_logprobs", values_N).with_column("tok", "teacher_logprobs", values_N.flip(0))
+    without = build().credit(build().assemble(fabricate.groups(0))[0])[0].tok["advantages"]
+    batch, metrics = algorithm.credit(batch)
+    mask_N = batch.tok["loss_mask"]
+    gap_N = torch.where(mask_N, values_N.flip(0) - values_N, 0.0)
+    credit_N = 0.5 * gap_N + (without if task else 0.0)
+    assert torch.allclose(batch.tok["advantages"], credit_N, atol=1e-6)
+    assert metrics["teacher/kl"] == pytest.approx(-float(gap_N[mask_N].mean()), rel=1e-5)
+    assert ("reward/mean" in metrics) == task
+    assert "length/mean" in metrics
+
+
+def test_options_of_a_reward_that_is_left_out_are_refused():
+    for options in (
+        {"reward_clip": (-1.0, 1.0)},
+        {"kl": KLConfig(coef=0.1)},
+        {"shaping": ShapingConfig(stop_properly=0)},
+    ):
+        with pytest.raises(ValidationError, match=r"teacher.task = false leaves out the reward"):
+            build(teacher=TeacherConfig(coef=1.0, task=False), **options)
+    with pytest.raises(ValidationError, match="coef = 0 turns off"):
+        TeacherConfig(task=False)
+    with pytest.raises(ConfigError, match="choose an advantage without values"):
+        build(Critic, teacher=TeacherConfig(coef=1.0, task=False))
 
 
 def test_generator_logprobs_are_needed_where_the_loss_says_so():

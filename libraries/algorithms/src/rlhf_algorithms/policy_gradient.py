@@ -29,6 +29,7 @@ from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides
 from rlhf_algorithms.snapshots import snapshots_due
+from rlhf_algorithms.teacher import TEACHER, TEACHER_LOGPROBS, with_teacher
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
@@ -77,6 +78,11 @@ class PolicyGradient(Algorithm[Group]):
         self.loss: Loss = self.parts["loss"]
         if reads_sources(self.advantage):
             self._check_sources()
+        if self.advantage.needs_values and not self.config.teacher.task:
+            raise ConfigError(
+                f"algorithm.teacher.task = false leaves out the advantage {self.advantage.name!r} and its critic; "
+                "choose an advantage without values"
+            )
         self.entropy = EntropyController(self.config.entropy, self._entropy_start())
         self.scale = ValueScale() if self.config.normalise_values else None
         """The scale of the critic's targets; None: the scale of rewards."""
@@ -152,9 +158,11 @@ class PolicyGradient(Algorithm[Group]):
             roles.append(RoleSpec("reference", like="policy"))
         if self.advantage.needs_values:
             roles.append(RoleSpec("critic", head="scalar", trained=True, like="policy"))
-        corrected = self.loss.generator_logprobs
+        if self._uses_teacher:
+            roles.append(RoleSpec(TEACHER))
+        corrected, task = self.loss.generator_logprobs, self.config.teacher.task
         features = ("correction",) if corrected else ()
-        return Needs(tuple(roles), self.advantage.group_min, corrected, features)
+        return Needs(tuple(roles), self.advantage.group_min if task else 1, corrected, features, reward=task)
 
     def misfits(self, shape: OnlineShape) -> list[str]:
         problems, shaping = super().misfits(shape), self.config.shaping
@@ -184,6 +192,8 @@ class PolicyGradient(Algorithm[Group]):
             annotations.append(Annotation("policy", "logprobs", "old_logprobs"))
         if self._uses_kl:
             annotations.append(Annotation("reference", "logprobs", "ref_logprobs"))
+        if self._uses_teacher:
+            annotations.append(Annotation(TEACHER, "logprobs", TEACHER_LOGPROBS))
         if self.advantage.needs_values:
             annotations.append(Annotation("critic", "values", "old_values"))
             if self.config.bootstrap_truncated:
@@ -213,11 +223,16 @@ class PolicyGradient(Algorithm[Group]):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
-        return assemble(examples, self.run.step_sources, rewards=self.source_weights), {}
+        task = self.config.teacher.task
+        return assemble(examples, self.run.step_sources, scored=task, rewards=self.source_weights), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
-        it (``normalise_values``); at the end masked samples are removed (``mask_truncated``)."""
+        it (``normalise_values``); then the teacher's credit is added, and masked samples are removed
+        (``mask_truncated``)."""
+        if not self.config.teacher.task:
+            batch, metrics = with_teacher(batch, self.config.teacher.coef)
+            return self._without_masked(self._without_drift(batch)), pipeline.length_metrics(batch) | metrics
         kl: KLConfig = self.config.kl
         penalty = pipeline.KLPenalty(self.kl.beta, kl.chosen, kl.before_baseline) if self._kl_in("reward") else None
         said_N = batch.tok["old_values"] if self.scale is not None else None
@@ -225,6 +240,9 @@ class PolicyGradient(Algorithm[Group]):
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
+        if self._uses_teacher:
+            batch, opinion = with_teacher(batch, self.config.teacher.coef)
+            metrics |= opinion
         return self._without_masked(self._without_drift(batch)), metrics
 
     def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
@@ -309,6 +327,10 @@ class PolicyGradient(Algorithm[Group]):
     def _uses_kl(self) -> bool:
         return bool(self.config.kl.coef > 0)
 
+    @property
+    def _uses_teacher(self) -> bool:
+        return bool(self.config.teacher.coef > 0)
+
     def _kl_in(self, where: str) -> bool:
         return self._uses_kl and self.config.kl.where == where
 
@@ -321,4 +343,4 @@ class PolicyGradient(Algorithm[Group]):
         """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step the policy at
         its start is the policy now, so the live log-probs are taken, detached."""
         one_step = self.config.epochs * self.config.minibatches == 1
-        return self._kl_in("reward") or (self._reads_old and not one_step)
+        return self._kl_in("reward") or self._uses_teacher or (self._reads_old and not one_step)

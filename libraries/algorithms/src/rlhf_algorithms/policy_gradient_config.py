@@ -88,6 +88,22 @@ class EntropyConfig(ComponentConfig):
         return self
 
 
+class TeacherConfig(ComponentConfig):
+    """Distillation as credit: a frozen role ``teacher`` with the policy's tokenizer scores each sampled token."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """c: c (log-prob of the teacher - log-prob of the policy) is added to each token's advantage, after normalisation
+    (arXiv:2601.02780). 0 = off, and no teacher is loaded."""
+    task: bool = True
+    """False: nothing else gives credit, and the run needs no reward."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.task and self.coef == 0:
+            raise ValueError("task = false leaves the credit to the teacher, which coef = 0 turns off; set coef")
+        return self
+
+
 def _default(cls: type[ComponentConfig], name: str) -> Any:
     return cls.model_fields[name].default
 
@@ -162,6 +178,8 @@ class PolicyGradientConfig(ComponentConfig):
     """KL to the reference model."""
     entropy: EntropyConfig = EntropyConfig()
     """An entropy bonus whose coefficient follows the entropy."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A teacher whose opinion of each token is credit."""
     shaping: ShapingConfig = ShapingConfig()
     """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None
@@ -202,6 +220,19 @@ class PolicyGradientConfig(ComponentConfig):
         if value is not None and value[0] >= value[1]:
             raise ValueError(f"reward_clip needs [low, high] with low < high, got {list(value)}")
         return value
+
+    @model_validator(mode="after")
+    def _without_task(self) -> Self:
+        options = {
+            "shaping": bool(self.shaping.shapers()),
+            "reward_clip": self.reward_clip is not None,
+            "kl.where = 'reward'": self.kl.coef > 0 and self.kl.where == "reward",
+        }
+        if not self.teacher.task and (names := [name for name, is_set in options.items() if is_set]):
+            raise ValueError(
+                f"teacher.task = false leaves out the reward, which {' and '.join(names)} changes; leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _truncated(self) -> Self:
