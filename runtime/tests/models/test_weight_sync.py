@@ -11,8 +11,8 @@ from itertools import repeat
 import PIL.Image
 import pytest
 import torch
-from rlhf.errors import SyncError, TrainingError, WorkerError
-from rlhf.interfaces import EnginePool, ModelSpec, Place, Proof, Sleeps, TrainerFacts, WorkerGroup
+from rlhf.errors import CapabilityError, SyncError, TrainingError, WorkerError
+from rlhf.interfaces import EnginePool, Generator, ModelSpec, Place, Proof, Sleeps, TrainerFacts, WorkerGroup
 from rlhf.types import Image, RoleSpec
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf_runtime.config.sections import SyncSection
@@ -504,6 +504,25 @@ def test_the_first_error_of_a_phase_is_raised_and_other_roles_reload(made, monke
     with pytest.raises(WorkerError, match="nobody here"), phases.generating():
         pass
     assert trainer.calls == ["offload", "reload"] * 2
+
+
+def test_a_generator_that_takes_no_weights_is_refused(made):
+    """Otherwise it would go on with old weights."""
+
+    class Untyped(Generator):
+        name = "untyped"
+
+        def __init__(self):
+            self.version = 0
+
+        def begin_load(self, version):
+            raise AssertionError
+
+    _, _, _, sync, _ = made
+    pushing = sync()
+    pushing.generator = Untyped()
+    with pytest.raises(CapabilityError, match=r"'untyped' .*TakesTensors"):
+        pushing.push(1)
 
 
 def test_the_trainer_computes_while_the_generator_prepares(made, monkeypatch):

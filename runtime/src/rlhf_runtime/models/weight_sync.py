@@ -27,6 +27,8 @@ from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.models.roles import Role
 
+HOLDS_NOTHING = "accept:nothing"
+"""Capability of a generator without weights, which needs no sync."""
 _SHOWN = 8
 """Largest number of names in a message."""
 CANARY_TOKENS = 24
@@ -78,19 +80,20 @@ class WeightSync:
         fails and ``sync.check`` does not allow that."""
         self.version = version
         generator, worker = self.generator, self.policy.group.worker
+        if HOLDS_NOTHING in generator.capabilities:
+            generator.version = version
+            return {}
         if isinstance(generator, TakesModule) and worker is not None:
             proof = generator.load(worker, version)
             if proof.version != version:
                 raise SyncError(f"the generator reports weight version {proof.version} after a sync of {version}")
             return {"sync/version": float(version)}
         if not isinstance(generator, TakesTensors):
-            if isinstance(generator, TakesModule):
-                raise CapabilityError(
-                    f"generator {generator.name!r} samples from a trainer's module, and the policy is not in this "
-                    "process. Use a generator that is a TakesTensors, or launcher 'local'."
-                )
-            generator.version = version  # it generates nothing
-            return {}
+            where = "in this process" if worker is not None else "in another process"
+            raise CapabilityError(
+                f"generator {generator.name!r} ({type(generator).__name__}) gets no weights from the policy, which is "
+                f"{where}. It must be a rlhf.interfaces.TakesTensors, or a TakesModule in the process of the policy."
+            )
         if not isinstance(generator, EnginePool):
             return self._push_proven(generator, version)
         generator.pause()

@@ -11,7 +11,7 @@ from rlhf.types import GenerationRequest, Sampling, Turn
 
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.shared_devices import Phases
-from rlhf_runtime.models.weight_sync import WeightSync
+from rlhf_runtime.models.weight_sync import HOLDS_NOTHING, WeightSync
 from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
@@ -33,6 +33,7 @@ class NoGenerator(Generator):
     but no weights."""
 
     name = "none"
+    capabilities = frozenset({HOLDS_NOTHING})
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         self.config = ComponentConfig()
