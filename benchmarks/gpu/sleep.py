@@ -15,7 +15,7 @@ import machine
 import shapes
 import torch
 from parts import NotRun, Part, Section
-from rlhf.interfaces import Loss, Trainer
+from rlhf.interfaces import Loss, Offloads, Trainer
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.output.metrics import read_metrics
@@ -81,8 +81,8 @@ def asleep(section: Section, model: Path, level: int, part: Part) -> None:
 def aside(section: Section, model: Path, name: str, options: dict[str, Any], part: Part) -> None:
     """The contents of a checkpoint are the same before and after, bit for bit."""
     chosen = trainer_class(name)
-    if chosen.offload is Trainer.offload:
-        raise NotRun(f"trainer {name!r} keeps its optimizer on the device: it does not override offload()")
+    if not issubclass(chosen, Offloads):
+        raise NotRun(f"trainer {name!r} keeps its optimizer on the device: it is no Offloads")
     device, loss = section.device, nll()
     trainer = chosen(chosen.Config(device=device, lr=1e-3, **options), policy_spec(model))
     learn(trainer, loss)

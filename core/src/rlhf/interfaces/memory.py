@@ -168,7 +168,7 @@ class TrainerMemory:
 
     phases: Mapping[str, Held]
     """``load`` (the model is read), ``rest`` (between calls, after the first step), ``offloaded`` (after
-    ``Trainer.offload``), ``forward`` (without gradient), ``train`` (trained roles only)."""
+    ``Offloads.offload``), ``forward`` (without gradient), ``train`` (trained roles only)."""
     micro_tokens: int
     """Most tokens that one micro-batch computes."""
     trained: int = 0
@@ -188,11 +188,11 @@ class EngineMemory:
     """One device of a generator's engine."""
 
     phases: Mapping[str, Held]
-    """``rest`` (awake, between calls), ``asleep`` (after ``Generator.sleep``), ``generate``."""
+    """``rest`` (awake, between calls), ``asleep`` (after ``Sleeps.sleep``), ``generate``."""
     copy: bool = True
     """It holds a copy of the weights, which the run keeps up to date."""
     sleeps: bool = False
-    """``Generator.sleep`` gives device memory back."""
+    """``Sleeps.sleep`` gives device memory back."""
     cache_token: float = 0.0
     """Bytes of the key-value cache per token."""
     cache: int | None = None

@@ -51,7 +51,7 @@ class Storage:
     host_optimizer: bool = False
     """Optimizer state and gradients live in host memory."""
     offloads: bool = False
-    """``Trainer.offload`` moves optimizer state and gradients to host memory."""
+    """``Offloads.offload`` moves optimizer state and gradients to host memory."""
 
 
 def whole_storage(config: TrainingConfig, device: str, size: ModelSize, stored: str = "fp32") -> Storage:

@@ -7,8 +7,8 @@ done.
                   ▲                          │ the engine died
                   └──────────────────────────┘
 
-One thread calls the engines. An engine has up to two calls of :meth:`~rlhf.interfaces.Generator.advance` at a time, so
-that it goes on while the answer to the first call travels. Between :meth:`hold` and :meth:`release` no call is under
+One thread calls the engines. An engine has up to two calls of :meth:`AnswersRequests.advance` at a time, so that
+it goes on while the answer to the first call travels. Between :meth:`hold` and :meth:`release` no call is under
 way, and the main thread has the engines for itself.
 """
 
