@@ -83,7 +83,7 @@ def test_a_generator_of_the_old_interface_gets_all_bases_and_what_to_remove_in_o
     said = refused("generator", Old)
     assert "class Old(TakesTensors, AnswersRequests, Sleeps, Complete)" in said
     assert "Sleeps for wake()" in said
-    assert re.search(r"remove answer\(\), pause\(\): .*EnginePool", said)
+    assert re.search(r"Remove answer\(\), pause\(\), .*EnginePool", said)
 
 
 def test_a_capability_that_is_a_class_now_is_refused_without_the_class_only():

@@ -49,16 +49,14 @@ def check_abilities(kind: str, cls: type[Any], label: str) -> None:
         bases = [*reasons, *(b.__name__ for b in cls.__bases__)]
         why = ", ".join(f"{name} for {' and '.join(parts)}" for name, parts in reasons.items())
         problems.append(
-            f"derive it from the classes in rlhf.interfaces for what it can do ({why}), and name none of them in "
-            f"`capabilities`: class {cls.__name__}({', '.join(bases)})"
+            f" Write class {cls.__name__}({', '.join(bases)}), with the classes of rlhf.interfaces for what it can do "
+            f"({why}), and remove such words from `capabilities`."
         )
     if pool:
-        problems.append(
-            f"remove {', '.join(pool)}: a launcher's rlhf.interfaces.EnginePool has them, no generator does"
-        )
+        problems.append(f" Remove {', '.join(pool)}, of a launcher's rlhf.interfaces.EnginePool.")
     raise PluginInvalid(
-        f"{label}: {cls.__module__}.{cls.__qualname__} has methods or capabilities that nothing would use. "
-        + "; ".join(problems)
+        f"{label}: {cls.__module__}.{cls.__qualname__} has methods or capabilities that nothing would use."
+        + "".join(problems)
     )
 
 
