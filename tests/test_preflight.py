@@ -21,6 +21,7 @@ from rlhf_modeling.checks import LEARNING
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.model import load_model
 from rlhf_modeling.skeleton import check_files, skeleton
+from rlhf_runtime.config import components
 from rlhf_runtime.setup import build
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
@@ -414,3 +415,23 @@ def test_every_option_of_training_is_classified():
     computing |= {"deterministic"}
     assert LEARNING | computing == TrainingConfig.model_fields.keys()
     assert not LEARNING & computing
+
+
+@pytest.mark.parametrize("words", [["train", "--dry-run"], ["train"], ["plan"]], ids=" ".join)
+def test_the_options_of_each_plugin_are_checked_once(tiny: Workshop, monkeypatch, words: list[str]) -> None:
+    checked, check = list[str](), components.options_config
+
+    def counted(resolved: Any, options: Any, where: str, *rest: Any, **named: Any) -> Any:
+        checked.append(where)
+        return check(resolved, options, where, *rest, **named)
+
+    monkeypatch.setattr(components, "options_config", counted)
+    name = f"once {' '.join(words)}"
+    config = tiny.config("ppo", name, run={"steps": 1}, critic={"trainer": {"lr": 1e-4}})
+    run_file = tiny.arguments(config)[1]
+    finished = tiny.command(words[0], run_file, *words[1:])
+    assert finished.code == 0, finished.said
+    plugins = ["launcher", "trainer", "critic.trainer", "generator", "rollout", "reward.0"]
+    assert sorted(checked) == sorted(
+        ["algorithm", *(f"algorithm.{slot}" for slot in ("advantage", "loss", "value_loss")), *plugins]
+    )

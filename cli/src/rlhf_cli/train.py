@@ -11,11 +11,10 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
-from rlhf_cli.main import run_command
-
 if TYPE_CHECKING:
     from rlhf.plugins import Plugins
     from rlhf_runtime.config.runfile import RunFile
+    from rlhf_runtime.setup.prepare import Prepared
 
 
 class Train(Command):
@@ -37,13 +36,11 @@ class Train(Command):
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load, look_for_models
 
-        flags = overrides(args)
-        config = load(args.run_file, flags)
+        config = load(args.run_file, overrides(args))
         look_for_models(config)
         plugins = Plugins.discover()
         if args.dry_run:
-            _show_run(config, plugins)
-            _show_plan(args.run_file, flags)
+            _show_plan(_show_run(config, plugins))
             return 0
         from rlhf_runtime.setup.build import train
 
@@ -55,7 +52,7 @@ class Train(Command):
         return finished.exit_code
 
 
-def _show_run(config: RunFile, plugins: Plugins) -> None:
+def _show_run(config: RunFile, plugins: Plugins) -> Prepared:
     """Check the run, and show its resolved configuration as TOML and what it would do as comments."""
     from rlhf_runtime.config.load import to_toml
     from rlhf_runtime.setup.build import row_check
@@ -78,16 +75,16 @@ def _show_run(config: RunFile, plugins: Plugins) -> None:
         sys.stdout.write(f"# role {name}: {spec.path} ({spec.role.head} head, {kind}{updates})\n")
     for plugin in prepared.plugins:
         sys.stdout.write(f"# plugin {plugin}\n")
+    return prepared
 
 
-def _show_plan(run_file: str | None, pairs: list[tuple[str, str | None]]) -> None:
+def _show_plan(prepared: Prepared) -> None:
     """Placement and memory in a few comments, as `rlhf plan` shows them. A run may train a model whose memory cannot be
     estimated."""
-    from rlhf_cli.plan.command import PlanCommand
+    from rlhf_cli.plan.command import planned, show_summary, target
 
-    flags = [f"--{key}" if text is None else f"--{key}={text}" for key, text in pairs]
     try:
-        run_command("rlhf plan", PlanCommand(), [*([run_file] if run_file else []), *flags, "--summary"])
+        show_summary(*planned(prepared, target()))
     except ModelError as error:
         sys.stdout.write(f"# placement and memory: not estimated: {' '.join(str(error).split())}\n")
 

@@ -9,7 +9,7 @@ from rlhf.plugins import Plugins
 from rlhf_cli.main import main
 from rlhf_cli.options.init import Init
 from rlhf_cli.options.run_file import toml
-from rlhf_runtime.config.components import resolved_run
+from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.load import load
 from rlhf_testing.command import CommandContract
 from rlhf_testing.tiny import tiny_model
@@ -119,7 +119,7 @@ def test_comments_hold_defaults(call, folder, model, algorithm):
     assert count > 20
     (folder / "stated.toml").write_text(stated)
     plugins = Plugins.discover()
-    runs = [resolved_run(plugins, load(name)).model_dump() for name in ("run.toml", "stated.toml")]
+    runs = [Selections.of(plugins, load(name)).config.model_dump() for name in ("run.toml", "stated.toml")]
     for run in runs:
         run["run"].pop("output")
         run["placement"] = {name: place for name, place in run["placement"].items() if place["share"]}

@@ -12,7 +12,7 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
 from rlhf_cli.plan.command import cpu_memory, target
-from rlhf_cli.plan.from_run_file import resolve, work_of
+from rlhf_cli.plan.from_run_file import checked, layout_of, work_of
 from rlhf_cli.plan.layout import Machine
 from rlhf_cli.plan.nearest_change import nearest
 from rlhf_cli.plan.report import as_json, assumptions, describe
@@ -44,6 +44,10 @@ def flags(published, *more, model="0.6B"):
     for extra in more:
         merged |= extra
     return list(merged.items())
+
+
+def resolve(config, plugins, machine, lengths=None):
+    return layout_of(checked(config, plugins, machine.device), machine, lengths)
 
 
 def layout(published, plugins, *more, model="0.6B", machine=None):

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 from rlhf.errors import ConfigError, PluginError, PluginNotFound
-from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot
+from rlhf.interfaces import Advantage, Algorithm, ComponentConfig, Loss, Reward, Slot, Trainer
 from rlhf.plugins import Plugins
+from rlhf.plugins.registration import abstract_methods
 from rlhf.types import Needs, RewardResult, RoleSpec
-from rlhf_runtime.config.components import build, build_algorithm, component_config, resolved_run, select
+from rlhf_runtime.config.components import Selections, build_algorithm, component_config, select
 from rlhf_runtime.config.load import load, to_toml
+from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
 
 
@@ -206,10 +208,10 @@ def test_options_of_the_reference(plugins):
 
 
 def test_build_and_select(plugins):
-    component, resolved = build(plugins, "reward", Choice(use="plugin:scorer", options={"number": 4.0}))
-    assert (component.config.number, resolved.name) == (4.0, "scorer")
+    selection = select(plugins, "reward", Choice(use="plugin:scorer", options={"number": 4.0}))
+    assert (selection.build().config.number, selection.resolved.name) == (4.0, "scorer")
     assert select(plugins, "reward", Choice(use="scorer")).config == Scorer.Config()
-    message = refused(lambda: build(plugins, "reward", Choice(use="failing")), PluginError)
+    message = refused(select(plugins, "reward", Choice(use="failing")).build, PluginError)
     assert "raised OSError: no such device" in message
     assert "failing" in message
 
@@ -285,7 +287,7 @@ def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path)
             ("critic.trainer.lr", "0.5"),
         ],
     )
-    whole = resolved_run(plugins, run)
+    whole = Selections.of(plugins, run).config
     assert whole.algorithm.options["loss"] == {"use": "clip", "clip_low": 0.1, "clip_high": 0.28}
     assert whole.algorithm.options["kl"] == 0.0
     assert whole.reward[0].options["text"] == "123"
@@ -295,4 +297,36 @@ def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path)
     path = tmp_path / "config.toml"
     path.write_text(to_toml(whole))
     assert load(str(path)) == whole
-    assert resolved_run(plugins, load(str(path))) == whole
+    assert Selections.of(plugins, load(str(path))).config == whole
+
+
+class Staged(ComponentConfig):
+    """Its second option is allowed beside stage 3 only."""
+
+    stage: int
+    share: int = 1
+
+    @model_validator(mode="after")
+    def _possible(self):
+        if self.share != 1 and self.stage != 3:
+            raise ValueError(f"share = {self.share} needs stage 3; stage is {self.stage}")
+        return self
+
+
+def test_options_of_a_roles_own_trainer_are_checked_with_those_of_the_trainer():
+    plugins, methods = Plugins.discover(), dict.fromkeys(abstract_methods(Trainer), lambda self: None)
+    trainer = type("Needed", (Trainer,), {**methods, "name": "needed", "Config": Staged})
+    for kind, cls in (("trainer", trainer), ("algorithm", Algo), ("loss", Clip), ("advantage", Centered)):
+        plugins.register(kind, cls)
+
+    def run(stage, **own):
+        options = {"use": "needed", "stage": stage}
+        return RunFile.model_validate({"algorithm": "algo", "trainer": options, "critic": {"trainer": own}})
+
+    selections = Selections.of(plugins, run(3, share=2))
+    assert selections["critic.trainer"].config == Staged(stage=3, share=2)
+    assert selections.config.critic.trainer == {"share": 2}
+    assert "critic.trainer: share = 2 needs stage 3" in refused(lambda: Selections.of(plugins, run(2, share=2)))
+    both = refused(lambda: Selections.of(plugins, run("two", shar=2)))
+    assert "trainer.stage: should be a valid integer" in both
+    assert "critic.trainer.shar: unknown key" in both

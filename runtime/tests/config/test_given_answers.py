@@ -4,8 +4,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm
 from rlhf.types import Needs, RoleSpec
-from rlhf_runtime.config.components import check
 from rlhf_runtime.config.load import load
+from rlhf_runtime.config.validation import check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl")]
 

@@ -16,8 +16,8 @@ from rlhf.interfaces import (
     Trainer,
 )
 from rlhf.types import Lent, Needs, RoleSpec
-from rlhf_runtime.config.components import check
 from rlhf_runtime.config.load import load
+from rlhf_runtime.config.validation import check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OFFLINE = BASE[:3]

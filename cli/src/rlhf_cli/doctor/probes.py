@@ -79,20 +79,21 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     Reports their manifest (kind, name, distribution, version) and the options of the launcher.
     """
     from rlhf.plugins import Plugins
-    from rlhf_runtime.config.components import build_algorithm, resolved_run
+    from rlhf_runtime.config.components import Selections
     from rlhf_runtime.config.load import load
     from rlhf_runtime.config.runfile import RunFile
 
     config = load(argument["path"], [(key, value) for key, value in argument["overrides"]])
     registry = Plugins.discover()
     registry.check_requirements(config.run.requires)
-    config = resolved_run(registry, config)
-    algorithm, used = build_algorithm(registry, config.algorithm, config.origins)
+    selections = Selections.of(registry, config)
+    config, used = selections.config, selections.algorithm.plugins()
+    algorithm = selections.algorithm.build(None)
     for kind in ("launcher", "trainer", "generator", "rollout", "env"):
         choice = getattr(config, kind)
         unused = kind in ("rollout", "generator") and algorithm.data != "prompts"
         if choice is not None and not (unused and choice.use == RunFile.model_fields[kind].default.use):
-            used.append(registry.resolve(kind, choice.use))
+            used.append(selections[kind].resolved)
     for kind in ("reward", "observer"):
-        used += [registry.resolve(kind, choice.use) for choice in getattr(config, kind)]
+        used += [selections[f"{kind}.{number}"].resolved for number in range(len(getattr(config, kind)))]
     report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})

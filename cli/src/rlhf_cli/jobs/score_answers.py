@@ -18,7 +18,6 @@ from rlhf.types import Group
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
-from rlhf_runtime.config.components import resolved_run
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
@@ -28,7 +27,7 @@ from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.preflight import check_parts, column_problems, refuse
-from rlhf_runtime.setup.prepare import Prepared
+from rlhf_runtime.setup.prepare import Prepared, resolved
 
 _AT_ONCE = 64
 """Rows whose answers are scored together. They are written to the disk before the next rows."""
@@ -183,7 +182,7 @@ def prepare(config: RunFile, plugins: Plugins) -> Prepared:
         episodes=None,
         curriculum=None,
         observers={},
-        resolve=functools.partial(resolved_run, plugins),
+        resolve=functools.partial(resolved, plugins),
     )
 
 

@@ -18,6 +18,7 @@ from rlhf_cli.plan.units import parse, text
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rlhf_runtime.setup.plugins import RunPlugins
 
     from rlhf_cli.plan.layout import Machine
     from rlhf_cli.plan.nearest_change import Nearest
@@ -60,18 +61,16 @@ class PlanCommand(Command):
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
 
-        from rlhf_cli.plan.from_run_file import resolve
+        from rlhf_cli.plan.from_run_file import checked
         from rlhf_cli.plan.nearest_change import nearest
-        from rlhf_cli.plan.report import as_json, assumptions, summary
-        from rlhf_cli.plan.shortages import make_plan
+        from rlhf_cli.plan.report import as_json
 
         flags, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
         config = load(args.run_file, flags)
-        plan = make_plan(resolve(config, plugins, machine))
-        notes = list(assumptions(plan, lambda lengths: make_plan(resolve(config, plugins, machine, lengths))))
+        plan, notes = planned(checked(config, plugins, machine.device), machine)
         if args.summary:
-            sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *notes]))
+            show_summary(plan, notes)
             return 1 if plan.fits is False else 0
         change = None
         if plan.fits is False:
@@ -81,6 +80,23 @@ class PlanCommand(Command):
         else:
             _show(plan, change, notes)
         return 1 if plan.fits is False else 0
+
+
+def planned(run: RunPlugins, machine: Machine) -> tuple[Plan, list[str]]:
+    """The plan of a checked run on ``machine``, and what it counts with."""
+    from rlhf_cli.plan.from_run_file import layout_of
+    from rlhf_cli.plan.report import assumptions
+    from rlhf_cli.plan.shortages import make_plan
+
+    plan = make_plan(layout_of(run, machine))
+    return plan, list(assumptions(plan, lambda lengths: make_plan(layout_of(run, machine, lengths))))
+
+
+def show_summary(plan: Plan, notes: Iterable[str]) -> None:
+    """Placement and memory as a few comments of a run file."""
+    from rlhf_cli.plan.report import summary
+
+    sys.stdout.write("".join(f"# {line}\n" for line in [*summary(plan), *notes]))
 
 
 def target(

@@ -31,19 +31,24 @@ MANY = 2**31
 """Number of samples, if no option limits it."""
 
 
-def resolve(config: RunFile, plugins: Plugins, machine: Machine, lengths: Lengths | None = None) -> Layout:
-    """The layout of the run on ``machine``.
+def checked(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:
+    """The plugins of a run on devices of this kind. Raises the ConfigError, PluginError or ModelError that the run
+    itself would raise."""
+    run = run_plugins(config, plugins)
+    raise_problems("these options do nothing", idle_options(run))
+    places = run.places_on(device)
+    specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
+    check_parts(run, places, specs, here=False)
+    return run
+
+
+def layout_of(run: RunPlugins, machine: Machine, lengths: Lengths | None = None) -> Layout:
+    """The layout of a checked run on ``machine``.
 
     Args:
         lengths: of the sequences; None: the rows are read.
-
-    Raises the ConfigError, PluginError or ModelError that the run itself would raise.
     """
-    run = run_plugins(config, plugins)
-    raise_problems("these options do nothing", idle_options(run))
     places = run.places_on(machine.device)
-    specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
-    check_parts(run, places, specs, here=False)
     lengths = lengths or read_lengths(run)
     processes = "processes" in run.parts["launcher"].resolved.cls.capabilities
     machine = Machine(machine.device, machine.memory, machine.host_memory, machine.devices_per_node, processes)

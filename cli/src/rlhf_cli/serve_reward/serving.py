@@ -14,11 +14,12 @@ from aiohttp import web
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
-from rlhf_runtime.setup.plugins import active_reward
+from rlhf_runtime.setup.plugins import active_rewards
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_reward.application import PATH, Answer, Application, Limits, Metrics
@@ -53,7 +54,7 @@ def serve(
 
     Raises ConfigError, PluginError, ModelError or RewardError saying what to change.
     """
-    rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
+    rewards = active_rewards(Selections.of(plugins, config, ("reward",)))
     access.hide()  # after the rewards have read their own variables, which may be the same
     _check(config, rewards)
     placed = None

@@ -6,7 +6,7 @@ An algorithm is built with the plugins in its slots, and with its members.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,8 @@ from rlhf.types import RunOptions
 from rlhf_runtime.config.flag_values import FlagText, item_of, model_of, plain, read
 from rlhf_runtime.config.problems import describe, origin, type_and_value, unknown_keys
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
-from rlhf_runtime.config.sections import Choice
+from rlhf_runtime.config.sections import Choice, ModelSection
 from rlhf_runtime.config.suggestions import ROLES, Chosen, Suggestions
-from rlhf_runtime.config.validation import check
-
-__all__ = ["Selection", "build", "build_algorithm", "check", "component_config", "resolved_run", "select"]
 
 
 def component_config(
@@ -69,20 +66,6 @@ def select(
     return Selection(resolved, component_config(resolved, choice.options, where or kind, origins, suggestions))
 
 
-def build(
-    plugins: Plugins,
-    kind: str,
-    choice: Choice,
-    *args: Any,
-    where: str | None = None,
-    origins: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> tuple[Any, Resolved]:
-    """The component ``cls(config, *args, **kwargs)`` and its resolved plugin."""
-    selection = select(plugins, kind, choice, where, origins)
-    return selection.build(*args, **kwargs), selection.resolved
-
-
 def build_algorithm(
     plugins: Plugins, choice: Choice, origins: Mapping[str, str] | None = None, run: RunOptions | None = None
 ) -> tuple[Algorithm, list[Resolved]]:
@@ -99,21 +82,35 @@ def build_algorithm(
 def option_problems(plugins: Plugins, choices: Chosen, origins: Mapping[str, str]) -> list[str]:
     """Problems of the options of all these plugins, one text per plugin. If there are any, plugins that are not
     installed are listed too."""
+    return _select_each(plugins, choices, origins)[1]
+
+
+def _select_each(
+    plugins: Plugins, choices: Chosen, origins: Mapping[str, str]
+) -> tuple[dict[str, Selection | AlgorithmSelection | PluginError], list[str]]:
+    """({section: its plugin, or why it cannot be resolved}, :func:`option_problems`).
+
+    The options of a role's own trainer are checked together with those of ``[trainer]``, unless these have problems.
+    """
     suggestions = Suggestions(plugins, choices)
-    problems, missing = [], []
+    selected: dict[str, Selection | AlgorithmSelection | PluginError] = {}
+    problems, missing, shared = [], [], dict[str, Any]()
     for kind, where, choice in choices:
+        if kind == "trainer":
+            choice = Choice(use=choice.use, options={**shared, **choice.options})
         try:
             if where == "algorithm":
-                select_algorithm(plugins, choice, origins, suggestions)
+                selected[where] = select_algorithm(plugins, choice, origins, suggestions)
             else:
-                select(plugins, kind, choice, where, origins, suggestions)
+                selected[where] = select(plugins, kind, choice, where, origins, suggestions)
         except ConfigError as error:
             problems.append(str(error))
-        except PluginNotFound as error:
-            missing.append(str(error))
-        except PluginError:
-            continue  # raised when the plugin is built
-    return problems + missing if problems else []
+        except PluginError as error:
+            selected[where] = error
+            missing += [str(error)] if isinstance(error, PluginNotFound) else []
+        else:
+            shared = dict(choice.options) if where == "trainer" else shared
+    return selected, problems + missing if problems else []
 
 
 def chosen_by(run: RunFile) -> Chosen:
@@ -121,49 +118,16 @@ def chosen_by(run: RunFile) -> Chosen:
     choices = [(kind, kind, choice) for kind in SINGLE if (choice := getattr(run, kind)) is not None]
     for kind in LISTS:
         choices += [(kind, f"{kind}.{n}", choice) for n, choice in enumerate(getattr(run, kind))]
-    roles = {**{n: (n, getattr(run, n)) for n in ROLES}, **{n: (f"roles.{n}", s) for n, s in run.roles.items()}}
-    for where, section in roles.values():
-        if section.trainer:
-            choices.append(("trainer", f"{where}.trainer", Choice(use=run.trainer.use, options=section.trainer)))
+    for where, _, section in _role_trainers(run):
+        choices.append(("trainer", where, Choice(use=run.trainer.use, options=section.trainer)))
     return choices
 
 
-def resolved_run(plugins: Plugins, run: RunFile) -> RunFile:
-    """The run file with every option of every selected plugin filled in. A run writes it to ``config.toml``.
-
-    Loading it again selects and configures the same plugins, even if a plugin's defaults change later.
-    Raises ConfigError with the problems of the options of all plugins.
-    """
-    origins = run.origins
-    if problems := option_problems(plugins, chosen_by(run), origins):
-        raise ConfigError("\n".join(problems))
-    selected = select_algorithm(plugins, run.algorithm, origins)
-    changed: dict[str, Any] = {"algorithm": run.algorithm.model_copy(update={"options": selected.options()})}
-    for kind in SINGLE:
-        section: Choice | None = getattr(run, kind)
-        unused = kind in ("rollout", "generator") and selected.own.resolved.cls.data != "prompts"
-        if section is None or kind == "algorithm" or (unused and section == RunFile.model_fields[kind].default):
-            continue
-        changed[kind] = _filled(plugins, kind, section, kind, origins)
-    for kind in LISTS:
-        sections: tuple[Choice, ...] = getattr(run, kind)
-        changed[kind] = tuple(_filled(plugins, kind, s, f"{kind}.{i}", origins) for i, s in enumerate(sections))
-    trainer = plugins.resolve("trainer", run.trainer.use)
-    for name, role in {**{n: getattr(run, n) for n in ("policy", "critic", "reference")}, **run.roles}.items():
-        if role.trainer:
-            where = f"{name}.trainer" if name not in run.roles else f"roles.{name}.trainer"
-            merged = component_config(trainer, {**run.trainer.options, **role.trainer}, where, origins)
-            role = role.model_copy(update={"trainer": {k: v for k, v in dumped(merged).items() if k in role.trainer}})
-        if name in run.roles:
-            changed.setdefault("roles", dict(run.roles))[name] = role
-        else:
-            changed[name] = role
-    return run.model_copy(update=changed)
-
-
-def _filled(plugins: Plugins, kind: str, section: Choice, where: str, origins: Mapping[str, str]) -> Choice:
-    selection = select(plugins, kind, section, where, origins)
-    return section.model_copy(update={"options": dumped(selection.config)})
+def _role_trainers(run: RunFile) -> list[tuple[str, str, ModelSection]]:
+    """(section, role, the role's section) of every role with trainer options of its own."""
+    roles = [(f"{name}.trainer", name, getattr(run, name)) for name in ROLES if name not in run.roles]
+    roles += [(f"roles.{name}.trainer", name, section) for name, section in run.roles.items()]
+    return [role for role in roles if role[2].trainer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +271,75 @@ class Selection:
         """``cls(config, *args, **kwargs)``. Errors of the constructor are attributed to the plugin."""
         with boundary(PluginError, f"building {self.resolved}"):
             return self.resolved.cls(self.config, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Selections:
+    """Plugins that a run file selects, with their checked options. The options of each are validated once, here."""
+
+    config: RunFile
+    """The run file with every option of every selected plugin filled in. A run writes it to ``config.toml``; loading it
+    again selects and configures the same plugins, even if a plugin's defaults change later."""
+    _of_sections: Mapping[str, Selection | AlgorithmSelection | PluginError]
+
+    @classmethod
+    def of(cls, plugins: Plugins, run: RunFile, kinds: Collection[str] = (*SINGLE, *LISTS)) -> Selections:
+        """
+        Args:
+            kinds: of the plugins that are selected.
+
+        Raises ConfigError with the problems of the options of all plugins; PluginError where one cannot be resolved,
+        unless it is the default of a section that the algorithm does not use.
+        """
+        choices = [choice for choice in chosen_by(run) if choice[0] in kinds]
+        selected, problems = _select_each(plugins, choices, run.origins)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        return cls(run.model_copy(update=cls(run, selected)._filled()), selected)
+
+    @property
+    def algorithm(self) -> AlgorithmSelection:
+        selected = self._selected("algorithm")
+        assert isinstance(selected, AlgorithmSelection)
+        return selected
+
+    def __getitem__(self, section: str) -> Selection:
+        """The plugin of a section: ``trainer``, ``reward.0``, ``critic.trainer``, ``roles.NAME.trainer``."""
+        selected = self._selected(section)
+        assert isinstance(selected, Selection)
+        return selected
+
+    def _selected(self, section: str) -> Selection | AlgorithmSelection:
+        selected = self._of_sections[section]
+        if isinstance(selected, PluginError):
+            raise selected
+        return selected
+
+    def _filled(self) -> dict[str, Any]:
+        """The sections that hold options of the selected plugins, filled in."""
+        run = self.config
+        sections: dict[str, Any] = {"roles": dict(run.roles)}
+        offline = False
+        if "algorithm" in self._of_sections:
+            sections["algorithm"] = run.algorithm.model_copy(update={"options": self.algorithm.options()})
+            offline = self.algorithm.own.resolved.cls.data != "prompts"
+        for kind in SINGLE:
+            section: Choice | None = getattr(run, kind)
+            unused = offline and kind in ("rollout", "generator") and section == RunFile.model_fields[kind].default
+            if kind in self._of_sections and section is not None and kind != "algorithm" and not unused:
+                sections[kind] = section.model_copy(update={"options": dumped(self[kind].config)})
+        for kind in LISTS:
+            sections[kind] = tuple(
+                choice.model_copy(update={"options": dumped(self[where].config)})
+                if (where := f"{kind}.{number}") in self._of_sections
+                else choice
+                for number, choice in enumerate(getattr(run, kind))
+            )
+        for where, name, role in _role_trainers(run) if "trainer" in self._of_sections else ():
+            own = {k: v for k, v in dumped(self[where].config).items() if k in role.trainer}
+            target = sections["roles"] if where.startswith("roles.") else sections
+            target[name] = role.model_copy(update={"trainer": own})
+        return sections
 
 
 def options_config(

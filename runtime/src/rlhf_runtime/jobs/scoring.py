@@ -15,7 +15,7 @@ from rlhf.types import Needs, RoleSpec
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.calls.main_thread import MainThread
-from rlhf_runtime.config.components import resolved_run
+from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection, SyncSection
@@ -24,7 +24,7 @@ from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.plugins import active_reward, device_here, model_of, run_plugins
+from rlhf_runtime.setup.plugins import active_rewards, checked_plugins, device_here, model_of
 from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Placed, on_processor
 
@@ -67,8 +67,9 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
         "critic": ModelSection(),
         "reference": ModelSection(),
     }
-    config = resolved_run(plugins, config.model_copy(update=update))
-    rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
+    plugins.check_requirements(config.run.requires)
+    selections = Selections.of(plugins, config.model_copy(update=update))
+    config, rewards = selections.config, active_rewards(selections)
     reward_roles = {role.name: role for reward in rewards for role in reward.instance.roles()}
     model = config.policy.model or next((model_of(config, reward_roles, name, commits) for name in reward_roles), None)
     if model is None:
@@ -83,7 +84,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
             "roles": {name: section for name, section in config.roles.items() if name in reward_roles},
         }
     )
-    plugins_of_run = run_plugins(config, plugins, commits=commits)
+    plugins_of_run = checked_plugins(replace(selections, config=config), commits=commits)
     parts = {kind: part for kind, part in plugins_of_run.parts.items() if kind not in (GENERATOR, "rollout")}
     plugins_of_run = replace(plugins_of_run, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)

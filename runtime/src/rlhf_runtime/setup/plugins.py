@@ -9,16 +9,16 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.sample_values import ENV
-from rlhf.plugins import Plugins, Resolved
+from rlhf.plugins import Plugins
 from rlhf.types import RoleSpec, RunOptions
 from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
 
-from rlhf_runtime.config.components import Selection, build_algorithm, resolved_run, select
+from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import Choice, EvalSection, ModelSection
+from rlhf_runtime.config.sections import EvalSection, ModelSection
 from rlhf_runtime.config.validation import check
 from rlhf_runtime.rewards.scoring import ActiveReward
 
@@ -32,16 +32,15 @@ class RunPlugins:
 
     config: RunFile
     """The run file with every option of every plugin filled in."""
+    selections: Selections
+    """Every plugin that the run file names, whether this run uses it or not."""
     algorithm: Algorithm
     parts: Mapping[str, Selection]
-    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``, ``curriculum``; and ``trainer.<role>`` for a role
-    with options of its own."""
+    """``launcher``, ``trainer``, ``generator``, ``rollout``, ``env``, ``curriculum``: those that this run uses."""
     rewards: Sequence[ActiveReward]
     roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
     """None where the run samples nothing."""
-    algorithm_plugins: Sequence[Resolved]
-    """The plugins of the algorithm and of its slots."""
     commits: Commits
     """The commits of the models and data that the run names on the hub."""
 
@@ -66,7 +65,7 @@ class RunPlugins:
 
     def trainer(self, role: str) -> Selection:
         """The trainer, with the role's own options."""
-        return self.parts.get(f"trainer.{role}", self.parts["trainer"])
+        return self.selections[where_trainer(role)] if self.section(role).trainer else self.parts["trainer"]
 
     def section(self, role: str) -> ModelSection:
         """The run file's section about a role's model."""
@@ -161,21 +160,22 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     Raises ConfigError or PluginError, with a message that says what to change.
     """
     plugins.check_requirements(config.run.requires)
-    config = resolved_run(plugins, config)
-    algorithm, used = build_algorithm(plugins, config.algorithm, config.origins, run_options(config))
-    parts = {k: select(plugins, k, getattr(config, k), k, config.origins) for k in ("launcher", "trainer")}
-    rewards = [active_reward(plugins, config, number) for number in range(len(config.reward))]
+    return checked_plugins(Selections.of(plugins, config), scored, commits)
+
+
+def checked_plugins(selections: Selections, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
+    """As :func:`run_plugins`, of plugins that are selected already."""
+    config = selections.config
+    algorithm = selections.algorithm.build(run_options(config))
+    kinds = ["launcher", "trainer"]
+    rewards = active_rewards(selections)
     roles = declared_roles(algorithm, rewards)
     rollout = None
     if algorithm.data == "prompts" or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
-        parts["rollout"] = select(plugins, "rollout", config.rollout, "rollout", config.origins)
-        rollout = parts["rollout"].build()
-        if rollout.needs_generator:
-            parts["generator"] = select(plugins, "generator", config.generator, "generator", config.origins)
-        if config.env is not None:
-            parts["env"] = select(plugins, "env", config.env, "env", config.origins)
-    if config.curriculum is not None:
-        parts["curriculum"] = select(plugins, "curriculum", config.curriculum, "curriculum", config.origins)
+        rollout = selections["rollout"].build()
+        kinds += ["rollout", *([GENERATOR] if rollout.needs_generator else []), *(["env"] if config.env else [])]
+    kinds += ["curriculum"] if config.curriculum is not None else []
+    parts = {kind: selections[kind] for kind in kinds}
     check(
         config,
         algorithm,
@@ -188,12 +188,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
         curriculum=parts["curriculum"].resolved.cls if "curriculum" in parts else None,
         scored=scored and not (rollout is not None and rollout.gives_rewards),
     )
-    for name in roles:
-        if own := section_of(config, name).trainer:
-            where = where_trainer(name)
-            merged = Choice(use=config.trainer.use, options={**config.trainer.options, **own})
-            parts[f"trainer.{name}"] = select(plugins, "trainer", merged, where, config.origins)
-    return RunPlugins(config, algorithm, parts, rewards, roles, rollout, used, commits or Commits())
+    return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, commits or Commits())
 
 
 def run_options(config: RunFile) -> RunOptions:
@@ -231,23 +226,27 @@ def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits:
     return pinned(own, commits)
 
 
-def active_reward(plugins: Plugins, config: RunFile, number: int) -> ActiveReward:
-    """The ``[[reward]]`` section with this number, resolved."""
-    section = config.reward[number]
-    selection = select(plugins, "reward", section, f"reward.{number}", config.origins)
-    return ActiveReward(
-        section.label,
-        selection.resolved,
-        selection.build(),
-        selection.config,
-        section.weight,
-        section.deadline,
-        section.retries,
-        section.credit,
-        section.concurrency,
-        section.sources,
-        section.python,
-    )
+def active_rewards(selections: Selections) -> list[ActiveReward]:
+    """The rewards of the run file, built."""
+    rewards = []
+    for number, section in enumerate(selections.config.reward):
+        selection = selections[f"reward.{number}"]
+        rewards.append(
+            ActiveReward(
+                section.label,
+                selection.resolved,
+                selection.build(),
+                selection.config,
+                section.weight,
+                section.deadline,
+                section.retries,
+                section.credit,
+                section.concurrency,
+                section.sources,
+                section.python,
+            )
+        )
+    return rewards
 
 
 def declared_roles(algorithm: Algorithm, rewards: Sequence[ActiveReward]) -> dict[str, RoleSpec]:

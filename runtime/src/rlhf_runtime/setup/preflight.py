@@ -24,14 +24,12 @@ from rlhf.interfaces import (
     SendsWeights,
     TakesWeights,
 )
-from rlhf.plugins import Plugins
 from rlhf.types import Row, Update
 
-from rlhf_runtime.config.components import select
+from rlhf_runtime.config.components import component_config
 from rlhf_runtime.config.online_validation import ANSWERS, CORRECTION
 from rlhf_runtime.config.problems import origin, raise_problems
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.layouts import TOOLS
 from rlhf_runtime.data.sources import Source
@@ -99,7 +97,7 @@ def idle_options(plugins_of_run: RunPlugins) -> list[str]:
     return problems
 
 
-def unread_sections(plugins_of_run: RunPlugins, plugins: Plugins) -> list[str]:
+def unread_sections(plugins_of_run: RunPlugins) -> list[str]:
     """Problems with options of ``[rollout]`` and ``[generator]`` in a run without these parts. Options with their
     default values are allowed. ``generator.use`` is allowed too, because ``--backend`` sets it in every run."""
     problems = []
@@ -108,7 +106,7 @@ def unread_sections(plugins_of_run: RunPlugins, plugins: Plugins) -> list[str]:
         if kind in plugins_of_run.parts or section == default:
             continue
         try:
-            plain = select(plugins, kind, Choice(use=section.use)).config.model_dump()
+            plain = component_config(plugins_of_run.selections[kind].resolved, {}, kind).model_dump()
         except ConfigError:  # the plugin has options without a default, so the run file sets them all
             plain = {}
         keys = sorted(key for key, value in section.options.items() if key not in plain or plain[key] != value)

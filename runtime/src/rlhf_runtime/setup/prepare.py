@@ -18,7 +18,7 @@ from rlhf.interfaces import GENERATOR, Algorithm, Curriculum, ModelSpec, Observe
 from rlhf.plugins import Plugins, Resolved
 from rlhf_hub.hub import Commits
 
-from rlhf_runtime.config.components import resolved_run, select
+from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
@@ -98,7 +98,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     config = _with_folder(config)
     before = RunDirectory.last_start(config.run.output) if config.run.resume else {}
     plugins_of_run = run_plugins(config, plugins, scored, Commits(before.get("hub")))
-    raise_problems("these options do nothing", idle_options(plugins_of_run) + unread_sections(plugins_of_run, plugins))
+    raise_problems("these options do nothing", idle_options(plugins_of_run) + unread_sections(plugins_of_run))
     config, algorithm, parts, rewards, roles = (
         plugins_of_run.config,
         plugins_of_run.algorithm,
@@ -108,8 +108,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     )
     rollout = plugins_of_run.rollout
     observers = {
-        choice.label: select(plugins, "observer", choice, f"observer.{number}", config.origins)
-        for number, choice in enumerate(config.observer)
+        choice.label: plugins_of_run.selections[f"observer.{number}"] for number, choice in enumerate(config.observer)
     }
     tokenizer = load_tokenizer(plugins_of_run.model("policy"), config.policy.trust_remote_code)
     check_ids(plugins_of_run.model("policy"), config.policy.trust_remote_code)
@@ -168,7 +167,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
         check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
     selected = [*parts.values(), *observers.values()]
-    used = [*plugins_of_run.algorithm_plugins, *(s.resolved for s in selected), *(r.resolved for r in rewards)]
+    used = plugins_of_run.selections.algorithm.plugins()
+    used += [*(s.resolved for s in selected), *(r.resolved for r in rewards)]
     return Prepared(
         **vars(plugins_of_run),
         data=data,
@@ -181,8 +181,13 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         observers={name: selection.build() for name, selection in observers.items()},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
-        resolve=functools.partial(resolved_run, plugins),
+        resolve=functools.partial(resolved, plugins),
     )
+
+
+def resolved(plugins: Plugins, config: RunFile) -> RunFile:
+    """The run file with every option of every selected plugin filled in."""
+    return Selections.of(plugins, config).config
 
 
 def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
