@@ -10,9 +10,9 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import command_names, split_dotted
+from rlhf_runtime.checks.order import checked
 from rlhf_runtime.config.command_line import overrides
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.plugins import run_plugins
 
 from tests.pages import ROOT, commands, name_of, pages, read, tables
 
@@ -34,7 +34,7 @@ def configure(words: list[str]) -> None:
     others, dotted = split_dotted(rest)
     args = parser.parse_args(others)
     args.overrides = dotted
-    run_plugins(load(None, overrides(args)), plugins)
+    checked(load(None, overrides(args)), plugins)
 
 
 SHOWN = [

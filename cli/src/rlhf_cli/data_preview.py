@@ -47,9 +47,9 @@ class Preview(Command):
             )
         look_for_models(config)
         from rlhf.plugins import Plugins
+        from rlhf_runtime.checks.sections import ignored_fields
         from rlhf_runtime.config.components import build_algorithm, select
         from rlhf_runtime.config.problems import raise_problems
-        from rlhf_runtime.config.validation import ignored_fields
         from rlhf_runtime.data.dataset import TrainData
         from rlhf_runtime.data.image_tokens import image_tokens
         from rlhf_runtime.data.preview import preview, survey

@@ -12,14 +12,14 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
 from rlhf_cli.plan.command import cpu_memory, target
-from rlhf_cli.plan.from_run_file import checked, layout_of, work_of
+from rlhf_cli.plan.from_run_file import layout_of, planned_run, work_of
 from rlhf_cli.plan.layout import Machine
 from rlhf_cli.plan.nearest_change import nearest
 from rlhf_cli.plan.report import as_json, assumptions, describe
 from rlhf_cli.plan.row_lengths import limits, read_lengths
 from rlhf_cli.plan.shortages import make_plan
+from rlhf_runtime.checks.run import run_plugins
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.plugins import run_plugins
 from rlhf_testing.chat_templates import HERMES
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoTokenizer
@@ -47,7 +47,7 @@ def flags(published, *more, model="0.6B"):
 
 
 def resolve(config, plugins, machine, lengths=None):
-    return layout_of(checked(config, plugins, machine.device), machine, lengths)
+    return layout_of(planned_run(config, plugins, machine.device), machine, lengths)
 
 
 def layout(published, plugins, *more, model="0.6B", machine=None):

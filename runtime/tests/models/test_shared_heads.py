@@ -8,8 +8,8 @@ from rlhf.ops.batch import concat
 from rlhf.ops.heads import HIDDEN, OutputHead
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Annotation, Head, Lent, RoleSpec
-from rlhf_runtime.models.roles import Role
-from rlhf_runtime.models.shared_heads import lend, problems_of
+from rlhf_runtime.checks.parts import lending_problems
+from rlhf_runtime.models.roles import Role, lend
 
 WIDTH = 3
 ROLES = {r.name: r for r in (RoleSpec("policy", trained=True), RoleSpec("teacher"), RoleSpec("judge", "scalar"))}
@@ -92,13 +92,13 @@ def test_a_trainer_that_lends_nothing_is_an_error(monkeypatch):
     ],
 )
 def test_heads_that_cannot_be_lent(lent, given, said):
-    [problem] = problems_of([lent], ROLES, given.get("snapshots", ()), given.get("precomputed", ()))
+    [problem] = lending_problems([lent], ROLES, given.get("snapshots", ()), given.get("precomputed", ()))
     assert said in problem
     assert f"{lent.to!r} is to compute with the output head of {lent.role!r}" in problem
 
 
 def test_a_frozen_language_model_lends():
-    assert problems_of([Lent("teacher")], ROLES, (), ()) == []
+    assert lending_problems([Lent("teacher")], ROLES, (), ()) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

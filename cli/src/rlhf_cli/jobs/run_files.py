@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
+from rlhf_runtime.checks.sections import equal_answers
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.validation import equal_answers
 
 _WHOLE = "Leave it out: answers are drawn from all tokens."
 INSTEAD = {

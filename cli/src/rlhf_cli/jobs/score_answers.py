@@ -18,6 +18,8 @@ from rlhf.types import Group
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
+from rlhf_runtime.checks.data import column_problems, refuse
+from rlhf_runtime.checks.parts import check_parts
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
@@ -26,7 +28,6 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.setup.preflight import check_parts, column_problems, refuse
 from rlhf_runtime.setup.prepare import Prepared, resolved
 
 _AT_ONCE = 64

@@ -9,10 +9,10 @@ from typing import Any
 from rlhf.interfaces import Algorithm
 from rlhf.plugins import Plugins
 from rlhf.types import Update
+from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.options import Option, plugin_options, run_file_options, sections
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import MAX_STEPS, Choice
-from rlhf_runtime.config.validation import READ_OF
 
 FIRST: Mapping[str, Sequence[str]] = {
     "run": ("output", "steps", "epochs", "seed"),

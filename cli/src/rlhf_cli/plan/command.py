@@ -18,7 +18,7 @@ from rlhf_cli.plan.units import parse, text
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from rlhf_runtime.setup.plugins import RunPlugins
+    from rlhf_runtime.checks.run import RunPlugins
 
     from rlhf_cli.plan.layout import Machine
     from rlhf_cli.plan.nearest_change import Nearest
@@ -61,14 +61,14 @@ class PlanCommand(Command):
         from rlhf.plugins import Plugins
         from rlhf_runtime.config.load import load
 
-        from rlhf_cli.plan.from_run_file import checked
+        from rlhf_cli.plan.from_run_file import planned_run
         from rlhf_cli.plan.nearest_change import nearest
         from rlhf_cli.plan.report import as_json
 
         flags, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
         config = load(args.run_file, flags)
-        plan, notes = planned(checked(config, plugins, machine.device), machine)
+        plan, notes = planned(planned_run(config, plugins, machine.device), machine)
         if args.summary:
             show_summary(plan, notes)
             return 1 if plan.fits is False else 0

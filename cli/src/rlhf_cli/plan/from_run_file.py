@@ -10,11 +10,11 @@ from rlhf.interfaces import GENERATOR, Place, abilities
 from rlhf.interfaces.memory import SamplingWork, TrainerWork
 from rlhf.plugins import Plugins
 from rlhf.types import Annotation, Head, Update
-from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.checks.order import checked
+from rlhf_runtime.checks.parts import check_parts
+from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.precompute import BATCHES
-from rlhf_runtime.setup.plugins import RunPlugins, run_plugins
-from rlhf_runtime.setup.preflight import check_parts, idle_options
 
 from rlhf_cli.plan.layout import EngineLayout, Layout, Machine, RoleLayout, View
 from rlhf_cli.plan.model_size import read_size
@@ -31,11 +31,10 @@ MANY = 2**31
 """Number of samples, if no option limits it."""
 
 
-def checked(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:
+def planned_run(config: RunFile, plugins: Plugins, device: str) -> RunPlugins:
     """The plugins of a run on devices of this kind. Raises the ConfigError, PluginError or ModelError that the run
     itself would raise."""
-    run = run_plugins(config, plugins)
-    raise_problems("these options do nothing", idle_options(run))
+    run = checked(config, plugins)
     places = run.places_on(device)
     specs = {name: run.spec(name, ranks=places[name].ranks) for name in run.roles}
     check_parts(run, places, specs, here=False)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rlhf.errors import RlhfError
 from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
+from rlhf_runtime.checks.run import section_of
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.setup.plugins import section_of
 
-from rlhf_cli.plan.from_run_file import checked, layout_of
+from rlhf_cli.plan.from_run_file import layout_of, planned_run
 from rlhf_cli.plan.layout import RoleLayout
 from rlhf_cli.plan.shortages import Plan, make_plan
 
@@ -46,7 +46,7 @@ def nearest(plan: Plan, plugins: Plugins, reload: Callable[[Flags], RunFile]) ->
 
     def attempt(flags: Flags) -> Plan | None:
         try:
-            run = checked(reload(flags), plugins, plan.layout.machine.device)
+            run = planned_run(reload(flags), plugins, plan.layout.machine.device)
             return make_plan(layout_of(run, plan.layout.machine, plan.layout.lengths))
         except RlhfError:  # a plugin refuses the combination
             return None

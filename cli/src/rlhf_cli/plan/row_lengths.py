@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rlhf.errors import RlhfError
 from rlhf.interfaces import Rollout
+from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.data.dataset import CHECKED
-from rlhf_runtime.setup.plugins import RunPlugins
 
 if TYPE_CHECKING:
     from rlhf_runtime.data.dataset import TrainData

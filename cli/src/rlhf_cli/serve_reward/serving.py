@@ -14,12 +14,12 @@ from aiohttp import web
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.checks.run import active_rewards
 from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
-from rlhf_runtime.setup.plugins import active_rewards
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_reward.application import PATH, Answer, Application, Limits, Metrics

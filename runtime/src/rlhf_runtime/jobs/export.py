@@ -17,6 +17,8 @@ from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint import Checkpoint, CheckpointStore, read_json
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
+from rlhf_runtime.checks.order import checked
+from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
@@ -25,7 +27,6 @@ from rlhf_runtime.loop.saves import ADAPTER, ModelFiles
 from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.run_directory import RunDirectory
-from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
 from rlhf_runtime.setup.prepare import on_processor, total_steps
 
 Which = int | Literal["best", "average"]
@@ -102,7 +103,7 @@ def export(
 def _policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
     """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
     start = RunDirectory.last_start(run)
-    parts = run_plugins(config, plugins, scored=False, commits=Commits(start.get("hub")))
+    parts = checked(config, plugins, scored=False, commits=Commits(start.get("hub")))
     steps = start.get("total_steps") or total_steps(parts.config, 0)
     tokenizer = load_tokenizer(parts.model("policy"), parts.config.policy.trust_remote_code)
     parts.algorithm.use_tokens(tokens_of(tokenizer))

@@ -13,11 +13,11 @@ from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
+from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection
-from rlhf_runtime.config.validation import READ_OF
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase

@@ -15,6 +15,9 @@ from rlhf.types import Needs, RoleSpec
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.checks.order import check
+from rlhf_runtime.checks.parts import check_parts
+from rlhf_runtime.checks.run import active_rewards, built, device_here, model_of
 from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
@@ -24,8 +27,6 @@ from rlhf_runtime.loop.schedule import Schedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.plugins import active_rewards, checked_plugins, device_here, model_of
-from rlhf_runtime.setup.preflight import check_parts
 from rlhf_runtime.setup.prepare import Placed, on_processor
 
 
@@ -84,7 +85,8 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
             "roles": {name: section for name, section in config.roles.items() if name in reward_roles},
         }
     )
-    plugins_of_run = checked_plugins(replace(selections, config=config), commits=commits)
+    plugins_of_run = built(replace(selections, config=config), commits=commits)
+    check(plugins_of_run)
     parts = {kind: part for kind, part in plugins_of_run.parts.items() if kind not in (GENERATOR, "rollout")}
     plugins_of_run = replace(plugins_of_run, parts=parts, rollout=None)
     tokenizer = load_tokenizer(model, config.policy.trust_remote_code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from rlhf.ops.heads import gives, resolve_head
 from rlhf.ops.loss_value import FILLER, add_sums, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
 from rlhf.ops.spans import spans
-from rlhf.types import Annotation, Head, Update
+from rlhf.types import Annotation, Head, Lent, Update
 from torch import Tensor
 
 from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan, unit_prefixes
@@ -252,3 +252,13 @@ def _without_weight(micro: Batch, units: Sequence[int]) -> Batch:
             if name.startswith(WEIGHT):
                 micro = micro.with_column(level, name, values.masked_fill(of[level], 0.0), over=None)
     return micro.with_column("unit", FILLER, filler_U)
+
+
+def lend(lent: Iterable[Lent], roles: Mapping[str, Role]) -> None:
+    """Send each output head that another role computes with once: by reference inside this process, otherwise through
+    the launcher's store."""
+    for each in lent:
+        heads = list(roles[each.role].group.stream("lend_head", roles[each.role].view))
+        if len(heads) != 1:
+            raise TrainingError(f"role {each.role!r} lent {len(heads)} output heads; its trainer must give one")
+        roles[each.to].every("borrow_head", each.role, heads[0])

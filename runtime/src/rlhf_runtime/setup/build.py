@@ -18,6 +18,7 @@ from rlhf.types import Group, Row
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.sample_table import load_writer
 from rlhf_runtime.checkpoint.saved_groups import write_lines
+from rlhf_runtime.checks.run import where_trainer
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import RowCheck
 from rlhf_runtime.loop.best_value import BestTracker
@@ -58,7 +59,6 @@ from rlhf_runtime.samples.sampling import (
 from rlhf_runtime.samples.stream import RecordedStream, Stream
 from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.plugins import where_trainer
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
 from rlhf_runtime.setup.resume import check_latest, check_observers, check_record, check_resume, restore
 from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start

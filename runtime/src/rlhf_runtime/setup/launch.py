@@ -25,9 +25,8 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.data.tokenizer import Decoder, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
-from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.roles import Role, lend
 from rlhf_runtime.models.shared_devices import Phases
-from rlhf_runtime.models.shared_heads import lend
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline

@@ -14,12 +14,15 @@ from datetime import datetime
 from typing import Any
 
 from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, Algorithm, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
+from rlhf.interfaces import GENERATOR, Curriculum, ModelSpec, Observer, Place, Precision, Trainer
 from rlhf.plugins import Plugins, Resolved
 from rlhf_hub.hub import Commits
 
+from rlhf_runtime.checks.data import check_columns, check_eval_rows, check_margins, check_texts
+from rlhf_runtime.checks.order import checked
+from rlhf_runtime.checks.parts import check_parts, check_roles, idle_engine_notes, stream_notes, tool_notes
+from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.config.components import Selections
-from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import MAX_STEPS
 from rlhf_runtime.data.dataset import TrainData
@@ -27,23 +30,10 @@ from rlhf_runtime.data.image_tokens import ImageTokens, check_image_tokens, imag
 from rlhf_runtime.data.tokenizer import check_ids, check_stops, check_vocabularies, load_tokenizer, tokens_of
 from rlhf_runtime.loop.evaluate import check_metric
 from rlhf_runtime.loop.schedule import Schedule
-from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import default_folder
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.setup.plugins import RunPlugins, device_here, run_plugins
-from rlhf_runtime.setup.preflight import (
-    check_columns,
-    check_parts,
-    check_roles,
-    check_texts,
-    idle_engine_notes,
-    idle_options,
-    stream_notes,
-    tool_notes,
-    unread_sections,
-)
 
 
 @dataclass(frozen=True)
@@ -97,8 +87,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     """
     config = _with_folder(config)
     before = RunDirectory.last_start(config.run.output) if config.run.resume else {}
-    plugins_of_run = run_plugins(config, plugins, scored, Commits(before.get("hub")))
-    raise_problems("these options do nothing", idle_options(plugins_of_run) + unread_sections(plugins_of_run))
+    plugins_of_run = checked(config, plugins, scored, Commits(before.get("hub")))
     config, algorithm, parts, rewards, roles = (
         plugins_of_run.config,
         plugins_of_run.algorithm,
@@ -124,7 +113,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
             config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
         )
     if config.data.margin is not None:
-        _check_margins(algorithm, data)
+        check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
     if rollout is not None and rollout.needs_messages:
@@ -163,7 +152,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         plugins_of_run, data, held_out, plugins_of_run.online and bool(updates) and config.stream.replay is None
     )
     if algorithm.data != "prompts":
-        _check_eval_rows(algorithm, len(held_out))
+        check_eval_rows(algorithm, len(held_out))
     elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
         check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
     selected = [*parts.values(), *observers.values()]
@@ -218,29 +207,6 @@ def is_scored(plugins_of_run: RunPlugins) -> bool:
     rollout = plugins_of_run.rollout
     of_rollout = rollout is not None and (rollout.gives_rewards or not rollout.needs_generator)
     return bool(plugins_of_run.rewards) or plugins_of_run.config.env is not None or of_rollout
-
-
-def _check_margins(algorithm: Algorithm, data: TrainData) -> None:
-    """Raises ConfigError where the loss reads margins and the algorithm does not put them into the batch. This happens
-    only where the algorithm builds units from rows by itself."""
-    rows = next(data.every_example(max(2, algorithm.needs().rows_min)), [])
-    batch = assemble(algorithm, rows)[0] if rows else None
-    if batch is not None and not batch.has("margin"):
-        raise ConfigError(
-            f"data.margin = {data.section.margin!r}: the loss reads the column 'margin', and assemble() of "
-            f"{algorithm.name} does not create it. Remove data.margin. The author of the algorithm can use "
-            'rlhf.ops.rows.pack_rows, or add Example.values["margin"] as a unit column.'
-        )
-
-
-def _check_eval_rows(algorithm: Algorithm, rows: int) -> None:
-    """Raises ConfigError where the loss cannot be evaluated on so few rows."""
-    least = algorithm.needs().rows_min
-    if 0 < rows < least:
-        raise ConfigError(
-            f"{algorithm.name} needs at least {least} rows to evaluate on, got {rows} from data.eval. Add rows, or "
-            "leave data.eval out."
-        )
 
 
 def on_processor(

@@ -168,7 +168,7 @@ def allow_defaults(
 
     Args:
         config: the run file with every option filled in.
-        resolve: fills in options (:func:`rlhf_runtime.config.components.resolved_run`).
+        resolve: fills in options (:class:`rlhf_runtime.config.components.Selections`).
     """
     stated = config.model_dump(mode="json")
 

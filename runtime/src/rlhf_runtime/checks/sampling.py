@@ -1,40 +1,38 @@
-"""Checks of online runs and of ``[stream]`` before anything starts; part of :mod:`rlhf_runtime.config.validation`."""
+"""Refusals of runs that sample: sampling, rewards, filter, environment, ``[stream]``, what the generator can do."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rlhf.interfaces import (
     GENERATOR,
     Advantage,
     Algorithm,
     AnswersRequests,
-    Generator,
     Launcher,
     SendsWeights,
     SharesModule,
     TakesModule,
     TakesTensors,
-    Trainer,
     abilities,
 )
-from rlhf.types import Needs, OnlineShape
+from rlhf.types import OnlineShape
 
 from rlhf_runtime.config.runfile import RunFile
+
+if TYPE_CHECKING:
+    from rlhf_runtime.checks.run import RunPlugins
 
 CORRECTION = "correction"
 """Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
 
 
-def sampling_problems(
-    run: RunFile,
-    algorithm: Algorithm,
-    needs: Needs,
-    rollout_needs_env: bool,
-    scored: bool,
-    rollout_replays_env: bool = False,
-) -> list[str]:
-    """Problems of sampling, scoring and filtering. Arguments as for :func:`rlhf_runtime.config.validation.check`."""
-    problems, s = [], run.sampling
-    name = algorithm.name
+def sampling(run: RunPlugins) -> list[str]:
+    """Problems of sampling, scoring and filtering."""
+    if not run.online:
+        return []
+    config, algorithm, needs = run.config, run.algorithm, run.algorithm.needs()
+    problems, s, name = [], config.sampling, algorithm.name
     if s.samples_per_prompt < needs.group_min:
         problems.append(
             f"{name} needs at least {needs.group_min} samples per prompt, got {s.samples_per_prompt}; set "
@@ -51,18 +49,17 @@ def sampling_problems(
             "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
-    if s.max_new_tokens >= run.data.max_tokens:
+    if s.max_new_tokens >= config.data.max_tokens:
         problems.append(
             f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
-            f"{run.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
+            f"{config.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
         )
-    problems += algorithm.misfits(_shape(run, rollout_needs_env or (rollout_replays_env and run.env is not None)))
-    problems += env_problems(run, rollout_needs_env, rollout_replays_env)
-    problems += _turn_credit(run, algorithm)
-    unscored = scored and not run.reward and run.env is None
+    problems += algorithm.misfits(_shape(config, _in_environment(run)))
+    problems += _turn_credit(config, algorithm)
+    unscored = run.scored and not config.reward and config.env is None
     if unscored and needs.reward:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
-    if unscored and not needs.reward and run.data.eval and run.eval.metric is None:
+    if unscored and not needs.reward and config.data.eval and config.eval.metric is None:
         problems.append(
             "data.eval: nothing scores the answers, so no model is the best. Set --reward NAME, or --eval.metric "
             "length, or remove it."
@@ -72,18 +69,18 @@ def sampling_problems(
             f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
             "so given needs reward = False and lies from 0 to below 1. Report this to its author."
         )
-    if needs.given and run.env is not None:
+    if needs.given and config.env is not None:
         problems.append(
             f"{name} configured like this learns from the answers of a share of {needs.given:.3g} of the rows. These "
-            f"answers are to the row's prompt, not to an environment, but env {run.env.use!r} is set. Remove it, or "
+            f"answers are to the row's prompt, not to an environment, but env {config.env.use!r} is set. Remove it, or "
             "have all answers sampled."
         )
-    if run.stream.round > 1 and run.stream.staleness > 0:
+    if config.stream.round > 1 and config.stream.staleness > 0:
         problems.append(
-            f"stream.round = {run.stream.round} and stream.staleness = {run.stream.staleness}: both define which "
+            f"stream.round = {config.stream.round} and stream.staleness = {config.stream.staleness}: both define which "
             "weights generate a batch. Set --stream.staleness 0 for rounds, or --stream.round 1."
         )
-    problems += _filtering(run, unscored=unscored and not needs.reward)
+    problems += _filtering(config, unscored=unscored and not needs.reward)
     return problems
 
 
@@ -101,16 +98,25 @@ def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:
     ]
 
 
-def env_problems(run: RunFile, rollout_needs_env: bool, rollout_replays_env: bool) -> list[str]:
+def environment(run: RunPlugins) -> list[str]:
     """Problems of the rollout with the environment, in training or in evaluation."""
-    if rollout_needs_env and run.env is None:
-        return [f"rollout {run.rollout.use!r} needs an environment. Name one: --env.use NAME."]
-    if run.env is not None and not rollout_needs_env and not rollout_replays_env:
+    config, rollout = run.config, run.rollout
+    if rollout is None:
+        return []
+    if rollout.needs_env and config.env is None:
+        return [f"rollout {config.rollout.use!r} needs an environment. Name one: --env.use NAME."]
+    if config.env is not None and not rollout.needs_env and not rollout.replays_env:
         return [
-            f"env {run.env.use!r} is set, but rollout {run.rollout.use!r} uses no environment. Set --rollout.use to a "
-            "rollout that does (e.g. multi_turn), or remove [env]."
+            f"env {config.env.use!r} is set, but rollout {config.rollout.use!r} uses no environment. Set --rollout.use "
+            "to a rollout that does (e.g. multi_turn), or remove [env]."
         ]
     return []
+
+
+def _in_environment(run: RunPlugins) -> bool:
+    """Whether samples are made in an environment, or were where a rollout replays them."""
+    rollout = run.rollout
+    return rollout is not None and (rollout.needs_env or (rollout.replays_env and run.config.env is not None))
 
 
 def _filtering(run: RunFile, unscored: bool) -> list[str]:
@@ -139,24 +145,23 @@ def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
     return OnlineShape(run.data.batch_size * s.samples_per_prompt, answer, answer if rollout_needs_env else most)
 
 
-def capability_problems(
-    algorithm: Algorithm, needs: Needs, generator: type[Generator] | None, trainer: type[Trainer] | None
-) -> list[str]:
+def generator_capabilities(run: RunPlugins) -> list[str]:
     """Missing capabilities of the generator: log-probs for the algorithm, or weights from the trainer."""
-    problems = []
-    if generator is not None and needs.generator_logprobs and "logprobs" not in generator.capabilities:
+    problems, algorithm, generator, trainer = [], run.algorithm, run.generator_class, run.trainer_class
+    if generator is None:
+        return []
+    if algorithm.needs().generator_logprobs and "logprobs" not in generator.capabilities:
         problems.append(
             f"{algorithm.name} configured like this needs the log-probs of the generator, which generator "
             f"{generator.name!r} does not report (it can: {', '.join(sorted(generator.capabilities)) or 'nothing'})."
         )
-    if generator is not None and trainer is not None:
-        pairs = ((TakesModule, SharesModule), (TakesTensors, SendsWeights))
-        if not any(issubclass(generator, takes) and issubclass(trainer, gives) for takes, gives in pairs):
-            problems.append(
-                f"generator {generator.name!r} ({', '.join(abilities(generator)) or 'no abilities'}) cannot take "
-                f"weights from trainer {trainer.name!r} ({', '.join(abilities(trainer)) or 'no abilities'}). A "
-                "TakesModule needs a SharesModule, a TakesTensors needs a SendsWeights."
-            )
+    pairs = ((TakesModule, SharesModule), (TakesTensors, SendsWeights))
+    if not any(issubclass(generator, takes) and issubclass(trainer, gives) for takes, gives in pairs):
+        problems.append(
+            f"generator {generator.name!r} ({', '.join(abilities(generator)) or 'no abilities'}) cannot take "
+            f"weights from trainer {trainer.name!r} ({', '.join(abilities(trainer)) or 'no abilities'}). A "
+            "TakesModule needs a SharesModule, a TakesTensors needs a SendsWeights."
+        )
     return problems
 
 
@@ -167,11 +172,13 @@ KEEPS_KEYS = "keep:keys"
 """Capability of generators: ``GeneratorSpec.keys``."""
 
 
-def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: type[Generator] | None) -> list[str]:
+def stream(run: RunPlugins) -> list[str]:
     """Problems of the options by which batches are made."""
-    section = run.stream
+    config, generator = run.config, run.generator_class
+    launcher: type[Launcher] = run.parts["launcher"].resolved.cls
+    section = config.stream
     problems: list[str] = []
-    if section.replay is not None:  # the other options say how the recorded samples were drawn
+    if not run.online or section.replay is not None:  # the options say how the recorded samples were drawn
         return problems
     if section.mode == "waves":
         if section.order != "submission":
@@ -184,28 +191,28 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
                 f"stream.oversample = {section.oversample:g}: batches are generated whole, with nothing beside them. "
                 "Remove it, or set --stream.mode continuous."
             )
-        if run.sync.in_flight != "continue":
+        if config.sync.in_flight != "continue":
             problems.append(
-                f"sync.in_flight = {run.sync.in_flight!r}: no answer is unfinished when weights are sent. Remove it, "
-                "or set --stream.mode continuous."
+                f"sync.in_flight = {config.sync.in_flight!r}: no answer is unfinished when weights are sent. Remove "
+                "it, or set --stream.mode continuous."
             )
-        if run.sync.keys != "recompute":
+        if config.sync.keys != "recompute":
             problems.append(
-                f"sync.keys = {run.sync.keys!r}: no answer is unfinished when weights are sent. Remove it, or set "
+                f"sync.keys = {config.sync.keys!r}: no answer is unfinished when weights are sent. Remove it, or set "
                 "--stream.mode continuous."
             )
         return problems
-    if run.sync.keys == "keep" and run.sync.in_flight != "continue":
+    if config.sync.keys == "keep" and config.sync.in_flight != "continue":
         problems.append(
-            f"sync.keys = 'keep': with sync.in_flight = {run.sync.in_flight!r} no answer goes on with new weights. "
+            f"sync.keys = 'keep': with sync.in_flight = {config.sync.in_flight!r} no answer goes on with new weights. "
             "Remove one of them."
         )
-    elif run.sync.keys == "keep" and generator is not None and KEEPS_KEYS not in generator.capabilities:
+    elif config.sync.keys == "keep" and generator is not None and KEEPS_KEYS not in generator.capabilities:
         problems.append(
             f"sync.keys = 'keep': generator {generator.name!r} keeps no keys and values when it gets new weights. "
             "Remove it, or use another --generator.use."
         )
-    if launcher is not None and ANSWERS not in launcher.capabilities:
+    if ANSWERS not in launcher.capabilities:
         problems.append(
             f"stream.mode = 'continuous': launcher {launcher.name!r} generates and trains in turns, so samples cannot "
             f"go on while the policy learns. Remove it, or use a launcher with the capability {ANSWERS!r}: "
@@ -226,7 +233,7 @@ def stream_problems(run: RunFile, launcher: type[Launcher] | None, generator: ty
             f"stream.oversample = {section.oversample:g}: with stream.staleness = {section.staleness} at most "
             f"{section.staleness + 1} batches may be started. Lower it, or raise --stream.staleness."
         )
-    shared = run.placement.get(GENERATOR)
+    shared = config.placement.get(GENERATOR)
     if shared is not None and shared.share is not None:
         problems.append(
             f"stream.mode = 'continuous': [placement.generator] shares the devices of {shared.share!r}, which learns "

@@ -7,10 +7,10 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Reward
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, RoleSpec
+from rlhf_runtime.checks.run import declared_roles
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.sections import Choice
 from rlhf_runtime.rewards.scoring import ActiveReward
-from rlhf_runtime.setup.plugins import declared_roles
 
 
 def judge(name: str, model: str) -> ActiveReward:

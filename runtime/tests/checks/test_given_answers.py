@@ -4,8 +4,8 @@ import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm
 from rlhf.types import Needs, RoleSpec
-from rlhf_runtime.config.load import load
-from rlhf_runtime.config.validation import check
+
+from runtime.tests.checks.stub_run import check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl")]
 
@@ -28,7 +28,7 @@ class Mixing(Algorithm):
 
 
 def test_given_answers_without_a_reward_are_accepted():
-    check(load(None, BASE), Mixing(given=0.5, reward=False))
+    check(BASE, Mixing(given=0.5, reward=False))
 
 
 @pytest.mark.parametrize(
@@ -46,4 +46,4 @@ def test_given_answers_without_a_reward_are_accepted():
 )
 def test_combinations_that_given_answers_do_not_support_are_refused(needs, flags, message):
     with pytest.raises(ConfigError, match=message):
-        check(load(None, [*BASE, *flags]), Mixing(**needs), rollout_needs_env=bool(flags) and flags[0][0] == "env")
+        check([*BASE, *flags], Mixing(**needs), needs_env=bool(flags) and flags[0][0] == "env")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from rlhf.plugins import Plugins
+from rlhf_runtime.checks.parts import idle_engine_notes, stream_notes
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.load import load
-from rlhf_runtime.setup.preflight import idle_engine_notes, stream_notes
 
 BASE = [("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OLD = ("stream.staleness", "2")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, Algorithm, ModelSpec, Place, Rollout, Trainer
+from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.sample_values import ENV
 from rlhf.plugins import Plugins
@@ -19,7 +19,6 @@ from rlhf_runtime.config.components import Selection, Selections
 from rlhf_runtime.config.placement import divided, placement
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import EvalSection, ModelSection
-from rlhf_runtime.config.validation import check
 from rlhf_runtime.rewards.scoring import ActiveReward
 
 _NAMED = ("policy", "critic", "reference")
@@ -28,7 +27,7 @@ _NAMED = ("policy", "critic", "reference")
 
 @dataclass(frozen=True)
 class RunPlugins:
-    """The plugins of a run and the roles that they declare, checked against each other."""
+    """The plugins of a run and the roles that they declare."""
 
     config: RunFile
     """The run file with every option of every plugin filled in."""
@@ -41,6 +40,8 @@ class RunPlugins:
     roles: Mapping[str, RoleSpec]
     rollout: Rollout | None
     """None where the run samples nothing."""
+    scored: bool
+    """Whether answers must get a reward, and the rollout gives none itself."""
     commits: Commits
     """The commits of the models and data that the run names on the hub."""
 
@@ -53,6 +54,11 @@ class RunPlugins:
         """The class of the trainer of every role."""
         cls: type[Trainer] = self.parts["trainer"].resolved.cls
         return cls
+
+    @property
+    def generator_class(self) -> type[Generator] | None:
+        """None where the run has no generator."""
+        return self.parts[GENERATOR].resolved.cls if GENERATOR in self.parts else None
 
     @property
     def evaluation(self) -> EvalSection:
@@ -151,7 +157,7 @@ def device_here() -> str:
 
 
 def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
-    """Resolve plugins, and check their options and their requirements of each other.
+    """Resolve the plugins of a run, check the options of each, and build those that declare what the run needs.
 
     Args:
         scored: whether answers must get a reward.
@@ -160,10 +166,10 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     Raises ConfigError or PluginError, with a message that says what to change.
     """
     plugins.check_requirements(config.run.requires)
-    return checked_plugins(Selections.of(plugins, config), scored, commits)
+    return built(Selections.of(plugins, config), scored, commits)
 
 
-def checked_plugins(selections: Selections, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
+def built(selections: Selections, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
     """As :func:`run_plugins`, of plugins that are selected already."""
     config = selections.config
     algorithm = selections.algorithm.build(run_options(config))
@@ -176,19 +182,8 @@ def checked_plugins(selections: Selections, scored: bool = True, commits: Commit
         kinds += ["rollout", *([GENERATOR] if rollout.needs_generator else []), *(["env"] if config.env else [])]
     kinds += ["curriculum"] if config.curriculum is not None else []
     parts = {kind: selections[kind] for kind in kinds}
-    check(
-        config,
-        algorithm,
-        rollout_needs_env=rollout is not None and rollout.needs_env,
-        rollout_replays_env=rollout is not None and rollout.replays_env,
-        reward_roles=[role for r in rewards for role in r.instance.roles()],
-        generator=parts["generator"].resolved.cls if "generator" in parts else None,
-        trainer=parts["trainer"].resolved.cls,
-        launcher=parts["launcher"].resolved.cls,
-        curriculum=parts["curriculum"].resolved.cls if "curriculum" in parts else None,
-        scored=scored and not (rollout is not None and rollout.gives_rewards),
-    )
-    return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, commits or Commits())
+    scored = scored and not (rollout is not None and rollout.gives_rewards)
+    return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, commits or Commits())
 
 
 def run_options(config: RunFile) -> RunOptions:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from rlhf.interfaces import Algorithm, Curriculum
 from rlhf.types import Needs, RoleSpec
-from rlhf_runtime.config.load import load
-from rlhf_runtime.config.validation import curriculum_problems
+from rlhf_runtime.checks import sections
+
+from runtime.tests.checks.stub_run import stub_run
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 
@@ -53,7 +54,7 @@ SHARES = [("data.train.0.probability", "1.0")]
 
 
 def problems(flags=(), algorithm=Sampling, curriculum=Blind, scored=True, base=BASE):
-    return curriculum_problems(load(None, [*base, *flags]), algorithm(), curriculum, scored)
+    return sections.curriculum(stub_run([*base, *flags], algorithm(), curriculum=curriculum, scored=scored))
 
 
 class Once(Blind):

@@ -16,8 +16,8 @@ from rlhf.interfaces import (
     Trainer,
 )
 from rlhf.types import Lent, Needs, RoleSpec
-from rlhf_runtime.config.load import load
-from rlhf_runtime.config.validation import check
+
+from runtime.tests.checks.stub_run import check
 
 BASE = [("algorithm", "x"), ("policy.model", "m"), ("data.train", "a.jsonl"), ("reward", "math")]
 OFFLINE = BASE[:3]
@@ -47,18 +47,18 @@ class Demonstrations(Fake):
 
 def messages(flags, algorithm=None, **given) -> str:
     with pytest.raises(ConfigError) as error:
-        check(load(None, flags), algorithm or Fake(), **given)
+        check(flags, algorithm or Fake(), **given)
     return str(error.value)
 
 
 def test_valid_combinations_pass():
-    check(load(None, BASE), Fake())
-    check(load(None, [*BASE[:3], ("env", "game")]), Fake(), rollout_needs_env=True)
-    check(load(None, OFFLINE), Demonstrations())
+    check(BASE, Fake())
+    check([*BASE[:3], ("env", "game")], Fake(), needs_env=True)
+    check(OFFLINE, Demonstrations())
     roles = (RoleSpec("policy", trained=True), RoleSpec("critic"))
-    check(load(None, [*BASE, ("critic.model", "c")]), Fake(roles=roles))
-    check(load(None, [*BASE, ("roles.judge.model", "j")]), Fake(), reward_roles=[RoleSpec("judge", "scalar")])
-    check(load(None, [*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")]), Demonstrations())
+    check([*BASE, ("critic.model", "c")], Fake(roles=roles))
+    check([*BASE, ("roles.judge.model", "j")], Fake(), reward_roles=[RoleSpec("judge", "scalar")])
+    check([*OFFLINE, ("reward", "math"), ("data.eval", "b.jsonl")], Demonstrations())
 
 
 class Shaped(Fake):
@@ -78,7 +78,7 @@ class Shaped(Fake):
     ],
 )
 def test_an_algorithms_misfits_with_the_shape_of_the_run_are_reported(flags, needs_env, shape):
-    assert shape in messages([*BASE, *flags], Shaped(), rollout_needs_env=needs_env)
+    assert shape in messages([*BASE, *flags], Shaped(), needs_env=needs_env)
 
 
 def test_an_evaluation_of_equal_answers_is_refused():
@@ -86,8 +86,8 @@ def test_an_evaluation_of_equal_answers_is_refused():
     assert "[eval] is set, but there is no data.eval" in messages([*BASE, ("eval.patience", "3")])
     said = messages([*BASE, data, ("eval.samples", "4")], generator=Generator)
     assert "eval.samples = 4 at eval.temperature = 0 gives the same answer 4 times" in said
-    check(load(None, [*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")]), Fake())
-    check(load(None, [*BASE, data, ("eval.every", "4")]), Fake())
+    check([*BASE, data, ("eval.samples", "4"), ("eval.temperature", "1")], Fake())
+    check([*BASE, data, ("eval.every", "4")], Fake())
 
 
 def test_too_few_rows_a_step_are_refused():
@@ -97,9 +97,9 @@ def test_too_few_rows_a_step_are_refused():
 
 def test_an_algorithm_that_needs_no_reward():
     unscored = Fake(reward=False)
-    check(load(None, OFFLINE), unscored)
-    check(load(None, [*BASE, ("stream.filter.low", "0"), ("data.eval", "b.jsonl")]), unscored)
-    check(load(None, [*OFFLINE, ("data.eval", "b.jsonl"), ("eval.metric", "length")]), unscored)
+    check(OFFLINE, unscored)
+    check([*BASE, ("stream.filter.low", "0"), ("data.eval", "b.jsonl")], unscored)
+    check([*OFFLINE, ("data.eval", "b.jsonl"), ("eval.metric", "length")], unscored)
     filtered = messages([*OFFLINE, ("stream.filter.low", "0")], unscored)
     assert "stream.filter reads scores, but the run has no reward. Remove it, or set --reward NAME" in filtered
     evaluated = messages([*OFFLINE, ("data.eval", "b.jsonl")], unscored)
@@ -116,7 +116,7 @@ def test_shared_heads_need_a_trainer_with_that_capability():
 
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
     flags, algorithm = [*OFFLINE, ("roles.teacher.model", "t")], Demonstrations(roles=roles, lent=(Lent("teacher"),))
-    check(load(None, flags), algorithm, trainer=Lends)
+    check(flags, algorithm, trainer=Lends)
     said = messages(flags, algorithm, trainer=Keeps)
     assert "imitate lets a role compute with the output head of another role, which trainer 'keeps' does not" in said
 
@@ -132,7 +132,7 @@ def test_weights_in_bf16_need_a_trainer_with_that_capability():
     roles = (RoleSpec("policy", trained=True), RoleSpec("teacher"))
     flags = [*OFFLINE, ("roles.teacher.model", "t"), ("roles.teacher.storage", "bf16")]
     algorithm = Demonstrations(roles=roles)
-    check(load(None, flags), algorithm, trainer=Narrow)
+    check(flags, algorithm, trainer=Narrow)
     said = messages(flags, algorithm, trainer=Wide)
     assert "roles.teacher.storage = 'bf16': trainer 'wide' stores weights in fp32 only" in said
 
@@ -147,7 +147,7 @@ def test_settings_of_a_sync_that_never_happens_are_refused():
         capabilities = frozenset({"logprobs"})
 
     flags = [*BASE, ("sync.check", "warn")]
-    check(load(None, flags), Fake(), generator=Holds)
+    check(flags, Fake(), generator=Holds)
     assert "[sync] is set, but generator 'borrows' holds no copy of the weights" in messages(flags, generator=Borrows)
     assert "[sync] is set, but this run has no generator" in messages(flags)
 
@@ -163,13 +163,13 @@ def test_truncated_sampling_needs_a_correction(key, value):
     message = messages(flags)
     assert f"sampling.{key} = {value}: training samples would come from another distribution" in message
     assert "set an importance correction: `rlhf explain algorithm.loss`" in message
-    check(load(None, flags), Fake(features=("correction",)))
+    check(flags, Fake(features=("correction",)))
 
 
 @pytest.mark.parametrize(
     ("flags", "given", "expected"),
     [
-        ([], {"rollout_needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
+        ([], {"needs_env": True}, "rollout 'single_turn' needs an environment. Name one: --env.use NAME"),
         ([("env", "game")], {}, "env 'game' is set, but rollout 'single_turn' uses no environment"),
         (
             [("critic.model", "c")],
@@ -210,21 +210,21 @@ class Compares(Estimator):
 
 
 def test_rewards_at_turns_need_an_estimator_that_reads_them_there():
-    flags, env = [*BASE, ("env", "game"), ("env.credit", "step")], {"rollout_needs_env": True}
+    flags, env = [*BASE, ("env", "game"), ("env.credit", "step")], {"needs_env": True}
     reads, compares = Fake(), Fake()
     reads.parts, compares.parts = {"advantage": Estimator()}, {"advantage": Compares()}
-    check(load(None, flags), reads, **env)
+    check(flags, reads, **env)
     assert "env.credit = 'step': advantage 'compares' compares sums of rewards" in messages(flags, compares, **env)
     assert "algorithm 'leave_one_out' compares sums of rewards" in messages(flags, **env)
-    check(load(None, [*BASE, ("env", "game")]), compares, **env)
+    check([*BASE, ("env", "game")], compares, **env)
     offline = messages([*flags, ("data.eval", "b.jsonl")], Demonstrations())
     assert "env.credit = 'step' is of training, and imitate learns from demonstrations" in offline
 
 
 def test_a_recording_may_keep_the_environment_of_its_run():
     flags = [*BASE, ("env", "game"), ("env.max_turns", "3")]
-    check(load(None, flags), Fake(), rollout_replays_env=True)
-    shaped = messages(flags, Shaped(), rollout_replays_env=True)
+    check(flags, Fake(), replays_env=True)
+    shaped = messages(flags, Shaped(), replays_env=True)
     assert "answer_tokens=768, most_tokens=768" in shaped
 
 
@@ -232,7 +232,7 @@ def test_gradient_checkpointing_of_a_frozen_role_is_refused():
     """Of a policy that only answers a run file may say how it is trained."""
     policy, reference, judge = RoleSpec("policy"), RoleSpec("reference", like="policy"), RoleSpec("judge", model="j")
     roles = (policy, reference, judge)
-    check(load(None, [*BASE, ("policy.gradient_checkpointing", "true")]), Fake(roles=roles))
+    check([*BASE, ("policy.gradient_checkpointing", "true")], Fake(roles=roles))
     again = [("reference.gradient_checkpointing", "true"), ("roles.judge.gradient_checkpointing", "true")]
     said = messages([*BASE, *again], Fake(roles=roles))
     assert "reference.gradient_checkpointing = true: reference is not trained" in said
@@ -267,10 +267,10 @@ def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_sampl
         name = "divides"
 
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl"), ("reward", "math")]
-    check(load(None, evaluated), Demonstrations())
+    check(evaluated, Demonstrations())
     said = messages(evaluated, Demonstrations(), generator=Borrows, trainer=Divides)
     assert "generator 'borrows' (TakesModule) cannot take weights from trainer 'divides' (SendsWeights)" in said
-    assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), rollout_needs_env=True)
+    assert "rollout 'single_turn' needs an environment" in messages(evaluated, Demonstrations(), needs_env=True)
     assert "env 'game' is set, but rollout 'single_turn' uses no environment" in messages(
         [*evaluated, ("env", "game")], Demonstrations()
     )
@@ -279,7 +279,7 @@ def test_an_offline_run_that_evaluates_by_answers_is_checked_like_one_that_sampl
 def test_a_policy_without_an_output_for_tokens_answers_nothing():
     scores = Demonstrations(roles=(RoleSpec("policy", head="scalar", trained=True),))
     evaluated = [*OFFLINE, ("data.eval", "b.jsonl")]
-    check(load(None, evaluated), scores)
+    check(evaluated, scores)
     said = messages([*evaluated, ("reward", "math")], scores)
     assert (
         "the policy of imitate has a 'scalar' head and writes none; data.eval is scored by the loss. Remove it." in said
@@ -312,7 +312,7 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
     assert "data.loss_on = 'all' is for demonstrations" in messages([*BASE, ("data.loss_on", "all")])
     every_answer = [*OFFLINE, ("data.loss_on", "assistant")]
     for form in ("demonstrations", "pairs", "labels"):  # what a pair that parts early is told to set must be possible
-        check(load(None, every_answer), of_form(form))
+        check(every_answer, of_form(form))
     said = messages(every_answer, of_form("steps"))
     assert "data.loss_on = 'assistant' is for demonstrations and pairs and labels; imitate learns from steps" in said
 
@@ -332,12 +332,12 @@ def test_loss_on_is_for_demonstrations_and_answers_of_several_turns():
 def test_columns_that_no_row_of_this_form_has_are_refused(form, field, reader):
     said = messages([*OFFLINE, (f"data.{field}", "x")], of_form(form))
     assert f"data.{field}: used for {reader} only, but imitate learns from {form}. Remove what is not used." in said
-    check(load(None, [*OFFLINE, (f"data.{field}", "x")]), of_form(reader.partition(" ")[0], WithMargin()))
+    check([*OFFLINE, (f"data.{field}", "x")], of_form(reader.partition(" ")[0], WithMargin()))
 
 
 def test_answer_columns_are_allowed_for_prompts_if_the_algorithm_learns_from_answers():
     answer = [*OFFLINE, ("data.response", "x"), ("data.add_eos", "false")]
-    check(load(None, answer), Fake(reward=False, given=0.5))
+    check(answer, Fake(reward=False, given=0.5))
     said = messages(answer, Fake(reward=False))
     assert "data.response: used for demonstrations and labels only, but leave_one_out learns from prompts" in said
     assert "data.add_eos: used for demonstrations and pairs and labels only" in said
@@ -356,7 +356,7 @@ def test_sampling_options_are_refused_without_training_samples(flag):
 
 def test_stop_options_are_allowed_if_an_offline_run_is_evaluated_by_answers():
     limits = [*OFFLINE, ("sampling.max_new_tokens", "9"), ("sampling.stop", '["x"]')]
-    check(load(None, [*limits, ("data.eval", "b.jsonl"), ("reward", "math")]), Demonstrations())
+    check([*limits, ("data.eval", "b.jsonl"), ("reward", "math")], Demonstrations())
     said = messages(limits, Demonstrations())
     assert "sampling.max_new_tokens = 9: imitate learns from demonstrations" in said
     assert "sampling.stop = ('x',)" in said
@@ -365,12 +365,12 @@ def test_stop_options_are_allowed_if_an_offline_run_is_evaluated_by_answers():
 def test_patience_needs_evaluations_to_count():
     flags = [*BASE, ("data.eval", "b.jsonl"), ("eval.patience", "3")]
     assert "eval.patience = 3 counts evaluations during training, and eval.every is not set" in messages(flags)
-    check(load(None, [*flags, ("eval.every", "4")]), Fake())
+    check([*flags, ("eval.every", "4")], Fake())
 
 
 def test_margins_that_no_loss_reads_are_refused():
     margins = [*OFFLINE, ("data.margin", "by")]
-    check(load(None, margins), of_form("pairs", WithMargin()))
+    check(margins, of_form("pairs", WithMargin()))
     assert "data.margin = 'by': the loss of imitate reads no margins. Remove it" in messages(margins, of_form("pairs"))
 
 

@@ -1,0 +1,53 @@
+"""The checks of sections and plugins, in their order: of `rlhf train`, its dry run, `rlhf plan` and the jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlhf.plugins import Plugins
+from rlhf_hub.hub import Commits
+
+from rlhf_runtime.checks import parts, sampling, sections
+from rlhf_runtime.checks.run import RunPlugins, run_plugins
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.runfile import RunFile
+
+Check = Callable[[RunPlugins], list[str]]
+"""Returns one text for each problem: what is wrong, what is allowed, what to do."""
+
+FIT: Sequence[Check] = (
+    sections.model_and_data,
+    sections.roles,
+    sections.ignored_columns,
+    sections.rows_per_step,
+    sections.trainer_capabilities,
+    sampling.sampling,
+    sampling.stream,
+    sampling.environment,
+    sections.offline,
+    sections.curriculum,
+    sections.reward_sources,
+    sampling.generator_capabilities,
+    sections.sync,
+    sections.evaluation,
+)
+"""Parts that are valid alone but cannot work together."""
+IDLE: Sequence[Check] = (parts.idle_options, parts.unread_sections)
+"""Options of plugins that nothing would read."""
+
+
+def check(run: RunPlugins) -> None:
+    """Raises ConfigError that lists every problem of a group, and what to do about it."""
+    for headline, checks in (
+        ("these parts of the configuration do not fit together", FIT),
+        ("these options do nothing", IDLE),
+    ):
+        raise_problems(headline, [problem for check in checks for problem in check(run)])
+
+
+def checked(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
+    """The plugins of a run, checked against each other. Arguments and errors are those of
+    :func:`~rlhf_runtime.checks.run.run_plugins` and of :func:`check`."""
+    run = run_plugins(config, plugins, scored, commits)
+    check(run)
+    return run

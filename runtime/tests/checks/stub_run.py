@@ -1,0 +1,39 @@
+"""A run for tests of single checks: its plugins are classes that declare something and do nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rlhf.interfaces import LendsHead, SendsWeights, SharesModule, Trainer
+from rlhf_hub.hub import Commits
+from rlhf_runtime.checks.order import FIT
+from rlhf_runtime.checks.run import RunPlugins
+from rlhf_runtime.config.load import load
+from rlhf_runtime.config.problems import raise_problems
+
+
+class AnyTrainer(LendsHead, SendsWeights, SharesModule, Trainer):
+    name, capabilities = "any", frozenset({"storage:bf16"})
+
+
+class AnyLauncher:
+    name, capabilities = "any", frozenset({"answers"})
+
+
+def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_roles=(), scored=True, **classes):
+    """``classes``: of the generator, trainer, launcher and curriculum. There is a generator or curriculum only if it is
+    given."""
+    config = load(None, flags)
+    sampled = algorithm.data == "prompts" or config.reward or config.env is not None
+    rollout: Any = SimpleNamespace(needs_env=needs_env, replays_env=replays_env) if sampled else None
+    roles = {role.name: role for role in (*algorithm.needs().roles, *reward_roles)}
+    selected: dict[str, Any] = {"trainer": AnyTrainer, "launcher": AnyLauncher, **classes}
+    parts: Any = {kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls)) for kind, cls in selected.items()}
+    selections: Any = None
+    return RunPlugins(config, selections, algorithm, parts, [], roles, rollout, scored, Commits())
+
+
+def check(flags, algorithm, **given):
+    run = stub_run(flags, algorithm, **given)
+    raise_problems("these do not fit", [problem for check in FIT for problem in check(run)])
