@@ -63,11 +63,11 @@ def test_a_checkpoint_with_the_hash_of_the_whole_generation_config_is_resumed(
     shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier releases wrote such checkpoints."""
-    from rlhf_runtime.setup import start_record
+    from rlhf_runtime.setup import resume
 
-    now = start_record.content_of
+    now = resume.content_of
     with monkeypatch.context() as earlier:
-        earlier.setattr(start_record, "content_of", lambda folder, whole=True: now(folder, True))
+        earlier.setattr(resume, "content_of", lambda folder, whole=True: now(folder, True))
         shop.train("sft", "run", "--run.stop_after", "2", checkpoint={"every": 1})
     assert "content of" not in shop.train("sft", "run", "--resume", checkpoint={"every": 1}).said
 

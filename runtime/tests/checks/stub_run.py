@@ -30,7 +30,7 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
     roles = {role.name: role for role in (*algorithm.needs().roles, *reward_roles)}
     selected: dict[str, Any] = {"trainer": AnyTrainer, "launcher": AnyLauncher, **classes}
     parts: Any = {kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls)) for kind, cls in selected.items()}
-    selections: Any = None
+    selections: Any = {"algorithm": algorithm}
     return RunPlugins(config, selections, algorithm, parts, [], roles, rollout, scored, Commits())
 
 

@@ -79,7 +79,7 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     Reports their manifest (kind, name, distribution, version) and the options of the launcher.
     """
     from rlhf.plugins import Plugins
-    from rlhf_runtime.config.components import Selections
+    from rlhf_runtime.config.components import Selections, chosen_by
     from rlhf_runtime.config.load import load
     from rlhf_runtime.config.runfile import RunFile
 
@@ -88,12 +88,9 @@ def run_plugins(argument: dict[str, Any], report: Report) -> None:
     registry.check_requirements(config.run.requires)
     selections = Selections.of(registry, config)
     config, used = selections.config, selections.algorithm.plugins()
-    algorithm = selections.algorithm.build(None)
-    for kind in ("launcher", "trainer", "generator", "rollout", "env"):
-        choice = getattr(config, kind)
-        unused = kind in ("rollout", "generator") and algorithm.data != "prompts"
-        if choice is not None and not (unused and choice.use == RunFile.model_fields[kind].default.use):
-            used.append(selections[kind].resolved)
-    for kind in ("reward", "observer"):
-        used += [selections[f"{kind}.{number}"].resolved for number in range(len(getattr(config, kind)))]
+    offline = selections.algorithm.build(None).data != "prompts"
+    for kind, where, choice in chosen_by(config):
+        unused = offline and kind in ("rollout", "generator") and choice.use == RunFile.model_fields[kind].default.use
+        if kind not in ("algorithm", "curriculum") and not where.endswith(".trainer") and not unused:
+            used.append(selections[where].resolved)
     report({"manifest": [plugin.manifest() for plugin in used], "launcher": config.launcher.options})

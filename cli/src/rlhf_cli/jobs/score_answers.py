@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,8 +17,7 @@ from rlhf.types import Group
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.partial_file import PartialFile
 from rlhf_runtime.checkpoint.saved_groups import group_lines
-from rlhf_runtime.checks.data import column_problems, refuse
-from rlhf_runtime.checks.parts import check_parts
+from rlhf_runtime.checks.parts import check_parts, column_problems, refuse
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
@@ -28,7 +26,7 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.setup.prepare import Prepared, resolved
+from rlhf_runtime.setup.prepare import Placed
 
 _AT_ONCE = 64
 """Rows whose answers are scored together. They are written to the disk before the next rows."""
@@ -82,14 +80,14 @@ def score_answers(
 
     Raises ConfigError, PluginError, DataError, ModelError or RewardError saying what to change.
     """
-    prepared = prepare(config, plugins)
-    for text in prepared.data.notes:
+    placed, data = prepare(config, plugins)
+    for text in data.notes:
         note(text)
-    sources = prepared.data.sources["eval"]
-    answers = GivenAnswers(sources, columns, prepared.data.template, prepared.config.data)
+    sources = data.sources["eval"]
+    answers = GivenAnswers(sources, columns, data.template, placed.config.data)
     rows = first_rows(sources, config.eval.max_rows)
     total = len(rows)
-    file = PartialFile(output, _about(prepared, answers.columns))
+    file = PartialFile(output, _about(placed, sources, answers.columns))
     if force:
         file.discard()
     scores = Scores()
@@ -102,7 +100,7 @@ def score_answers(
         if scores.rows < total:
             main = MainThread()
             closing.callback(main.close)
-            scorer = start_scorer(prepared, main, closing)
+            scorer = start_scorer(placed, main, closing)
         count = closing.enter_context(phase("scoring answers"))
         while chunk := list(islice(numbers, _AT_ONCE)):
             groups = [answers.group(number, scores.left_out) for number in chunk]
@@ -114,7 +112,7 @@ def score_answers(
             main.run(score_groups(scorer, groups, advance))
             _check(groups, file)
             scores.add(groups)
-            lines = list(group_lines((g for g in groups if g.trajectories), prepared.data.template.prompt_of))
+            lines = list(group_lines((g for g in groups if g.trajectories), data.template.prompt_of))
             counts = {"rows": scores.rows, "answers": scores.answers, "sums": scores.sums}
             file.add({**counts, "left_out": dict(scores.left_out), "lines": lines})
             count(scores.rows, total)
@@ -146,23 +144,23 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
         )
 
 
-def _about(prepared: Prepared, columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _about(placed: Placed, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The facts that must be equal for a second call to continue the file of the first."""
-    config = prepared.config.model_dump(mode="json")
+    config = placed.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
     return {
-        "data": data | {"fingerprints": [s.fingerprint for s in prepared.data.sources["eval"]]},
+        "data": data | {"fingerprints": [s.fingerprint for s in sources]},
         "answers": {name: list(entries) for name, entries in columns.items()},
         "rewards": [{k: v for k, v in r.items() if k not in ("deadline", "retries")} for r in config["reward"]],
-        "models": {name: [spec.path, spec.dtype] for name, spec in prepared.specs.items()},
+        "models": {name: [spec.path, spec.dtype] for name, spec in placed.specs.items()},
         "tokenizer": config["policy"]["model"],
-        "plugins": [r.resolved.manifest() for r in prepared.rewards],
+        "plugins": [r.resolved.manifest() for r in placed.rewards],
         "seed": config["run"]["seed"],
     }
 
 
-def prepare(config: RunFile, plugins: Plugins) -> Prepared:
-    """Check everything that needs no model. The roles are those of the rewards."""
+def prepare(config: RunFile, plugins: Plugins) -> tuple[Placed, TrainData]:
+    """Check everything that needs no model, and read the rows. The roles are those of the rewards."""
     placed = place_rewards(config, plugins)
     policy = placed.config.policy
     assert policy.model is not None  # place_rewards names one
@@ -176,15 +174,7 @@ def prepare(config: RunFile, plugins: Plugins) -> Prepared:
         specs = {name: replace(spec, images=images_of[name]) for name, spec in placed.specs.items()}
         placed = replace(placed, specs=specs)
         check_parts(placed, placed.places, specs, here=True)
-    return Prepared(
-        **vars(placed),
-        data=data,
-        total_steps=0,
-        episodes=None,
-        curriculum=None,
-        observers={},
-        resolve=functools.partial(resolved, plugins),
-    )
+    return placed, data
 
 
 def first_rows(sources: Sequence[Source], most: int | None) -> list[int]:

@@ -14,12 +14,12 @@ from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checkpoint.saved_groups import read_groups
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.given_answers import GivenAnswers
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import ActiveReward, RewardCall
-from rlhf_runtime.setup.prepare import Prepared
 
 from rlhf_cli.jobs.score_answers import first_rows, prepare, score_groups
 
@@ -76,12 +76,12 @@ def try_rewards(
     Raises ConfigError, PluginError, DataError, CheckpointError or ModelError saying what to change. A failed call of a
     reward is part of the trial.
     """
-    prepared = prepare(config, plugins)
-    for text in prepared.data.notes:
+    placed, data = prepare(config, plugins)
+    for text in data.notes:
         note(text)
-    sources, left_out = prepared.data.sources["eval"], Counter[str]()
+    sources, left_out = data.sources["eval"], Counter[str]()
     if file is None:
-        answers = GivenAnswers(sources, columns, prepared.data.template, prepared.config.data)
+        answers = GivenAnswers(sources, columns, data.template, placed.config.data)
         groups = [answers.group(number, left_out) for number in first_rows(sources, config.eval.max_rows)]
     else:
         groups = read_groups(file, _finder(sources))
@@ -90,19 +90,19 @@ def try_rewards(
     groups = [group for group in groups if group.trajectories]
     if not groups:
         raise DataError(f"there is no answer to score{': ' + str(dict(left_out)) if left_out else ''}.")
-    truth = _truth_column(prepared.rewards, groups)
-    probed = _probes(prepared, groups, probes, truth)
+    truth = _truth_column(placed.rewards, groups)
+    probed = _probes(data, groups, probes, truth)
     calls: list[RewardCall] = []
     with ExitStack() as closing:
         main = MainThread()
         closing.callback(main.close)
-        scorer = start_scorer(prepared, main, closing)
+        scorer = start_scorer(placed, main, closing)
         scorer.calls = calls
         count = closing.enter_context(phase("scoring answers"))
         everything = [*groups, *(group for group, _ in probed)]
         ended = iter(range(1, len(everything) + 1))
         main.run(score_groups(scorer, everything, lambda: count(next(ended), len(everything))))
-    rewards = {reward.name: reward for reward in prepared.rewards}
+    rewards = {reward.name: reward for reward in placed.rewards}
     return Trial(rewards, groups, calls, probed, left_out, truth)
 
 
@@ -117,13 +117,13 @@ def _finder(sources: Sequence[Source]) -> Callable[[str, int], Row]:
     return find
 
 
-def _probes(prepared: Prepared, groups: Sequence[Group], rows: int, column: str) -> list[tuple[Group, list[str]]]:
+def _probes(data: TrainData, groups: Sequence[Group], rows: int, column: str) -> list[tuple[Group, list[str]]]:
     """For the first rows a group of answers that try to cheat. What the template or the data refuses is left out."""
     truths = [_text(group.row, column) for group in groups]
     different = list(dict.fromkeys(truth for truth in truths if truth))
     probes: list[tuple[Group, list[str]]] = []
     for group, truth in zip(groups[:rows], truths, strict=False):
-        texts = {EMPTY: "", REPEATED: _prompt(prepared, group), FORMAT: FRAME}
+        texts = {EMPTY: "", REPEATED: _prompt(data, group), FORMAT: FRAME}
         others = [other for other in different if other != truth][:OTHERS]
         if truth and others:
             middle = (len(others) + 1) // 2
@@ -131,7 +131,7 @@ def _probes(prepared: Prepared, groups: Sequence[Group], rows: int, column: str)
         probe, names = Group(group.row, len(groups) + len(probes), []), list[str]()
         for name, text in texts.items():
             try:
-                turns = prepared.data.template.encode_answer(group.row, text or FRAME)
+                turns = data.template.encode_answer(group.row, text or FRAME)
             except DataError:
                 continue
             turns[1].text = text
@@ -156,8 +156,8 @@ def _text(row: Row, column: str) -> str:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
-def _prompt(prepared: Prepared, group: Group) -> str:
+def _prompt(data: TrainData, group: Group) -> str:
     """The text of the prompt, or of its last message."""
-    prompt = prepared.data.template.prompt_of(group.trajectories[0])
+    prompt = data.template.prompt_of(group.trajectories[0])
     content = prompt[-1].get("content") if isinstance(prompt, list) and isinstance(prompt[-1], Mapping) else prompt
     return content if isinstance(content, str) else group.trajectories[0].prompt_text

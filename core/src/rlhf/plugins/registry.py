@@ -87,13 +87,6 @@ class Plugins:
         self._registered[key] = cls
         return cls
 
-    def extended(self, kind: str, cls: type[Any]) -> Plugins:
-        """A copy that also offers a class of this process. ``self`` does not change. Raises as :meth:`register`."""
-        copy = Plugins(self._entries, self._path)
-        copy._registered, copy._classes, copy._files = dict(self._registered), dict(self._classes), dict(self._files)
-        copy.register(kind, cls)
-        return copy
-
     def resolve(self, kind: str, ref: str) -> Resolved:
         """Import and check the class that a reference names.
 

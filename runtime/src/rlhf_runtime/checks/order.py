@@ -18,10 +18,12 @@ Check = Callable[[RunPlugins], list[str]]
 FIT: Sequence[Check] = (
     sections.model_and_data,
     sections.roles,
+    sections.checkpointing,
     sections.ignored_columns,
     sections.rows_per_step,
     sections.trainer_capabilities,
     sampling.sampling,
+    sampling.room,
     sampling.stream,
     sampling.environment,
     sections.offline,
@@ -32,14 +34,35 @@ FIT: Sequence[Check] = (
     sections.evaluation,
 )
 """Parts that are valid alone but cannot work together."""
+ANSWERS: Sequence[Check] = (
+    sections.checkpointing,
+    sections.trainer_capabilities,
+    sampling.room,
+    sampling.environment,
+    sections.reward_sources,
+    sampling.generator_capabilities,
+    sections.sync,
+)
+"""The same of a job that answers prompts and trains nothing."""
+SCORES: Sequence[Check] = (
+    sections.checkpointing,
+    sections.ignored_columns,
+    sections.trainer_capabilities,
+    sampling.environment,
+    sections.curriculum,
+    sections.reward_sources,
+    sampling.generator_capabilities,
+    sections.evaluation,
+)
+"""The same of a job that scores answers from elsewhere."""
 IDLE: Sequence[Check] = (parts.idle_options, parts.unread_sections)
 """Options of plugins that nothing would read."""
 
 
-def check(run: RunPlugins) -> None:
+def check(run: RunPlugins, fit: Sequence[Check] = FIT) -> None:
     """Raises ConfigError that lists every problem of a group, and what to do about it."""
     for headline, checks in (
-        ("these parts of the configuration do not fit together", FIT),
+        ("these parts of the configuration do not fit together", fit),
         ("these options do nothing", IDLE),
     ):
         raise_problems(headline, [problem for check in checks for problem in check(run)])

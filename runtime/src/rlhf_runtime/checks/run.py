@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
+from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.plugins import Plugins
-from rlhf.types import RoleSpec, RunOptions
+from rlhf.types import Needs, RoleSpec, RunOptions
 from rlhf_hub.hub import Commits
 from rlhf_hub.processors import reads_images
 from rlhf_hub.published import pinned
@@ -48,6 +49,11 @@ class RunPlugins:
     @property
     def online(self) -> bool:
         return self.algorithm.data == "prompts"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the run file's algorithm is used. False for a job (:func:`job_plugins`)."""
+        return "algorithm" in self.selections
 
     @property
     def trainer_class(self) -> type[Trainer]:
@@ -124,7 +130,11 @@ class RunPlugins:
 
         Raises ConfigError where a placement section conflicts with another one, or an engine does not fit its devices.
         """
-        places = placement(self.config.placement, list(self.roles), GENERATOR in self.parts)
+        sections, roles, engines = self.config.placement, list(self.roles), GENERATOR in self.parts
+        if not self.trains:  # the run file may be that of a run with further parts
+            parts = {*roles, *([GENERATOR] if engines else [])}
+            sections = {name: section for name, section in sections.items() if name in parts}
+        places = placement(sections, roles, engines)
         if GENERATOR in places and "processes" in self.parts["launcher"].resolved.cls.capabilities:
             selection, place = self.parts[GENERATOR], places[GENERATOR]
             generator = selection.resolved.cls
@@ -156,6 +166,21 @@ def device_here() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+class Job(Algorithm):
+    """The algorithm of a job that trains nothing. It holds no role."""
+
+    name = "job"
+
+    def needs(self) -> Needs:
+        return Needs(())
+
+    def assemble(self, examples: Sequence[object]) -> tuple[Batch | None, dict[str, float]]:
+        return None, {}
+
+    def updates(self, step: int, batch: Batch | None = None) -> list:
+        return []
+
+
 def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
     """Resolve the plugins of a run, check the options of each, and build those that declare what the run needs.
 
@@ -166,21 +191,47 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     Raises ConfigError or PluginError, with a message that says what to change.
     """
     plugins.check_requirements(config.run.requires)
-    return built(Selections.of(plugins, config), scored, commits)
+    selections = Selections.of(plugins, config)
+    algorithm = selections.algorithm.build(run_options(selections.config))
+    return _with_parts(selections, algorithm, active_rewards(selections), scored, commits)
 
 
-def built(selections: Selections, scored: bool = True, commits: Commits | None = None) -> RunPlugins:
-    """As :func:`run_plugins`, of plugins that are selected already."""
-    config = selections.config
-    algorithm = selections.algorithm.build(run_options(config))
-    kinds = ["launcher", "trainer"]
-    rewards = active_rewards(selections)
+def job_plugins(
+    config: RunFile,
+    plugins: Plugins,
+    algorithm: Job,
+    kinds: Collection[str],
+    scored: bool,
+    commits: Commits | None = None,
+) -> RunPlugins:
+    """The plugins of a job that trains nothing, whatever the algorithm of the run file.
+
+    Args:
+        algorithm: of the job. The run holds its roles and those of the rewards; sections of other roles are not read.
+        kinds: of the plugins that the job selects beside the rewards.
+    """
+    plugins.check_requirements(config.run.requires)
+    of_rewards = Selections.of(plugins, config, ("reward",))
+    rewards = active_rewards(of_rewards)
+    roles = {"policy", *declared_roles(algorithm, rewards)}
+    selections = Selections.of(plugins, of_rewards.config, kinds, roles)
+    return _with_parts(selections, algorithm, rewards, scored, commits)
+
+
+def _with_parts(
+    selections: Selections,
+    algorithm: Algorithm,
+    rewards: Sequence[ActiveReward],
+    scored: bool,
+    commits: Commits | None,
+) -> RunPlugins:
+    config, kinds = selections.config, ["launcher", "trainer"]
     roles = declared_roles(algorithm, rewards)
     rollout = None
     if algorithm.data == "prompts" or rewards or config.env is not None:  # an offline run may be evaluated by rollouts
         rollout = selections["rollout"].build()
         kinds += ["rollout", *([GENERATOR] if rollout.needs_generator else []), *(["env"] if config.env else [])]
-    kinds += ["curriculum"] if config.curriculum is not None else []
+    kinds += ["curriculum"] if config.curriculum is not None and "curriculum" in selections else []
     parts = {kind: selections[kind] for kind in kinds}
     scored = scored and not (rollout is not None and rollout.gives_rewards)
     return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, commits or Commits())
@@ -224,23 +275,10 @@ def model_of(config: RunFile, roles: Mapping[str, RoleSpec], name: str, commits:
 def active_rewards(selections: Selections) -> list[ActiveReward]:
     """The rewards of the run file, built."""
     rewards = []
-    for number, section in enumerate(selections.config.reward):
-        selection = selections[f"reward.{number}"]
-        rewards.append(
-            ActiveReward(
-                section.label,
-                selection.resolved,
-                selection.build(),
-                selection.config,
-                section.weight,
-                section.deadline,
-                section.retries,
-                section.credit,
-                section.concurrency,
-                section.sources,
-                section.python,
-            )
-        )
+    for number, s in enumerate(selections.config.reward):
+        selected = selections[f"reward.{number}"]
+        about = (s.weight, s.deadline, s.retries, s.credit, s.concurrency, s.sources, s.python)
+        rewards.append(ActiveReward(s.label, selected.resolved, selected.build(), selected.config, *about))
     return rewards
 
 

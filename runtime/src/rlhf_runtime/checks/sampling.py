@@ -49,11 +49,6 @@ def sampling(run: RunPlugins) -> list[str]:
             "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
-    if s.max_new_tokens >= config.data.max_tokens:
-        problems.append(
-            f"sampling.max_new_tokens = {s.max_new_tokens} leaves no room for a prompt within data.max_tokens = "
-            f"{config.data.max_tokens}. Set --data.max_tokens to the longest prompt plus {s.max_new_tokens}."
-        )
     problems += algorithm.misfits(_shape(config, _in_environment(run)))
     problems += _turn_credit(config, algorithm)
     unscored = run.scored and not config.reward and config.env is None
@@ -82,6 +77,17 @@ def sampling(run: RunPlugins) -> list[str]:
         )
     problems += _filtering(config, unscored=unscored and not needs.reward)
     return problems
+
+
+def room(run: RunPlugins) -> list[str]:
+    """Answers that leave no room for a prompt."""
+    most, longest = run.config.sampling.max_new_tokens, run.config.data.max_tokens
+    if not run.online or most < longest:
+        return []
+    return [
+        f"sampling.max_new_tokens = {most} leaves no room for a prompt within data.max_tokens = {longest}. Set "
+        f"--data.max_tokens to the longest prompt plus {most}."
+    ]
 
 
 def _turn_credit(run: RunFile, algorithm: Algorithm) -> list[str]:

@@ -64,7 +64,7 @@ def trainer_capabilities(run: RunPlugins) -> list[str]:
         problems += [
             f"{where}.storage = 'bf16': trainer {trainer.name!r} stores weights in fp32 only (it lacks {STORAGE!r}). "
             "Remove it, or use another --trainer.use."
-            for where, section in _model_sections(run.config).items()
+            for where, section in _sections_of_roles(run).items()
             if section.storage == "bf16"
         ]
     return problems
@@ -120,9 +120,10 @@ def ignored_columns(run: RunPlugins) -> list[str]:
     return problems
 
 
-def _model_sections(run: RunFile) -> dict[str, ModelSection]:
-    sections = {"policy": run.policy, "critic": run.critic, "reference": run.reference}
-    return sections | {f"roles.{name}": section for name, section in run.roles.items()}
+def _sections_of_roles(run: RunPlugins) -> dict[str, ModelSection]:
+    """{name of the section: the section} of the roles that the run holds."""
+    named = ("policy", "critic", "reference")
+    return {name if name in named else f"roles.{name}": run.section(name) for name in run.roles}
 
 
 def model_and_data(run: RunPlugins) -> list[str]:
@@ -136,16 +137,13 @@ def model_and_data(run: RunPlugins) -> list[str]:
 
 
 def roles(run: RunPlugins) -> list[str]:
-    """Sections of roles that the run does not hold, and options that only a trained role reads."""
+    """Sections of roles that the run does not hold."""
     problems, config, algorithm = [], run.config, run.algorithm
     if config.checkpoint.export_trained and {r.name for r in run.roles.values() if r.trained} <= {"policy"}:
         problems.append(
             f"checkpoint.export_trained: {algorithm.name!r} configured like this trains no role beside the policy, "
             "which is exported in any case. Remove it."
         )
-    frozen = {
-        r.name for r in run.roles.values() if not r.trained and r.name != "policy"
-    }  # a policy that only answers trains elsewhere
     sections: Mapping[str, ModelSection] = {"critic": config.critic, "reference": config.reference}
     for name, section in sections.items():
         if name not in run.roles and section != ModelSection():
@@ -153,17 +151,20 @@ def roles(run: RunPlugins) -> list[str]:
                 f"[{name}] is set, but {algorithm.name!r} configured like this holds no role {name!r} (it holds "
                 f"{', '.join(sorted(run.roles))}). Remove the section, or switch on what needs it."
             )
-    for name, section in {**sections, **config.roles}.items():
-        if name in frozen and section.gradient_checkpointing:
-            where = name if name in sections else f"roles.{name}"
-            problems.append(
-                f"{where}.gradient_checkpointing = true: {name} is not trained, so it has no backward pass. Remove it."
-            )
     for name in config.roles:
         if name not in run.roles or name in ("policy", "critic", "reference"):
             hint = f"Write [{name}]." if name in ("policy", "critic", "reference") else "Remove the section."
             problems.append(f"[roles.{name}]: no selected plugin declares this further role. {hint}")
     return problems
+
+
+def checkpointing(run: RunPlugins) -> list[str]:
+    """Gradient checkpointing of roles that are not trained. A policy that only answers is trained elsewhere."""
+    return [
+        f"{where}.gradient_checkpointing = true: {role.name} is not trained, so it has no backward pass. Remove it."
+        for role, (where, section) in zip(run.roles.values(), _sections_of_roles(run).items(), strict=True)
+        if section.gradient_checkpointing and not role.trained and role.name != "policy"
+    ]
 
 
 def equal_answers(run: RunFile) -> list[str]:
@@ -284,7 +285,7 @@ def reward_sources(run: RunPlugins) -> list[str]:
     """Names that are no source, and sources whose rows no reward scores. Held-out rows must be scored in any case,
     training rows where the run learns from rewards."""
     config = run.config
-    trains = run.scored and run.algorithm.needs().reward and run.online
+    trains = run.trains and run.scored and run.algorithm.needs().reward and run.online
     labels = list(dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval)))
     problems = [
         f"reward.{reward.label}.sources: {source!r} is no source of data.train or data.eval; there are "

@@ -283,15 +283,23 @@ class Selections:
     _of_sections: Mapping[str, Selection | AlgorithmSelection | PluginError]
 
     @classmethod
-    def of(cls, plugins: Plugins, run: RunFile, kinds: Collection[str] = (*SINGLE, *LISTS)) -> Selections:
+    def of(
+        cls,
+        plugins: Plugins,
+        run: RunFile,
+        kinds: Collection[str] = (*SINGLE, *LISTS),
+        roles: Collection[str] | None = None,
+    ) -> Selections:
         """
         Args:
             kinds: of the plugins that are selected.
+            roles: whose own trainers are selected; None: those of all roles.
 
         Raises ConfigError with the problems of the options of all plugins; PluginError where one cannot be resolved,
         unless it is the default of a section that the algorithm does not use.
         """
-        choices = [choice for choice in chosen_by(run) if choice[0] in kinds]
+        others = {where for where, name, _ in _role_trainers(run) if roles is not None and name not in roles}
+        choices = [choice for choice in chosen_by(run) if choice[0] in kinds and choice[1] not in others]
         selected, problems = _select_each(plugins, choices, run.origins)
         if problems:
             raise ConfigError("\n".join(problems))
@@ -302,6 +310,9 @@ class Selections:
         selected = self._selected("algorithm")
         assert isinstance(selected, AlgorithmSelection)
         return selected
+
+    def __contains__(self, section: str) -> bool:
+        return section in self._of_sections
 
     def __getitem__(self, section: str) -> Selection:
         """The plugin of a section: ``trainer``, ``reward.0``, ``critic.trainer``, ``roles.NAME.trainer``."""
@@ -320,22 +331,24 @@ class Selections:
         run = self.config
         sections: dict[str, Any] = {"roles": dict(run.roles)}
         offline = False
-        if "algorithm" in self._of_sections:
+        if "algorithm" in self:
             sections["algorithm"] = run.algorithm.model_copy(update={"options": self.algorithm.options()})
             offline = self.algorithm.own.resolved.cls.data != "prompts"
         for kind in SINGLE:
             section: Choice | None = getattr(run, kind)
             unused = offline and kind in ("rollout", "generator") and section == RunFile.model_fields[kind].default
-            if kind in self._of_sections and section is not None and kind != "algorithm" and not unused:
+            if kind in self and section is not None and kind != "algorithm" and not unused:
                 sections[kind] = section.model_copy(update={"options": dumped(self[kind].config)})
         for kind in LISTS:
             sections[kind] = tuple(
                 choice.model_copy(update={"options": dumped(self[where].config)})
-                if (where := f"{kind}.{number}") in self._of_sections
+                if (where := f"{kind}.{number}") in self
                 else choice
                 for number, choice in enumerate(getattr(run, kind))
             )
-        for where, name, role in _role_trainers(run) if "trainer" in self._of_sections else ():
+        for where, name, role in _role_trainers(run):
+            if where not in self:
+                continue
             own = {k: v for k, v in dumped(self[where].config).items() if k in role.trainer}
             target = sections["roles"] if where.startswith("roles.") else sections
             target[name] = role.model_copy(update={"trainer": own})

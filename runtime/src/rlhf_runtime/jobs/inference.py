@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlhf.interfaces import GENERATOR, Algorithm
-from rlhf.ops.batch import Batch
+from rlhf.interfaces import GENERATOR
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Needs, RoleSpec
+from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
+from rlhf_runtime.checks.order import ANSWERS, check
+from rlhf_runtime.checks.run import Job, job_plugins
 from rlhf_runtime.checks.sections import READ_OF
-from rlhf_runtime.config.components import select
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.config.sections import Choice, ModelSection, SamplingSection, StreamSection
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.sample_metrics import source_metrics
 from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
-from rlhf_runtime.setup.prepare import Prepared, prepare
+from rlhf_runtime.setup.prepare import Prepared, last_start, prepare_run
+
+PARTS = ("launcher", "trainer", "rollout", GENERATOR, "env")
+"""The plugins of a job beside the rewards."""
 
 
-class Answer(Algorithm):
-    """The algorithm of a job that trains nothing. It holds the policy only."""
+class Answer(Job):
+    """Answers prompts. It holds the policy only."""
 
     name = "answer"
 
     def needs(self) -> Needs:
         return Needs((RoleSpec("policy"),))
 
-    def assemble(self, examples: Sequence[object]) -> tuple[Batch | None, dict[str, float]]:
-        return None, {}
-
-    def updates(self, step: int, batch: Batch | None = None) -> list:
-        return []
-
 
 @contextmanager
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
-    plugins = plugins.extended("algorithm", Answer)
-    config = _for_answers(config, plugins)
-    prepared = prepare(config, plugins, scored=bool(config.reward) or config.env is not None)
+    scored, commits = bool(config.reward) or config.env is not None, Commits(last_start(config).get("hub"))
+    run = job_plugins(_rows_to_answer(config), plugins, Answer(), PARTS, scored, commits)
+    check(run, ANSWERS)
+    prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:
         _say(note)
     launcher = prepared.parts["launcher"].build()
@@ -61,37 +59,13 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
         yield prepared, sampler
 
 
-def _for_answers(config: RunFile, plugins: Plugins) -> RunFile:
-    """The run file without the options that are for training only, so that the file of a training run can be used."""
+def _rows_to_answer(config: RunFile) -> RunFile:
+    """The run file with the rows to answer as its only rows. They are read as prompts, without columns of answers."""
     rows = tuple(s.model_copy(update={"probability": None}) for s in config.data.eval or config.data.train)
-    taught = [name for name, forms in READ_OF.items() if "prompts" not in forms]
+    unread = [name for name, forms in READ_OF.items() if "prompts" not in forms]
     data = {"train": rows, "eval": rows, "loss_on": "completion"}
-    data |= {name: DataSection.model_fields[name].default for name in taught}
-    rewards = [select(plugins, "reward", r, f"reward.{n}", config.origins).build() for n, r in enumerate(config.reward)]
-    role_names = {role.name for reward in rewards for role in reward.roles()}
-    unused = {name: ModelSection() for name in ("critic", "reference") if name not in role_names}
-    return config.model_copy(
-        update={
-            "algorithm": Choice(use="answer"),
-            "data": config.data.model_copy(update=data),
-            "sampling": SamplingSection(max_new_tokens=config.sampling.max_new_tokens, stop=config.sampling.stop),
-            "stream": _deadlines(config.stream),
-            "roles": {name: section for name, section in config.roles.items() if name in role_names},
-            "placement": {
-                name: p for name, p in config.placement.items() if name in {"policy", GENERATOR, *role_names}
-            },
-            "eval": config.eval.model_copy(update={"metric": None, "mode": "auto", "patience": None}),
-            "run": config.run.model_copy(update={"output": config.run.output, "overwrite": False}),  # not written to
-            "observer": (),
-            "curriculum": None,
-            "env": config.env and config.env.model_copy(update={"credit": "outcome"}),
-            **unused,
-        }
-    )
-
-
-def _deadlines(section: StreamSection) -> StreamSection:
-    return StreamSection(rollout_deadline=section.rollout_deadline, max_failed=section.max_failed)
+    data |= {name: DataSection.model_fields[name].default for name in unread}
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
 def _say(note: str) -> None:

@@ -60,8 +60,15 @@ from rlhf_runtime.samples.stream import RecordedStream, Stream
 from rlhf_runtime.samples.wave_stream import WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
-from rlhf_runtime.setup.resume import check_latest, check_observers, check_record, check_resume, restore
-from rlhf_runtime.setup.start_record import checkpoint_metadata, record_start
+from rlhf_runtime.setup.resume import (
+    check_latest,
+    check_observers,
+    check_record,
+    check_resume,
+    checkpoint_metadata,
+    record_start,
+    restore,
+)
 
 
 def train(config: RunFile, plugins: Plugins | None = None) -> Run:
@@ -185,16 +192,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     control = Control(stop, _trainer_options(prepared, roles), progress.note)
     snapshots = prepared.schedule.snapshots
     state = RunState(
-        algorithm,
-        roles,
-        snapshots,
-        data,
-        stream,
-        rewards,
-        prepared.observers,
-        best,
-        control,
-        prepared.curriculum,
+        algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control, prepared.curriculum
     )
     reports = Reports(directory, progress, prepared.observers, store, timeline)
     meta = checkpoint_metadata(prepared, roles["policy"])

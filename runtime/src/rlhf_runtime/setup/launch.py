@@ -123,7 +123,7 @@ def launch_sampler(
             generator = launcher.launch_generator(cls, options, spec, policy.group, lambda: weights.refresh())
     resources.callback(generator.close)
     pool = None
-    if config.stream.mode == "continuous" and config.stream.replay is None:
+    if prepared.trains and config.stream.mode == "continuous" and config.stream.replay is None:
         pool = _require_pool(generator, launcher)
     images = template.images.tokens if policy.spec.images else None
     weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,9 +17,18 @@ from rlhf.interfaces import GENERATOR, Curriculum, ModelSpec, Observer, Place, P
 from rlhf.plugins import Plugins, Resolved
 from rlhf_hub.hub import Commits
 
-from rlhf_runtime.checks.data import check_columns, check_eval_rows, check_margins, check_texts
 from rlhf_runtime.checks.order import checked
-from rlhf_runtime.checks.parts import check_parts, check_roles, idle_engine_notes, stream_notes, tool_notes
+from rlhf_runtime.checks.parts import (
+    check_columns,
+    check_eval_rows,
+    check_margins,
+    check_parts,
+    check_roles,
+    check_texts,
+    idle_engine_notes,
+    stream_notes,
+    tool_notes,
+)
 from rlhf_runtime.checks.run import RunPlugins, device_here
 from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.runfile import RunFile
@@ -65,14 +73,9 @@ class Prepared(Placed):
     """Fills in the plugins' options of a changed run file."""
 
     @property
-    def online(self) -> bool:
-        return self.algorithm.data == "prompts"
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """The start-up warnings."""
-        launcher, generator = (self.parts[n].resolved.cls if n in self.parts else None for n in ("launcher", GENERATOR))
-        idle = idle_engine_notes(self.config, launcher, generator)
+        idle = idle_engine_notes(self.config, self.parts["launcher"].resolved.cls, self.generator_class)
         unread = [] if self.rollout is None else tool_notes(self.rollout, self.data)
         return (*self.data.notes, *unread, *stream_notes(self.config, self.algorithm), *idle)
 
@@ -86,18 +89,26 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     Raises ConfigError, PluginError, DataError or ModelError saying what to change.
     """
     config = _with_folder(config)
-    before = RunDirectory.last_start(config.run.output) if config.run.resume else {}
-    plugins_of_run = checked(config, plugins, scored, Commits(before.get("hub")))
-    config, algorithm, parts, rewards, roles = (
-        plugins_of_run.config,
-        plugins_of_run.algorithm,
-        plugins_of_run.parts,
-        plugins_of_run.rewards,
-        plugins_of_run.roles,
-    )
-    rollout = plugins_of_run.rollout
+    return prepare_run(checked(config, plugins, scored, Commits(last_start(config).get("hub"))), plugins)
+
+
+def last_start(config: RunFile) -> dict[str, Any]:
+    """What the last start of the run recorded; empty where the run does not resume."""
+    return RunDirectory.last_start(config.run.output) if config.run.resume else {}
+
+
+def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
+    """Read the data of checked plugins, find the places of their roles, and check all of it.
+
+    Raises ConfigError, PluginError, DataError or ModelError saying what to change.
+    """
+    config, algorithm, selections = plugins_of_run.config, plugins_of_run.algorithm, plugins_of_run.selections
+    parts, rewards, roles = plugins_of_run.parts, plugins_of_run.rewards, plugins_of_run.roles
+    rollout, before = plugins_of_run.rollout, last_start(config)
     observers = {
-        choice.label: plugins_of_run.selections[f"observer.{number}"] for number, choice in enumerate(config.observer)
+        choice.label: selections[where]
+        for number, choice in enumerate(config.observer)
+        if (where := f"observer.{number}") in selections
     }
     tokenizer = load_tokenizer(plugins_of_run.model("policy"), config.policy.trust_remote_code)
     check_ids(plugins_of_run.model("policy"), config.policy.trust_remote_code)
@@ -112,7 +123,7 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         data = TrainData(
             config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
         )
-    if config.data.margin is not None:
+    if config.data.margin is not None and plugins_of_run.trains:
         check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
         data.template.check_multi_turn()
@@ -153,10 +164,10 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
     )
     if algorithm.data != "prompts":
         check_eval_rows(algorithm, len(held_out))
-    elif held_out and not config.run.resume:  # the first start of a resumed run has checked this
+    elif held_out and plugins_of_run.trains and not config.run.resume:  # of a resumed run the first start checked it
         check_metric(plugins_of_run.evaluation, {row.source for row in held_out}, is_scored(plugins_of_run), None)
     selected = [*parts.values(), *observers.values()]
-    used = plugins_of_run.selections.algorithm.plugins()
+    used = selections.algorithm.plugins() if plugins_of_run.trains else []
     used += [*(s.resolved for s in selected), *(r.resolved for r in rewards)]
     return Prepared(
         **vars(plugins_of_run),
@@ -170,13 +181,8 @@ def prepare(config: RunFile, plugins: Plugins, scored: bool = True) -> Prepared:
         observers={name: selection.build() for name, selection in observers.items()},
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
-        resolve=functools.partial(resolved, plugins),
+        resolve=lambda config: Selections.of(plugins, config).config,
     )
-
-
-def resolved(plugins: Plugins, config: RunFile) -> RunFile:
-    """The run file with every option of every selected plugin filled in."""
-    return Selections.of(plugins, config).config
 
 
 def _images(plugins_of_run: RunPlugins) -> ImageTokens | str:
