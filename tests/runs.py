@@ -15,7 +15,7 @@ import tomli_w
 from pyarrow import feather
 from rlhf_cli.main import main
 from rlhf_runtime.checkpoint.saved_groups import recorded
-from rlhf_runtime.output.metrics import read_metrics
+from rlhf_runtime.output.metrics import MEASURED, read_metrics
 
 PROMPTS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b)} for a in range(3) for b in range(4)]
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(3)]
@@ -122,9 +122,9 @@ class Finished:
         return self.out + self.err
 
     def lines(self) -> list[dict[str, Any]]:
-        """``metrics.jsonl`` without wall times."""
+        """``metrics.jsonl`` without what is measured: times, throughput, memory."""
         return [
-            {name: value for name, value in line.items() if not name.startswith("time/")}
+            {name: value for name, value in line.items() if not name.startswith(MEASURED)}
             for line in read_metrics(self.path / "metrics.jsonl")
         ]
 

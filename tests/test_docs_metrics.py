@@ -25,11 +25,15 @@ WORDS = {
     "KEY": r"[\w.-]+",
     "TOOL": r"[\w.-]+",
     "NAME": r"[\w./-]+",
+    "PART": r"\w+",
     "K": r"\d+",
 }
 """The pattern for each word in capitals. METRIC is any name after ``ROLE/`` or ``eval/`` on the page."""
 LEVELS = {"token", "sequence", "unit"}
-FAMILIES = "curriculum|reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time|env|rollout"
+FAMILIES = (
+    "curriculum|reward|length|advantage|value|kl|sync|stream|eval|pairs|labels|rejection|data|time|env|rollout|"
+    "throughput|memory"
+)
 SOURCES = ("core/src", "runtime/src", "libraries/*/src", "plugins/*/*/src")
 
 

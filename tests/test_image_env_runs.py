@@ -1,6 +1,7 @@
 """Runs in which the rows and an environment show images: recorded with the samples, and exact after a resume."""
 
 import pytest
+from rlhf_runtime.output.metrics import MEASURED
 from rlhf_runtime.python.training import train
 from rlhf_runtime.report.recorded_samples import read_samples
 from rlhf_testing.image_models import drawn, tiny_image_model
@@ -54,7 +55,9 @@ def test_a_run_with_images_goes_on_exactly_after_a_resume(family, tmp_path):
     half = train(**given, options=options, output=tmp_path / "half", observers=[stop])
     assert half.status == "stopped"
     rest = train(**given, options=options, output=tmp_path / "half", resume=True)
-    untimed = [[{k: v for k, v in row.items() if "time" not in k} for row in run.metrics] for run in (whole, rest)]
+    untimed = [
+        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in run.metrics] for run in (whole, rest)
+    ]
     assert len(untimed[0]) == 3
     assert untimed[0] == untimed[1]
     assert any(row["policy/grad_norm"] > 0 for row in untimed[0][1:]), "nothing was learnt after the resume"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rlhf_runtime.output.metrics import read_metrics
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
@@ -43,6 +44,8 @@ def test_a_run_is_the_run_on_ray(forks, place, undisturbed):
     assert ours.rollouts() == on_ray.rollouts()
     assert ours.weights == on_ray.weights
     assert all(line["sync/canary"] < 1e-5 for line in ours.lines())
+    for line in read_metrics(ours.path / "metrics.jsonl"):
+        assert {f"memory/{name}/process" for name in ("driver", "policy", "generator")} <= line.keys()
     leaves_nothing(undisturbed)
 
 

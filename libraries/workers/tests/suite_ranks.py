@@ -47,6 +47,14 @@ def test_tensors_in_arguments_and_results_are_writable(steady):
     assert float(sent[0][0]) == 1.0
 
 
+def test_the_memory_is_that_of_the_ranks(steady):
+    own, other = steady.peak_memory()
+    steady.call("double", [(torch.ones(50_000_000),), (torch.ones(1),)])  # 200 MB
+    grown, same = steady.peak_memory()
+    assert grown["process"] - own["process"] > 100e6
+    assert same["process"] - other["process"] < 100e6
+
+
 def test_begin_does_not_wait(steady):
     results = steady.begin("sleeps", [(1.0,), (1.0,)])
     while not (doing := steady.calls.get(steady.members[0].beside("stacks"))[""]).startswith("in "):

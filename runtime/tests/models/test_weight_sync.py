@@ -126,7 +126,7 @@ class Copying(Sleeps, EnginePool):
         }
 
     def end_load(self):
-        return [Proof(self.version, nbytes=self.size, received=self.got)]
+        return [Proof(self.version, nbytes=self.size, received=self.got, peak_memory={"process": 2**20})]
 
     def logprobs(self, sequences, images=()):
         self.calls.append("canaries")
@@ -193,6 +193,17 @@ def test_the_generator_pauses_until_the_new_weights_are_proven(made):
     _, _, generator, sync, _ = made
     sync().push(1)
     assert generator.calls == ["pause", "load", "canaries", "resume"]
+
+
+def test_the_pause_and_the_memory_of_a_sync_are_known(made):
+    *_, sync, _ = made
+    weights = sync()
+    weights.push(1)
+    first = weights.pause_seconds
+    assert first > 0
+    assert weights.peak_memory == [{"process": 2**20}]
+    weights.refresh()
+    assert weights.pause_seconds > first
 
 
 def test_the_generator_stays_paused_after_a_failed_proof(made):

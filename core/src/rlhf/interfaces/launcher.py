@@ -96,6 +96,10 @@ class WorkerGroup(ABC):
         """The value of an item of :meth:`stream`: the item itself, or what the handle stands for. Read-only."""
         return item
 
+    def peak_memory(self) -> list[dict[str, int]]:
+        """:func:`rlhf.process_memory.peak_memory` of the process of each rank; empty for ranks in this process."""
+        return []
+
     def shutdown(self) -> None:  # noqa: B027 - nothing to release is a valid answer
         """Release the workers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlhf.types import RoleSpec
@@ -52,6 +53,39 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Flops:
+    """Floating-point operations of a model's forward pass, counted from its sizes: two for each weight that a token
+    meets, and those of attention."""
+
+    token: float
+    """Of the layers, for one token, without attention between tokens."""
+    head: float
+    """Of the output head, for one token whose output is read."""
+    pairs: tuple[tuple[int | None, float], ...] = ()
+    """(window, operations): of attention, for each pair of a token and a token that it reads, itself included. A token
+    reads as many tokens as the window has; None: all before it."""
+    trained: float = 1.0
+    """Share of the weights that are trained. Only these have gradients of their own."""
+
+    def of_update(self, lens: Iterable[int], outputs: int) -> float:
+        """Operations of a forward and backward pass, without layers that are computed again.
+
+        Args:
+            lens: tokens of each sequence.
+            outputs: tokens whose output is read.
+        """
+        lens = list(lens)
+        weights = self.token * sum(lens) + self.head * outputs
+        attention = sum(operations * sum(_pairs(n, window) for n in lens) for window, operations in self.pairs)
+        return (2.0 + self.trained) * weights + 3.0 * attention
+
+
+def _pairs(length: int, window: int | None) -> int:
+    full = length if window is None else min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerFacts:
     """Facts about a loaded model that the controller needs."""
 
@@ -79,5 +113,9 @@ class TrainerFacts:
     ranks_per_share: int = 1
     """Number of neighbouring ranks that compute the same units together (each rank a part of every layer, or of the
     tokens). Divides the number of the role's ranks."""
+    device_name: str = ""
+    """Name of the GPU, as its driver gives it; empty on a CPU."""
+    flops: Flops | None = None
+    """None: not known."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""

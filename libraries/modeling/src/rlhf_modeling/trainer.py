@@ -24,6 +24,7 @@ from rlhf.interfaces import (
     TrainerFacts,
 )
 from rlhf.interfaces.memory import ModelSize, TrainerMemory, TrainerWork
+from rlhf.interfaces.model import Flops
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
@@ -40,6 +41,7 @@ from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.experts import ExpertBalance
 from rlhf_modeling.export_files import try_export
 from rlhf_modeling.flash_attention import check_kernel, why_not
+from rlhf_modeling.flops import count_flops
 from rlhf_modeling.heads import comparable_head, head_of_role
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.kernel_agreement import disagreement
@@ -157,8 +159,16 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             shares,
             token_budget=default_micro_tokens(self.precision.bf16),
             wants_token_share=self.balance is not None,
+            device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
+            flops=self._flops(),
             notes=self.loaded.notes + self._notes,
         )
+
+    def _flops(self) -> Flops | None:
+        """Only of a trained role, on the rank whose facts are read."""
+        if not self.spec.role.trained or self.spec.rank != 0:
+            return None
+        return count_flops(self.spec, self.loaded.head.out_features, self.config.lora is not None)
 
     # ------------------------------------------------------------------------------------- forward
 

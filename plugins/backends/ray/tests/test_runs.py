@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tomli_w
 from rlhf_cli.main import main
+from rlhf_runtime.output.metrics import MEASURED
 from rlhf_testing.tiny import tiny_model
 
 pytestmark = pytest.mark.full
@@ -21,7 +22,7 @@ REWARD = """
 def score(prompt, completion, row):
     return sum(c in "0123456789" for c in completion) / 6 + (row["answer"] in completion)
 """
-TIMING = ("time/", "sync/")
+TIMING = (*MEASURED, "sync/")
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
     assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
     sent = setup.role.every("sent")[0]
     assert proofs[0].received == sent
+    assert proofs[0].peak_memory["process"] > 0
     assert proofs[0].nbytes == sum(p.nbytes for p in setup.role.group.worker.parameters.values())
     assert ("lm_head.weight" in sent) == (not setup.tied)
 

@@ -18,7 +18,7 @@ Severity = Literal["refuse", "report", "added"]
 
 _IGNORED = (
     "run.output", "run.resume", "run.overwrite", "run.name", "run.report", "run.show_samples", "run.stop_after",
-    "run.timeline",
+    "run.timeline", "run.peak_tflops",
 )  # fmt: skip
 """Keys that are not compared: a run's location, name and console output do not change what it computes."""
 

@@ -101,6 +101,9 @@ class RunSection(ComponentConfig):
     records N more. Default: none."""
     report: bool = True
     """Write ``report.html`` in the run's folder at the end of the run, one page that shows it (`rlhf report`)."""
+    peak_tflops: Positive | None = None
+    """Peak of one device of the policy in TFLOP/s, for the metric ``throughput/mfu``. Default: that of GPUs whose peak
+    in bf16 is known; for others there is no such metric."""
     requires: tuple[str, ...] = ()
     """Requirements on plugins, e.g. ``"rlhf-plugin-math>=0.1"``; checked before anything starts."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class Reports:
     Args:
         store: writes the error message if the disk is full.
         timeline: shows the phases of steps.
+        measure: given the times of a step, returns its throughput and memory.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class Reports:
         observers: Mapping[str, Observer],
         store: CheckpointStore,
         timeline: Timeline = NO_TIMELINE,
+        measure: Callable[[Metrics], Metrics] = lambda times: {},
     ) -> None:
         self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
-        self.timeline = timeline
+        self.timeline, self._measure = timeline, measure
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -67,10 +69,11 @@ class Reports:
             self._progress.spend(phase, seconds)
 
     def record(self, steps_done: int, metrics: Metrics) -> None:
-        """Add the times of the step to ``metrics`` and write its line. ``steps_done`` counts this step too."""
+        """Add what was measured in the step to ``metrics`` and write its line. ``steps_done`` counts this step too."""
         if self._times:
-            metrics |= {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
-            metrics[f"{TIME}step"] = time.perf_counter() - self._started
+            times = {f"{TIME}{phase}": seconds for phase, seconds in self._times.items()}
+            times[f"{TIME}step"] = time.perf_counter() - self._started
+            metrics |= times | self._measure(times)
             self._times = {}
         with self._store.writing(self._directory.metrics.path):
             self._directory.metrics.append(steps_done, metrics)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +19,17 @@ from rlhf.types import Annotation, Head, Lent, Update
 from torch import Tensor
 
 from rlhf_runtime.models.dispatch import Plan, fillers, micro_batches, plan, unit_prefixes
+
+
+@dataclass(slots=True)
+class Work:
+    """What updates computed."""
+
+    tokens: int = 0
+    """Of whole samples. A prefix that is computed once for several samples counts for each."""
+    operations: float = 0.0
+    """Floating-point operations (:attr:`TrainerFacts.flops`)."""
+    seconds: float = 0.0
 
 
 class Role:
@@ -36,6 +49,8 @@ class Role:
         self.spec, self.group = spec, group
         self.facts: TrainerFacts = group.call("facts", [()] * group.size)[0]
         self.budget = self.facts.token_budget if budget is None else budget
+        self.work = Work()
+        """Since :meth:`take_work`."""
         self.view = view
         """The view that ``live`` means for this role: ``base`` if it is another role's model without its adapters."""
 
@@ -86,11 +101,23 @@ class Role:
         per_share = self._with_loss(computed, loss, update)
         self.changes += 1
         self.steps_taken += 1
+        start = time.perf_counter()
         results = self._call("update", per_share)
+        self.work.seconds += time.perf_counter() - start
+        self.work.tokens += computed.tokens
+        if self.facts.flops is not None:
+            read_N = computed.tok.get(over_mask(loss))
+            outputs = computed.sequences if read_N is None else int(read_N.sum())
+            self.work.operations += self.facts.flops.of_update(computed.lens_B.tolist(), outputs)
         sums = add_sums(sums for sums, _ in results)
         if loss.signal():
             sums["tokens_left_out"] = (float(batch.tokens - computed.tokens), float(batch.tokens))
         return sums, results[0][1]
+
+    def take_work(self) -> Work:
+        """What the updates since the last call computed."""
+        work, self.work = self.work, Work()
+        return work
 
     def catch_up(self, planned: int) -> None:
         """End a step of the run. The learning-rate schedule advances by the ``planned`` optimizer steps that were not

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,10 @@ class WeightSync:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
         self.longest, self.images = longest, images
         self.version = 0
+        self.pause_seconds = 0.0
+        """For which sampling stood still, over all syncs."""
+        self.peak_memory: list[Mapping[str, int]] = []
+        """Of each process of the generator, at the newest sync."""
 
     def refresh(self) -> None:
         """Send the current weights again: the generator lost them, or an engine of it was replaced."""
@@ -94,11 +99,13 @@ class WeightSync:
                 f"generator {generator.name!r} ({type(generator).__name__}) gets no weights from the policy, which is "
                 f"{where}. It must be a rlhf.interfaces.TakesTensors, or a TakesModule in the process of the policy."
             )
-        if not isinstance(generator, EnginePool):
-            return self._push_proven(generator, version)
-        generator.pause()
+        start = time.perf_counter()
+        if isinstance(generator, EnginePool):
+            generator.pause()
         metrics = self._push_proven(generator, version)
-        generator.resume()  # not after an error: nothing is sampled with weights that are not proven
+        self.pause_seconds += time.perf_counter() - start
+        if isinstance(generator, EnginePool):
+            generator.resume()  # not after an error: nothing is sampled with weights that are not proven
         return metrics
 
     # -------------------------------------------------------------------------------------- parts
@@ -116,6 +123,7 @@ class WeightSync:
                 problems, difference = self._examine(generator, proofs, reference)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
+            self.peak_memory = [proof.peak_memory for proof in proofs]
             if not problems:
                 return metrics
             message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)

@@ -14,7 +14,9 @@ from rlhf_runtime.checkpoint.atomic_files import sync_file, write_atomic
 from rlhf_runtime.checkpoint.json_values import dumps, loads
 
 TIME = "time/"
-"""Keys with this prefix hold wall times in seconds. All other values of a line are reproducible."""
+"""Keys with this prefix hold wall times in seconds."""
+MEASURED = (TIME, "throughput/", "memory/")
+"""Prefixes of keys whose values differ between two runs of one seed. All other values of a line are reproducible."""
 
 
 class MetricsLog:

@@ -51,6 +51,8 @@ class Rollouts:
         self.pool = pool
         """The generator, if each request is sent to it by itself, not in waves."""
         self.timeline = timeline
+        self.sampled_tokens = 0
+        """Of all training samples that have ended."""
 
     def run(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count = no_count
@@ -142,6 +144,8 @@ class Rollouts:
             with self.timeline.slice("samples", "sample", **about) as slice:
                 trajectory = await self._sample(row, index, settings, requests, log, slice)
                 slice.add(status=trajectory.status, tokens=trajectory.sampled_tokens)
+            if settings.purpose == TRAINING:
+                self.sampled_tokens += trajectory.sampled_tokens
             return trajectory
         finally:
             requests.leave()

@@ -39,6 +39,7 @@ from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.signals import StopRequest
+from rlhf_runtime.loop.throughput import Throughput
 from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress, phase
@@ -120,6 +121,7 @@ def build(prepared: Prepared) -> Run:
         if run.sampler is not None:
             with phase("first sync of weights to the generator"):
                 run.sync(run.first_step)
+            run.sampler.weights.pause_seconds = 0.0  # of the steps
         record_start(run, prepared)
     except BaseException:  # for example a checkpoint of another config, which is found after everything was started
         resources.close()
@@ -194,7 +196,8 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     state = RunState(
         algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control, prepared.curriculum
     )
-    reports = Reports(directory, progress, prepared.observers, store, timeline)
+    measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
+    reports = Reports(directory, progress, prepared.observers, store, timeline, measure)
     meta = checkpoint_metadata(prepared, roles["policy"])
     saves = Saves(
         config,

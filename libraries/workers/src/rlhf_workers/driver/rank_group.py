@@ -76,6 +76,9 @@ class RankGroup(WorkerGroup):
         """The value in the store. Its memory is read-only."""
         return type(item).fetch([item])[0] if isinstance(item, Stored) else item
 
+    def peak_memory(self) -> list[dict[str, int]]:
+        return self.call("peak_memory", [()] * self.size)
+
     def finish_stream(self, method: str) -> None:
         """Read an unfinished stream to its end, before ``method`` is called. Raises WorkerError if the ranks cannot be
         called any more."""

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from rlhf.process_memory import peak_memory
+
 from rlhf_workers.process.failure import Failure
 from rlhf_workers.process.network import interface_of, reserve_port
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("torch", "transformers", "rlhf-core")
 """Distributions that must have the same version on every node, like Python and the run's plugins."""
-OWN_METHODS = frozenset({"connect_trainer", "send_buckets", "advance"})
+OWN_METHODS = frozenset({"connect_trainer", "send_buckets", "advance", "peak_memory"})
 """Methods of :class:`Worker` that the driver calls as if they were the component's."""
 CHUNK_SECONDS = 0.02
 """Samples that finish within this time are sent to the driver together."""
@@ -189,6 +191,9 @@ class Worker(ABC):
     def advance(self, *arguments: Any) -> tuple[list[tuple[int, Any]], int]:
         """The turns that ended, and the tokens so far of those that have not."""
         return self.component.advance(*arguments), self.component.unfinished_tokens()
+
+    def peak_memory(self) -> dict[str, int]:
+        return peak_memory()
 
     @contextmanager
     def _at_work(self, method: str) -> Iterator[None]:

@@ -101,7 +101,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self.version, self._not_ready, self._given_up = version, "", False
         self._change_version(version)
         return [
-            Proof(version, worker, result.nbytes, result.received, self.engine.dtype)
+            Proof(version, worker, result.nbytes, result.received, self.engine.dtype, result.peak_memory)
             for worker, result in loaded.items()
         ]
 

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
+from rlhf.process_memory import peak_memory
 from rlhf.weights.bucket import Bucket
 from rlhf_workers.links.ends import connect_receiver
 from rlhf_workers.links.link import BucketHeader, Link, Receiver
@@ -40,6 +41,7 @@ class Loaded:
     nbytes: int = 0
     missing: tuple[str, ...] = ()
     """Names of tensors that the model needs and that did not arrive."""
+    peak_memory: dict[str, int] = field(default_factory=dict)
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
@@ -99,7 +101,7 @@ class WeightReceiver:
             raise SyncError("end_load() without begin_load()")
         missing = reload.end()
         self.model_runner.reset_lora_state()
-        return Loaded(reload.received, reload.nbytes, tuple(missing))
+        return Loaded(reload.received, reload.nbytes, tuple(missing), peak_memory())
 
     @answered
     def rlhf_differing(self: Any, message: Bucket | BucketHeader) -> list[str]:

@@ -1,0 +1,26 @@
+"""The most memory that a process has used."""
+
+from __future__ import annotations
+
+import sys
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes, each the most since this process started: ``process``, its resident memory; ``cuda``, where torch uses a
+    GPU here, what torch had allocated on the fullest one."""
+    peaks = {"process": _resident()}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        peaks["cuda"] = max(torch.cuda.max_memory_allocated(n) for n in range(torch.cuda.device_count()))
+    return peaks
+
+
+def _resident() -> int:
+    try:  # the kernel's ru_maxrss of a child begins with that of its parent
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
