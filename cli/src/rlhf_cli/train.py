@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,11 @@ class Train(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
+        group = parser.add_mutually_exclusive_group()
+        group.add_argument("--quiet", action="store_true", help="show notes and errors only")
+        group.add_argument(
+            "--json", action="store_true", help="one JSON object a step, as in metrics.jsonl, and one at the end"
+        )
         parser.add_argument("--dry-run", action="store_true", help="resolve and check everything, load no model, stop")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -44,7 +50,13 @@ class Train(Command):
             return 0
         from rlhf_runtime.setup.build import train
 
-        finished = train(config, plugins)
+        finished = train(config, plugins, "quiet" if args.quiet else "json" if args.json else "all")
+        if args.quiet:
+            return finished.exit_code
+        if args.json:
+            end = {"status": finished.status, "path": str(finished.directory.path), "steps": finished.steps_done}
+            sys.stdout.write(json.dumps(end) + "\n")
+            return finished.exit_code
         way = f" (continue with: {command})" if (command := finished.continue_with) else ""
         sys.stdout.write(f"{finished.outcome}: {finished.directory.path}{way}\n")
         if finished.report is not None:

@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from rlhf_runtime.observe.progress import Progress, hidden, phase
+from rlhf_runtime.observe.progress import Progress, hidden, muted, phase
 
 
 class Terminal(io.StringIO):
@@ -52,47 +52,36 @@ def test_phases_of_the_first_step_and_rare_ones_are_lines_of_a_file(capsys: pyte
     assert out.getvalue().startswith("step=1/2 reward=0.5")
 
 
-def test_a_bar_shows_the_phase_beside_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_shows_the_phase_beside_the_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    terminal, times = Terminal(), iter(range(1000))
+    monkeypatch.setenv("COLUMNS", "120")
+    terminal, times = Terminal(), iter(range(10000))
     progress = Progress(2, stream=terminal, clock=lambda: next(times))
     progress.begin(0)
     with progress.phase("learn"):
         with progress.phase("annotate"):
-            progress._bar.refresh()
+            progress._table.refresh()
         progress.count("optimizer step", 1, 4)
         progress.count("micro-batches", 8, 8)
         progress.count("optimizer step", 2, 4)
-        progress._bar.refresh()
+        progress._table.refresh()
         progress.count("micro-batches", 3, 8)
-        progress._bar.refresh()
+        progress._table.refresh()
     progress.count("micro-batches", 4, 8)
     with progress.phase("sync"):
-        progress._bar.refresh()
+        progress._table.refresh()
     progress.close()
-    text = terminal.getvalue()
-    assert re.search(r"learning 0:00:\d\d, optimizer step 2/4\s*\x1b", text), "its micro-batches begin anew"
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert re.search(r"learning 0:00:\d\d, optimizer step 2/4\s*\r", text), "its micro-batches begin anew"
     assert ", optimizer step 2/4, micro-batches 3/8" in text
     assert "micro-batches" not in text.rpartition("sending weights")[2], "counts end with their phase"
     assert "computing log-probs and values 0:00:" in text
     assert "learning 0:00:" in text.partition("computing log-probs")[2]
 
 
-def test_a_narrow_terminal_cuts_the_numbers_and_not_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "90")
-    terminal = Terminal()
-    progress = Progress(100, stream=terminal)
-    progress.begin(0)
-    progress.step(1, {"reward/mean": 0.5, "kl/reference": 0.001, "length/mean": 93.2, "policy/grad_norm": 0.3})
-    with progress.phase("learn"):
-        progress.count("optimizer step", 2, 4)
-        progress.count("micro-batches", 3, 8)
-        progress._bar.refresh()
-        shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", terminal.getvalue().rpartition("\r")[2])
-    progress.close()
-    assert "\n" not in shown
-    assert shown.startswith("step   1/100 ")
-    assert "optimizer step 2/4, micro-batches 3/8 left " in shown
-    assert shown.endswith("…")
+def test_a_command_may_mute_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    with muted(), phase("reading"):
+        pass
+    with muted(False), phase("loading"):
+        pass
+    assert capsys.readouterr().err == "loading\n"

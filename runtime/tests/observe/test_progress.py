@@ -1,5 +1,4 @@
 import io
-import re
 
 from rlhf_runtime.observe.progress import Progress
 
@@ -59,7 +58,7 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     out = io.StringIO()
     Progress(1, stream=out).note("x " * 100 + "[bold]a[/bold]")
     assert out.getvalue() == "note: " + "x " * 100 + "[bold]a[/bold]\n"
-    quiet = Progress(3, quiet=True)
+    quiet = Progress(3, show="quiet")
     quiet.step(0, {"reward/mean": 1.0})
     quiet.step(1, {"reward/mean": 1.0})
     quiet.note("careful")
@@ -149,23 +148,14 @@ def test_rewards_at_tokens_are_part_of_what_is_shown():
     assert out.getvalue().splitlines()[0].split()[1] == "reward=0.75"
 
 
-def test_bar_in_a_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    progress = Progress(2, stream=out)
-    progress.begin(0)
+def test_lines_of_json_are_those_of_the_file(capsys):
+    progress = Progress(2, show="json")
     progress.step(1, {"reward/mean": 0.25, "policy/loss": float("nan")})
-    progress.note("hello")
-    progress.step(2, {"reward/mean": 0.5})
+    progress.note("careful")
     progress.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "2/2" in text
-    assert "reward 0.5" in text
-    assert "loss nan" in text
-    assert "note: hello" in text
-    assert "reward 0.25 -> 0.5" in text.splitlines()[-1]
-    assert "step=" not in text
+    captured = capsys.readouterr()
+    assert captured.out == '{"step": 1, "reward/mean": 0.25, "policy/loss": {"$float": "nan"}}\n'
+    assert captured.err == "note: careful\n"
 
 
 def test_a_run_without_steps():

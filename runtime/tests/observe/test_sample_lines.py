@@ -45,7 +45,7 @@ def test_samples_are_printed_without_control_characters():
 
 
 def test_a_quiet_run_prints_none(capsys):
-    Progress(9, quiet=True).samples(4, [group(0, 0.5)])
+    Progress(9, show="quiet").samples(4, [group(0, 0.5)])
     assert capsys.readouterr() == ("", "")
 
 

@@ -105,6 +105,7 @@ class Reports:
             with self._store.writing(path := self._directory.rollouts(steps_done)):
                 write_groups(path, ready.groups, prompt_of, self._token_values)
         self._token_values = {}
+        self._progress.last_sample(steps_done, ready.groups)
         if show:
             self._progress.samples(steps_done, ready.groups)
         self.observe("rollouts_finished", steps_done, ready.groups)

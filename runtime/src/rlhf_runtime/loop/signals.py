@@ -24,6 +24,7 @@ class StopRequest:
     Args:
         promise: what will be done about the request; the first signal shows it.
         then: called at the first request, in a signal handler or by :meth:`request`.
+        show: called in a signal handler with a line for the user. Returns whether it will be shown.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -32,8 +33,9 @@ class StopRequest:
         self,
         promise: str = "stopping after this step, with a checkpoint",
         then: Callable[[], None] = lambda: None,
+        show: Callable[[str], bool] = lambda text: False,
     ) -> None:
-        self.promise, self.then = promise, then
+        self.promise, self.then, self._show = promise, then, show
         self.requested = False
         self.reason = ""
         """Name of the signal, or the reason given to :meth:`request`."""
@@ -64,5 +66,6 @@ class StopRequest:
             raise KeyboardInterrupt("second Ctrl-C: stopped without saving")
         self.signal = self.signal or signal.Signals(number)
         self.request(signal.Signals(number).name)
-        # os.write, because a handler may run in the middle of a print or while the progress bar holds its lock
-        os.write(2, f"\n{self.reason}: {self.promise} (Ctrl-C: at once)\n".encode())
+        text = f"{self.reason}: {self.promise} (Ctrl-C: at once)"
+        if not self._show(text):  # os.write, because a handler may run in the middle of a print
+            os.write(2, f"\n{text}\n".encode())

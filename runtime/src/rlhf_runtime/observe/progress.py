@@ -1,4 +1,4 @@
-"""The progress display of a run: a bar in a terminal, plain lines in a file, a summary at the end; and what a command
+"""The progress display of a run: a table on a terminal, plain lines in a file, a summary at the end; and what a command
 is doing (:func:`phase`) while it has no such display."""
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import takewhile
 from statistics import median
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.progress import Progress as Bar
-from rich.table import Column
-from rich.text import Text
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from rlhf.samples import first_samples
 from rlhf.types import Group
 
+from rlhf_runtime.checkpoint.json_values import dumps
+from rlhf_runtime.observe.live_table import LiveTable
 from rlhf_runtime.observe.sample_lines import best_and_worst, sample_lines
 from rlhf_runtime.output.metrics import TIME
 
+Show = Literal["all", "quiet", "json"]
 HEADLINE: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/total", "reward/mean"),
     "with failed": ("reward/mean_with_failed",),
@@ -50,6 +44,16 @@ HEADLINE: Mapping[str, tuple[str, ...]] = {
 }
 """{label: metrics in order of preference; the first that the run has is shown}. A label without such a metric is not
 shown. ``kl`` is the divergence from the reference, ``kl_old`` from the policy at the start of the update."""
+TABLE: Mapping[str, tuple[str, ...]] = {
+    **HEADLINE,
+    "entropy": ("policy/entropy",),
+    "token probability": ("policy/token_prob",),
+    "learning rate": ("policy/lr",),
+    "sampled tokens/s": ("throughput/sampled",),
+    "trained tokens/s": ("throughput/trained",),
+    "MFU": ("throughput/mfu",),
+}
+"""As :data:`HEADLINE`, of the table on a terminal."""
 _TELLS_NOTHING_AT_ZERO = frozenset({"kl", "kl_old", "truncated", "loss"})
 """Labels that are shown from their first value on that is not about 0. In some runs they never have one: ``kl_old``
 where an update is one optimizer step, the loss where it is a sum of advantages with mean 0."""
@@ -73,37 +77,14 @@ RARE = frozenset({"evaluate", "save", "export"})
 """Phases that are not part of every step."""
 
 
-class _PhaseColumn(ProgressColumn):
-    """What the step is doing, for how long, and how far it is."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._clock = clock
-
-    def render(self, task: Task) -> Text:
-        if task.fields["phase"] is None:
-            return Text("")
-        text, since, counts = task.fields["phase"]
-        parts = [f"{text} {timedelta(seconds=int(self._clock() - since))}"]
-        parts += [f"{label} {number}/{total}" for label, (number, total) in counts.items()]
-        return Text(", ".join(parts), style="dim")
-
-
-class _NumbersColumn(ProgressColumn):
-    """The newest metrics. Where the terminal is too narrow they are cut, and nothing else, so that the bar stays one
-    line: rich narrows columns that may wrap first, and this text does not wrap."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["numbers"], no_wrap=True, overflow="ellipsis")
-
-
 class Progress:
     """The display of one run, on the driver. Workers print nothing.
 
     Args:
         total: steps of the whole run.
         first: steps that were done before a resume.
-        quiet: show notes only, on standard error.
+        show: what is written besides notes: ``all``; ``json``, each step's line of ``metrics.jsonl``; ``quiet``,
+            nothing. With the last two, notes go to standard error.
         stream: where the display is written; None: standard output.
         interval: minimum seconds between plain lines; the first and the last line are always shown.
         headline: the metrics to show, by label.
@@ -116,15 +97,17 @@ class Progress:
         total: int,
         first: int = 0,
         *,
-        quiet: bool = False,
+        show: Show = "all",
         stream: TextIO | None = None,
         interval: float = 1.0,
         headline: Mapping[str, tuple[str, ...]] = HEADLINE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total, self.first, self.steps_done = total, first, first
-        self._quiet, self._interval, self._headline, self._clock = quiet, interval, headline, clock
-        self._console = Console(file=sys.stderr if quiet else stream or sys.stdout, highlight=False)
+        self._quiet, self._interval, self._headline, self._clock = show != "all", interval, headline, clock
+        self._lines = (stream or sys.stdout) if show == "json" else None
+        """Where lines of JSON go."""
+        self._console = Console(file=sys.stderr if self._quiet else stream or sys.stdout, highlight=False)
         self._started = self._last_step = clock()
         self._shown_at: float | None = None
         self._pending = ""
@@ -139,40 +122,30 @@ class Progress:
         self._closed = False
         self.notes: list[str] = []
         """The notes so far."""
-        self._bar: Bar | None = None
-        if not quiet and self._console.is_terminal:
-            self._bar = Bar(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=24),
-                _PhaseColumn(clock),
-                _NumbersColumn(),
-                console=self._console,
-                refresh_per_second=4,
-            )
-            self._task = self._bar.add_task("", total=total, completed=first, numbers="", phase=None)
+        self._table: LiveTable | None = None
+        if not self._quiet and self._console.is_terminal:
+            self._table = LiveTable(self._console, total, clock)
 
     def begin(self, first: int) -> None:
-        """Start the clock and show the bar. ``first`` steps were done before. Called after the models are loaded, so
-        that loading does not count as time of a step and a run that fails earlier shows no bar."""
+        """Start the clock and show the table. ``first`` steps were done before. Called after the models are loaded, so
+        that loading does not count as time of a step and a run that fails earlier shows no table."""
         self.first = self.steps_done = first
         self._started = self._last_step = self._clock()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=first)
-            self._bar.start()
+        if self._table is not None:
+            self._table.steps_done, self._table.left = first, self._left()
+            self._table.start()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show what a step is doing: beside the bar with its time; in a file as a line, in the first step and of
+        """Show what a step is doing: in the table with its time; in a file as a line, in the first step and of
         evaluations, checkpoints and exports. A phase inside another one replaces it until it ends."""
         text = PHASES.get(name, name)
-        if self._bar is not None and self._bar.live.is_started:
-            before = self._bar.tasks[self._task].fields["phase"]
-            self._bar.update(self._task, phase=(text, self._clock(), {}))
+        if self._table is not None and self._table.shown:
+            before, self._table.phase = self._table.phase, (text, self._clock(), {})
             try:
                 yield
             finally:
-                self._bar.update(self._task, phase=before)
+                self._table.phase = before
             return
         if not self._quiet and (self.steps_done == self.first or name in RARE):
             print(text, file=sys.stderr)  # noqa: T201
@@ -181,11 +154,11 @@ class Progress:
     def count(self, label: str, number: int, total: int) -> None:
         """Show how far the phase is, beside its time, on a terminal: ``micro-batches 3/8``. Called often, and from
         any thread. What was counted inside an earlier ``label`` begins anew: micro-batches in each optimizer step."""
-        if self._bar is None or (phase := self._bar.tasks[self._task].fields["phase"]) is None:
+        if self._table is None or (phase := self._table.phase) is None:
             return
         text, since, counts = phase
         outer = dict(takewhile(lambda count: count[0] != label, counts.items()))
-        self._bar.update(self._task, phase=(text, since, {**outer, label: (number, total)}))
+        self._table.phase = (text, since, {**outer, label: (number, total)})
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` steps are done; ``metrics`` is the line that goes to ``metrics.jsonl``."""
@@ -194,13 +167,16 @@ class Progress:
             self._durations.append((now - self._last_step) / (step - self.steps_done))
             self._step_seconds.append(step_seconds(metrics, now - self._last_step))
         self._last_step, self.steps_done = now, max(step, self.steps_done)
-        values = self._values(metrics)
+        if self._lines is not None:
+            self._lines.write(dumps({"step": step, **metrics}, nonfinite="mark") + "\n")
+            self._lines.flush()
+        values = self._values(metrics, self._headline)
         self._last_values |= values
         self._counts.update(values.keys())
         self._first_values = {**values, **self._first_values}
-        if self._bar is not None:
-            numbers = "  ".join([self._left(), *(f"{label} {_number(v)}" for label, v in self._last_values.items())])
-            self._bar.update(self._task, completed=self.steps_done, numbers=numbers)
+        if self._table is not None:
+            self._table.left = self._left()
+            self._table.step(self.steps_done, self._values(metrics, TABLE), metrics)
         elif not self._quiet:
             parts = [f"step={step}/{self.total}"]
             parts += [f"{label.replace(' ', '_')}={_number(value)}" for label, value in values.items()]
@@ -213,6 +189,14 @@ class Progress:
         if phase in self._spent:
             self._spent[phase] += seconds
 
+    def last_sample(self, step: int, groups: Sequence[Group]) -> None:
+        """Show a sample that ``step`` is trained on in the table."""
+        if self._table is not None:
+            for sample in first_samples(groups[-1:], 1):
+                reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
+                prompt = " ".join(sample.prompt.split())[-32:]
+                self._table.sample = f"step {step}, {reward}: {prompt} -> {sample.completion}"
+
     def samples(self, step: int, groups: Sequence[Group]) -> None:
         """Show the best and the worst sample that ``step`` is trained on."""
         if self._quiet:
@@ -224,14 +208,23 @@ class Progress:
         """Show a message to the user, in every mode."""
         self.notes.append(text)
         self._line(f"note: {text}")
+        if self._table is not None:
+            self._table.note(text)
+
+    def urge(self, text: str) -> bool:
+        """Show a line from a signal handler. Returns whether there is a table to show it."""
+        if self._table is None or not self._table.shown:
+            return False
+        self._table.urge(text)
+        return True
 
     def close(self) -> None:
-        """Remove the bar and show the summary. Safe to call twice."""
+        """End the table and show the summary. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
-        if self._bar is not None:
-            self._bar.stop()
+        if self._table is not None:
+            self._table.stop()
         if self._quiet:
             return
         if self._pending:
@@ -247,9 +240,9 @@ class Progress:
         with hidden():
             self._console.print(text, soft_wrap=True, markup=False)
 
-    def _values(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _values(self, metrics: Mapping[str, float], headline: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
         values = {}
-        for label, names in self._headline.items():
+        for label, names in headline.items():
             name = next((n for n in names if n in metrics), None)
             if name is not None:
                 value = float(metrics[name])
@@ -297,6 +290,8 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else str(value)
 
 
+_muted = False
+"""Whether phases are not shown."""
 _open: list[Bar] = []
 """The display of the phase that is shown now; at most one."""
 
@@ -309,6 +304,9 @@ def phase(text: str) -> Iterator[Callable[[int, int], None]]:
     Gives ``count(number, total)``, which shows these numbers on a terminal.
     """
     console = Console(file=sys.stderr, highlight=False)
+    if _muted:
+        yield lambda number, total: None
+        return
     if not console.is_terminal:
         console.print(text, soft_wrap=True, markup=False)
         yield lambda number, total: None
@@ -324,6 +322,17 @@ def phase(text: str) -> Iterator[Callable[[int, int], None]]:
         finally:
             display.stop()
             _open.remove(display)
+
+
+@contextmanager
+def muted(mute: bool = True) -> Iterator[None]:
+    """Show no phase while the code inside runs."""
+    global _muted
+    before, _muted = _muted, mute
+    try:
+        yield
+    finally:
+        _muted = before
 
 
 @contextmanager

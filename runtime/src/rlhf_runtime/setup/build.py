@@ -42,7 +42,7 @@ from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.loop.throughput import Throughput
 from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
-from rlhf_runtime.observe.progress import Progress, phase
+from rlhf_runtime.observe.progress import Progress, Show, muted, phase
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline, TimelineFile
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import link_latest
@@ -72,17 +72,22 @@ from rlhf_runtime.setup.resume import (
 )
 
 
-def train(config: RunFile, plugins: Plugins | None = None) -> Run:
-    """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run."""
+def train(config: RunFile, plugins: Plugins | None = None, show: Show = "all") -> Run:
+    """Run a run file from its first step, or from its newest checkpoint, to its end. Returns the closed run.
+
+    Args:
+        show: what is written on the way.
+    """
     plugins = plugins or Plugins.discover()
     try:
-        return _train(config, plugins)
+        with muted(show == "quiet"):
+            return _train(config, plugins, show)
     except SystemExit as end:  # of a plugin: it would end the command with any exit code, and without a word
         raise PluginError(f"the run was ended by {first_cause(end)}. A plugin must raise an error instead") from end
 
 
-def _train(config: RunFile, plugins: Plugins) -> Run:
-    run = build(prepare(config, plugins))
+def _train(config: RunFile, plugins: Plugins, show: Show) -> Run:
+    run = build(prepare(config, plugins), show)
     try:
         _run_to_its_end(run)
     except Exception:
@@ -112,12 +117,12 @@ def _run_to_its_end(run: Run) -> None:
         run.close()
 
 
-def build(prepared: Prepared) -> Run:
+def build(prepared: Prepared, show: Show = "all") -> Run:
     """Claim the run directory, load the models and, where the run resumes, restore the newest checkpoint. An error
     releases everything that was started."""
     resources = ExitStack()
     try:
-        run = _build(prepared, resources)
+        run = _build(prepared, resources, show)
         if run.sampler is not None:
             with phase("first sync of weights to the generator"):
                 run.sync(run.first_step)
@@ -129,7 +134,7 @@ def build(prepared: Prepared) -> Run:
     return run
 
 
-def _build(prepared: Prepared, resources: ExitStack) -> Run:
+def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
     """Build the run. ``resources`` receives a callback that releases each part as soon as the part is started."""
     config, data, algorithm = prepared.config, prepared.data, prepared.algorithm
     if config.run.threads is not None:
@@ -140,7 +145,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
     link_latest(directory.path)
     launcher: Launcher = prepared.parts["launcher"].build()
     resources.callback(launcher.shutdown)
-    progress = Progress(prepared.total_steps)
+    progress = Progress(prepared.total_steps, show=show)
     store = CheckpointStore(directory.path, config.checkpoint.keep, progress.note)
     for note in (*prepared.commits.notes, *prepared.notes):
         progress.note(note)
@@ -160,7 +165,7 @@ def _build(prepared: Prepared, resources: ExitStack) -> Run:
             role.group.worker.progress = functools.partial(progress.count, "micro-batches")
     with phase("checking rows"):
         checked.wait()
-    stop = StopRequest()
+    stop = StopRequest(show=progress.urge)
     timeline = _timeline(prepared, directory, progress)
     resources.callback(timeline.close)
     sampler: Sampler | None = None
