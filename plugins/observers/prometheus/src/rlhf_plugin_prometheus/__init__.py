@@ -1,0 +1,11 @@
+"""Observer: an endpoint for Prometheus."""
+
+from rlhf import hookimpl
+from rlhf.interfaces import Observer
+
+
+@hookimpl
+def rlhf_register_observer() -> list[type[Observer]]:
+    from rlhf_plugin_prometheus.observer import PrometheusObserver
+
+    return [PrometheusObserver]
