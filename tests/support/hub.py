@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fnmatch
 import hashlib
 import json
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 _API = re.compile(r"/api/(model|dataset)s/([^/]+/[^/]+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_UPLOAD = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -29,17 +31,22 @@ class Repository:
     """The token that a client must send to read the repository; None: no token is needed."""
     gated: bool = False
     """True: every client can see the repository, but none can read its files."""
+    private: bool = False
+    """As an upload made it."""
 
 
 class LoopbackHub(AbstractContextManager["LoopbackHub"]):
     """Serves inside its ``with`` block. ``url`` is for HF_ENDPOINT, which clients read when they are imported.
 
     Answers the requests of huggingface_hub for whole files: repo info, trees, paths-info, HEAD and GET of ``resolve``
-    with ETag and X-Repo-Commit, and errors with the codes that huggingface_hub turns into its exceptions.
+    with ETag and X-Repo-Commit, and errors with the codes that huggingface_hub turns into its exceptions. It takes
+    models too, from the token ``writer``, with all files in one request.
     """
 
     def __init__(self) -> None:
         self.repositories: dict[tuple[str, str], Repository] = {}
+        self.writer = ""
+        """The token with which models are uploaded; empty: nobody may."""
         self.requests: list[tuple[str, str]] = []
         """(method, path) of every request."""
 
@@ -100,7 +107,49 @@ class _Handler(BaseHTTPRequestHandler):
             return self._file("dataset" if match[1] else "model", *match.groups()[1:])
         return self._refuse(404, "EntryNotFound", f"no such page {path}")
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Uploads as one commit; other requests as :meth:`do_GET`."""
+        path = unquote(urlsplit(self.path).path)
+        upload = _UPLOAD.fullmatch(path)
+        if path != "/api/repos/create" and path != "/api/validate-yaml" and upload is None:
+            return self.do_GET()
+        self.serves.requests.append((self.command, path))
+        lines = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token != self.serves.writer:
+            return self._refuse(403, "Forbidden", f"this token may not write: {token}")
+        if path == "/api/validate-yaml":
+            return self._answer({"errors": [], "warnings": []})
+        if upload is None:
+            asked = json.loads(lines)
+            name = "/".join(part for part in (asked.get("organization"), asked["name"]) if part)
+            if ("model", name) in self.serves.repositories:
+                problem = {"error": "You already created this model repo", "url": f"{self.serves.url}/{name}"}
+                return self._send(409, json.dumps(problem).encode())
+            commit = self.serves.publish("model", name, {})
+            self.serves.repositories["model", name].private = "private" in (
+                asked.get("visibility"),
+                "private" if asked.get("private") else None,
+            )  # of clients from 2.0 on, and before
+            return self._answer({"url": f"{self.serves.url}/{name}", "id": name, "commit": commit})
+        if upload[2] == "preupload":
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(lines)["files"]
+            ]
+            return self._answer({"files": files})
+        repository = self.serves.repositories["model", upload[1]]
+        files = dict(repository.commits[repository.refs["main"]])
+        for line in map(json.loads, lines.splitlines()):
+            if line["key"] == "file":
+                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        commit = self.serves.publish("model", upload[1], files)
+        url = f"{self.serves.url}/{upload[1]}/commit/{commit}"
+        return self._answer({"commitOid": commit, "commitUrl": url, "success": True})
+
+    def _answer(self, body: Any) -> None:
+        self._send(200, json.dumps(body).encode())
 
     def _api(self, kind: str, name: str, endpoint: str | None, revision: str | None, below: str | None) -> None:
         commit = self._commit(kind, name, unquote(revision or "main"), reads=endpoint not in (None, "revision"))
@@ -115,7 +164,15 @@ class _Handler(BaseHTTPRequestHandler):
                 for p in chosen
             ]
             return self._send(200, json.dumps(entries).encode(), {"X-Repo-Commit": commit})
-        info = {"_id": commit[:24], "id": name, "sha": commit, "private": False, "tags": [], "downloads": 0, "likes": 0}
+        info = {
+            "_id": commit[:24],
+            "id": name,
+            "sha": commit,
+            "private": self.serves.repositories[kind, name].private,
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+        }
         return self._send(200, json.dumps(info | {"siblings": [{"rfilename": p} for p in sorted(files)]}).encode())
 
     def _asked_paths(self) -> list[str]:

@@ -54,17 +54,17 @@ class Conversation:
         self._require_room(len(ids))
         self._count += 1
         request = GenerationRequest(ids, derive_seed(self._seed, "chat", self._count), self._sampling)
-        drawn: list[int] = []
-        shown = ""
+        answer_ids: list[int] = []
+        prefix = ""
         for piece in self._generator.stream(request):
-            drawn += piece
-            whole = self._template.decode(drawn)
-            if len(whole) > len(shown) and not whole.endswith("\ufffd"):  # the rest of a character follows
-                yield whole[len(shown) :]
-                shown = whole
-        whole = self._template.decode(drawn)
-        if len(whole) > len(shown):
-            yield whole[len(shown) :]
+            answer_ids += piece
+            whole = self._template.decode(answer_ids)
+            if len(whole) > len(prefix) and not whole.endswith("\ufffd"):  # the rest of a character follows
+                yield whole[len(prefix) :]
+                prefix = whole
+        whole = self._template.decode(answer_ids)
+        if len(whole) > len(prefix):
+            yield whole[len(prefix) :]
         self._messages = [*messages, {"role": "assistant", "content": whole}]
 
     def _require_room(self, tokens: int) -> None:

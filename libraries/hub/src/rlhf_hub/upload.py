@@ -1,0 +1,94 @@
+"""Uploads a folder of a model to a hub, through the hub's own client, which looks after the token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError
+from rlhf.secrets import redact
+
+from rlhf_hub.adapter_folders import ADAPTER_CONFIG
+from rlhf_hub.hub import HubError, hub_name
+
+ADAPTER = "adapter"
+"""The folder inside an export with its adapters alone."""
+
+
+def require_token() -> None:
+    """Raises ConfigError where the hub's client has no token."""
+    import huggingface_hub
+
+    if huggingface_hub.get_token() is None:
+        raise ConfigError(
+            "there is no token of the hub, so nothing can be uploaded. Set HF_TOKEN to one that may write, or log in: "
+            "hf auth login"
+        )
+
+
+def push(folder: Path, repo: str, private: bool, note: Callable[[str], None]) -> str:
+    """Upload a model's folder to the repository ``owner/name``, which is made where there is none. Returns its address.
+
+    Args:
+        note: shows what is left out.
+
+    Raises ConfigError, before a request is sent, where there is no token or no model, or the base of an adapter is a
+    folder of this machine; HubError where the hub refuses, or its repository is public and ``private`` is asked for.
+    """
+    import huggingface_hub
+
+    require_token()
+    name = hub_name(repo)
+    if name is None or "/" not in name.name or "@" in repo:
+        raise ConfigError(f"REPO {repo!r} is no repository of a hub. Name it as owner/name.")
+    _require_model(folder)
+    left_out = [".*", "**/.*"]
+    if _names_folder(folder / ADAPTER):
+        left_out.append(f"{ADAPTER}/*")
+        note(
+            f"{ADAPTER}/ is left out: its base is a folder of this machine. Set base_model_name_or_path in "
+            f"{folder / ADAPTER / ADAPTER_CONFIG} to the base's name on a hub to upload it"
+        )
+    client = huggingface_hub.HfApi()
+    try:
+        url = client.create_repo(name.name, private=private, exist_ok=True)
+        if private and not client.repo_info(name.name).private:
+            raise HubError(f"the repository {name.name} exists and is public. Say --public to upload to it.")
+        client.upload_folder(
+            repo_id=name.name, folder_path=folder, ignore_patterns=left_out, commit_message="Upload a model by rlhf"
+        )
+    except HubError:
+        raise
+    except Exception as error:  # of the client or its transport
+        raise HubError(
+            f"the hub did not take {folder} as {name.name}: {redact(f'{type(error).__name__}: {error}')}. Look at the "
+            "name, and whether the token may write there."
+        ) from error
+    return str(url)
+
+
+def _require_model(folder: Path) -> None:
+    """Raises ConfigError where a folder holds no model that others could load."""
+    weights = any(folder.glob("*.safetensors"))
+    if not weights or not any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(
+            f"{folder} is no folder of a model: it needs config.json or {ADAPTER_CONFIG}, and *.safetensors. Of a run, "
+            "name its model/."
+        )
+    if _names_folder(folder):
+        raise ConfigError(
+            f"the adapter {folder} names a folder of this machine as its base, which nobody else has. Set "
+            f"base_model_name_or_path in its {ADAPTER_CONFIG} to the base's name on a hub, or merge it: rlhf merge"
+        )
+
+
+def _names_folder(folder: Path) -> bool:
+    """Whether the adapter in a folder, if there is one, names a base that is no name on a hub."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        return False
+    config: Any = json.loads(file.read_text(encoding="utf-8"))
+    base = config.get("base_model_name_or_path")
+    return not isinstance(base, str) or hub_name(base) is None
