@@ -29,6 +29,7 @@ def test_the_card_says_what_was_run(shop: Workshop) -> None:
         'data.system = "Say 1/2."',
         '"file:own_reward.py"',
         "| torch | ",
+        "| trainer torch | rlhf-plugin-local ",
         "Seed 1.",
     ):
         assert words in text, (words, text)

@@ -14,11 +14,14 @@ from rlhf_hub.published import model_folder
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import has_tokenizer
 
-from rlhf_cli.jobs.conversion import TOLERANCE, outputs, require_disk
+from rlhf_cli.jobs.conversion import outputs, require_disk
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+TOLERANCE = 1e-3
+"""Largest difference of outputs in fp32. The merged sums are rounded at other places: 5e-5 in a model of 30 layers."""
 
 
 @dataclass(frozen=True, slots=True)

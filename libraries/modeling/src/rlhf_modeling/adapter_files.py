@@ -8,6 +8,7 @@ merged.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,9 @@ def untie(module: PreTrainedModel) -> bool:
 
 def merge_in_place(model: Any) -> PreTrainedModel:
     """The module inside PEFT's wrapper, with its adapter added to the weights and no layer of PEFT left."""
-    merged: PreTrainedModel = model.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a head that was untied, which :func:`tie` undoes
+        merged: PreTrainedModel = model.merge_and_unload()
     return merged
 
 

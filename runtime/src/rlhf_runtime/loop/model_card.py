@@ -71,7 +71,7 @@ def _card(
             yield f"| {kind} | {_cell(public(name))} | {about['rows']:,} | `{str(about['fingerprint'])[:16]}` |"
     yield "\n## Result\n"
     yield from _results(lines)
-    yield "\n## Options that differ from the defaults\n\n```toml"
+    yield "\n## Options that differ from the defaults\n\n```text"
     for path in starts[0].get("options", []):
         if path not in _LEFT_OUT and (value := _at(config, path)) is not None:
             yield f"{path} = {json.dumps(public(value), ensure_ascii=False)}"
@@ -79,9 +79,8 @@ def _card(
     environment = start.get("environment", {})
     versions = {"python": environment.get("python"), **environment.get("packages", {})}
     for plugin in start.get("plugins", []):
-        versions[f"{plugin['kind']} {plugin['name']}"] = " ".join(
-            str(plugin[name])[:16] for name in ("distribution", "version", "sha256") if plugin.get(name)
-        )
+        facts = [plugin.get("distribution"), plugin.get("version"), str(plugin.get("sha256", ""))[:16]]
+        versions[f"{plugin['kind']} {plugin['name']}"] = " ".join(str(fact) for fact in facts if fact)
     versions |= {f"hash of {name}": f"`{str(value)[:16]}`" for name, value in hashes.items()}
     versions |= {f"commit of {name}": f"`{commit}`" for name, commit in start.get("hub", {}).items()}
     versions["code of rlhf"] = environment.get("code", {}).get("rlhf")
