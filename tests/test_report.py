@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rlhf
 from rlhf.errors import ConfigError
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
@@ -123,6 +124,29 @@ def test_several_runs_are_on_one_page(whole: Finished, offline: Finished, shop: 
     assert [bool(run["samples"]["samples"]) for run in data["runs"]] == [True, False]
     twice = shop.command("report", str(whole.path), str(whole.path))
     assert (twice.code, "named twice" in twice.err) == (2, True)
+
+
+def test_a_run_that_goes_on_is_shown(shop: Workshop, tmp_path: Path) -> None:
+    page, seen = tmp_path / "page.html", []
+
+    def look(step: int, metrics: Any, control: Any) -> None:
+        report([tmp_path / "run"], page)
+        (facts,) = values(page)["runs"]
+        seen.append((facts["state"], facts["steps"], facts["total_steps"], facts["samples"]["total"]))
+
+    options = {
+        "sampling.samples_per_prompt": 2,
+        "sampling.max_new_tokens": 4,
+        "data.batch_size": 2,
+        "run.report": False,
+    }
+    source = {
+        "model": str(shop.model),
+        "data": str(shop.data),
+        "reward": lambda prompt, completion, row: len(completion),
+    }
+    rlhf.train("rloo", steps=2, output=tmp_path / "run", observers=[look], options=options, **source)
+    assert seen == [("running", 1, 2, 4), ("running", 2, 2, 8)]
 
 
 def test_the_page_can_be_switched_off_and_its_option_may_change(shop: Workshop) -> None:

@@ -10,7 +10,7 @@ const number = (value, digits = 4) =>
   typeof value !== "number" ? (value ?? "") : Number.isInteger(value) && Math.abs(value) < 1e9
     ? value.toLocaleString("en") : String(parseFloat(value.toPrecision(digits)));
 const many = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
-const label = (run) => runs.length > 1 ? `${run.name} (${run.path})` : run.name;
+for (const run of runs) run.label = runs.filter((other) => other.name === run.name).length > 1 ? run.path : run.name;
 
 // make("td", {class: "number"}, "3"): an element. A property that begins with "on" is a listener.
 function make(tag, properties, ...children) {
@@ -53,7 +53,7 @@ function showRuns() {
   top.append(make("h1", {}, runs.length === 1 ? runs[0].name : `${runs.length} runs`));
   const states = { finished: "good", failed: "bad" };
   top.append(make("div", { class: "runs" }, runs.map((run, n) => make("div", {},
-    runs.length > 1 ? make("h3", {}, make("span", { class: "swatch", style: `background:${colour(n)}` }), run.name) : null,
+    runs.length > 1 ? make("h3", {}, make("span", { class: "swatch", style: `background:${colour(n)}` }), run.label) : null,
     facts([
       ["state", make("span", { class: states[run.state] ?? "" }, run.state + (run.why ? `: ${run.why}` : ""))],
       ["steps", `${number(run.steps)} of ${run.total_steps === null ? "?" : number(run.total_steps)}`],
@@ -179,7 +179,7 @@ function showCurves() {
         [steps, values] = [steps, values].map((list) => list.filter((_, at) => positive[at]));
       }
       const weight = Number(smooth.value);
-      const line = { label: run.name, colour: colour(n), steps, values };
+      const line = { label: run.label, colour: colour(n), steps, values };
       if (!weight) return [line];
       return [{ ...line, colour: colour(n) + "50", quiet: true }, { ...line, values: smoothed(values, weight) }];
     });
@@ -219,7 +219,7 @@ function showCurves() {
         make("input", { type: "checkbox", checked: true, onchange: (event) => {
           shown[event.target.checked ? "add" : "delete"](run);
           fill();
-        } }), make("span", {}, make("span", { class: "swatch", style: `background:${colour(n)}` }), label(run)))) : null),
+        } }), make("span", {}, make("span", { class: "swatch", style: `background:${colour(n)}` }), run.label))) : null),
     every > 1 ? make("p", { class: "faint" }, `A point is the mean of up to ${every} steps.`) : null,
     groups,
     make("p", { class: "faint" }, "Drag over a chart to enlarge a part, double-click to go back."));
@@ -261,7 +261,7 @@ function showTimes() {
       make("td", { class: "number" }, `${(100 * mean(phases.get(name)) / mean(whole)).toFixed(1)} %`),
       make("td", {}, make("i", { style: `background:${COLOURS[n % COLOURS.length]};width:${100 * mean(phases.get(name)) / mean(whole)}%` }))));
     return make("div", { class: "two" },
-      chart(`${runs.length > 1 ? label(run) + ", s" : "S"}econds of a step`, layers.reverse(), { height: 230, stacked: true }),
+      chart(`${runs.length > 1 ? run.label + ", s" : "S"}econds of a step`, layers.reverse(), { height: 230, stacked: true }),
       table(["phase", "mean [s]", "share", ""], rows, { class: "scroll bars" }));
   }));
   drawCharts();
@@ -340,7 +340,7 @@ function showTimelines() {
     });
     const buttons = [["+", 0.6], ["\u2212", 1.6], ["all", Infinity]].map(([text, factor]) =>
       make("button", { type: "button", onclick: () => zoom(factor, view.from + view.span / 2) }, text));
-    section(`timeline${index || ""}`, runs.length > 1 ? `Timeline of ${run.name}` : "Timeline",
+    section(`timeline${index || ""}`, runs.length > 1 ? `Timeline of ${run.label}` : "Timeline",
       make("p", { class: "faint" }, `${many(tracks.length, "track")}, ${many(total, "slice")} of the run's threads, samples and rewards`
         + `${slices.length < total ? `, the ${number(slices.length)} longest of which are shown` : ""}. Drag or use the arrow keys to move; `
         + "Ctrl and the wheel, or + and \u2212, change the scale."),
@@ -354,7 +354,7 @@ function showTimelines() {
 
 const answer = (sample) => sample.turns.map((turn) => turn.text).join("\n");
 const oneLine = (text) => text.slice(0, 200).replace(/\s+/g, " ");
-const wheres = (sample) => `${runs.length > 1 ? runs[sample.run].name + ", " : ""}`
+const wheres = (sample) => `${runs.length > 1 ? runs[sample.run].label + ", " : ""}`
   + `${sample.kind === "evaluation" ? "evaluation after " : ""}step ${sample.step}`;
 
 // What the tokens of a sample can be coloured by: [name, values of its sampled tokens, whether 0 is the middle].
@@ -449,7 +449,7 @@ function showSamples() {
   }
   const rewardNames = [...new Set(samples.flatMap((sample) => Object.keys(sample.rewards)))].slice(0, 6);
   const columns = [
-    ...(runs.length > 1 ? [["run", (s) => runs[s.run].name, "words"]] : []),
+    ...(runs.length > 1 ? [["run", (s) => runs[s.run].label, "words"]] : []),
     ["step", (s) => s.step, "number"],
     ["row", (s) => s.row, "number"],
     [rewardNames.length > 1 ? "total reward" : "reward", (s) => s.reward, "number"],
@@ -465,7 +465,7 @@ function showSamples() {
     ? choice(name, [["", "all"], ...values.map((value) => [value, text(value)])], () => fill()) : [{ value: "" }, null];
   const values = (of) => [...new Set(samples.map(of))].sort((a, b) => a > b ? 1 : -1);
   const [kind, kindField] = only("From", values((s) => s.kind));
-  const [run, runField] = only("Run", values((s) => s.run), (n) => label(runs[n]));
+  const [run, runField] = only("Run", values((s) => s.run), (n) => runs[n].label);
   const [step, stepField] = only("Step", values((s) => s.step));
   const [source, sourceField] = only("Source", values((s) => s.source));
   const [status, statusField] = only("Status", values((s) => s.status));
@@ -550,7 +550,7 @@ function sampled(run) {
     + "and last step, of prompts that came more than once, of groups in which a sample failed, and others at random.");
   if (answers) parts.push(`${many(answers, "answer")} of evaluations are here: the first 100 of each of at most 8 evaluations.`);
   if (tokens < list.length) parts.push(`${number(tokens)} of them all have their tokens with log-probs.`);
-  return parts.length ? make("p", { class: "faint" }, runs.length > 1 ? `${label(run)}: ` : "", parts.join(" ")) : null;
+  return parts.length ? make("p", { class: "faint" }, runs.length > 1 ? `${run.label}: ` : "", parts.join(" ")) : null;
 }
 
 // ---------------------------------------------------------------------------- one prompt, evaluations
@@ -633,7 +633,7 @@ function showEvaluations() {
   keys.map((key) => cell(places.get(key)))));
   const head = keys.map((key) => {
     const [run, , step] = key.split("|");
-    return runs.length > 1 ? `${runs[run].name}, step ${step}` : `step ${step}`;
+    return runs.length > 1 ? `${runs[run].label}, step ${step}` : `step ${step}`;
   });
   section("evaluations", "Answers of evaluations",
     make("p", { class: "faint" }, "Mean reward of the answers to each held-out prompt. Choose a prompt to see its answers side by side; "
@@ -645,17 +645,17 @@ function showEvaluations() {
 
 function showLeftOut() {
   const rows = runs.flatMap((run) => run.left_out.map(([metric, count, what]) => make("tr", {},
-    runs.length > 1 ? make("td", {}, run.name) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, what),
+    runs.length > 1 ? make("td", {}, run.label) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, what),
     make("td", {}, metric))));
   const errors = runs.flatMap((run) => run.samples.errors.map(([text, count]) => make("tr", {},
-    runs.length > 1 ? make("td", {}, run.name) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, text))));
+    runs.length > 1 ? make("td", {}, run.label) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, text))));
   const notes = runs.filter((run) => run.notes.length);
   const first = runs.length > 1 ? ["run"] : [];
   section("left-out", "Left out, and why",
     rows.length ? table([...first, "count", "what", "metric"], rows) : make("p", {}, "Nothing was left out of training."),
     errors.length ? [make("h3", {}, "Errors of failed samples"), table([...first, "samples", "error"], errors)] : null,
     notes.length ? make("h3", {}, "Notes of the run") : null,
-    notes.map((run) => [runs.length > 1 ? make("p", {}, label(run)) : null, run.notes.map((text) => make("div", { class: "note" }, text))]));
+    notes.map((run) => [runs.length > 1 ? make("p", {}, run.label) : null, run.notes.map((text) => make("div", { class: "note" }, text))]));
 }
 
 function showOptions() {
@@ -667,7 +667,7 @@ function showOptions() {
     const of = (run) => all.checked || run.options_set === null ? run.options : run.options_set;
     const names = [...new Set(runs.flatMap((run) => Object.keys(of(run))))].filter((name) => name.includes(search.value));
     const value = (run, name) => of(run)[name] ?? run.options[name];
-    place.replaceChildren(names.length ? table(["option", ...runs.map((run) => runs.length > 1 ? run.name : "value")], names.map((name) => {
+    place.replaceChildren(names.length ? table(["option", ...runs.map((run) => runs.length > 1 ? run.label : "value")], names.map((name) => {
       const values = runs.map((run) => value(run, name));
       return make("tr", { class: new Set(values).size > 1 ? "differs" : undefined }, make("td", { class: "words" }, name),
         values.map((text) => make("td", { class: "words" }, text ?? "\u2013")));
@@ -678,17 +678,17 @@ function showOptions() {
   section("options", "Options",
     make("p", { class: "faint" }, "Options that were set; all others have their defaults.",
       runs.length > 1 ? " Rows in which the runs differ are marked." : ""),
-    unknown.map((run) => make("div", { class: "note" }, `${label(run)} does not record which options were set: all are shown.`)),
+    unknown.map((run) => make("div", { class: "note" }, `${run.label} does not record which options were set: all are shown.`)),
     make("div", { class: "bar" }, make("label", {}, all, "all options"), make("label", {}, "Option", search)), place);
   fill();
 }
 
 function showPlugins() {
-  const rows = runs.flatMap((run) => run.plugins.map((plugin) => make("tr", {}, runs.length > 1 ? make("td", {}, run.name) : null,
+  const rows = runs.flatMap((run) => run.plugins.map((plugin) => make("tr", {}, runs.length > 1 ? make("td", {}, run.label) : null,
     plugin.map((text) => make("td", { class: "words" }, text)))));
   section("plugins", "Plugins and machine",
     rows.length ? table([...(runs.length > 1 ? ["run"] : []), "kind", "name", "distribution"], rows) : make("p", {}, "The run records no plugins."),
-    runs.map((run) => [runs.length > 1 ? make("h3", {}, run.name) : null, facts(Object.entries(run.environment))]));
+    runs.map((run) => [runs.length > 1 ? make("h3", {}, run.label) : null, facts(Object.entries(run.environment))]));
 }
 
 for (const show of [showRuns, showCurves, showTimes, showTimelines, showSamples, showComparison, showEvaluations, showLeftOut, showOptions, showPlugins]) show();
