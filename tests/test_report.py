@@ -20,7 +20,7 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.report import shown_samples
 from rlhf_runtime.report.page import report
-from rlhf_runtime.report.shown_samples import Recorded, chosen
+from rlhf_runtime.report.shown_samples import Recorded, answer_rows, chosen
 
 from tests.runs import REWARD, Finished, Workshop
 
@@ -300,6 +300,14 @@ def test_the_samples_of_a_large_run_are_whole_groups_from_end_to_end() -> None:
     prompts = [group.prompt for group in picked]
     assert sum(prompts.count(prompt) > 1 for prompt in {*prompts}) >= 5
     assert chosen(groups, 1600) == groups
+
+
+def test_the_answers_of_a_large_evaluation_are_those_to_whole_prompts_of_all_sources(tmp_path: Path) -> None:
+    (tmp_path / "step-000001.jsonl").write_text("{}\n" * 4000)
+    rows = answer_rows(tmp_path / "step-000001.jsonl", 4)
+    assert len(rows) == 100
+    assert {row // 4 * 4 + n for row in rows for n in range(4)} == rows
+    assert (min(rows), max(rows)) == (0, 3999)
 
 
 # ------------------------------------------------------------------------------------------- in a browser

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlhf.errors import RlhfError
 from rlhf_hub.hub import hub_name, known
@@ -19,10 +19,11 @@ from rlhf_runtime.observe.sample_lines import shortened
 from rlhf_runtime.report.recorded_samples import Sample, recorded_steps, samples_with_values
 from rlhf_runtime.report.run_record import RunRecord
 
+T = TypeVar("T")
 SAMPLES, TOKENS, CHARACTERS = 2000, 250_000, 6000
 """Samples of all runs; tokens of them that are shown with their values; characters of one text."""
-EVALUATIONS, ANSWERS = 8, 100
-"""Evaluations of a run, and answers of one of them."""
+STEPS, EVALUATIONS, ANSWERS = 2000, 8, 100
+"""Steps of a run among whose samples the page chooses; its evaluations, and answers of one of them."""
 SHARES = (0.2, 0.3, 0.1)
 """Parts of the samples: of the first and last step, of prompts that came twice, of groups in which a sample failed. The
 others are drawn at random."""
@@ -56,14 +57,19 @@ class ShownSamples:
         """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
         here; ``with_tokens``: samples that have their tokens; ``errors`` of failed samples and how often each came;
         ``texts`` of tokens, by their ids."""
-        groups, errors = recorded_groups(record)
+        steps = recorded_steps(record.path)
+        groups, errors = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)
         for group in chosen(groups, self._most):
             rows[group.step].update(group.rows)
         files = [
             (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)
         ]
-        answers = [(step, "evaluation", path, {*range(ANSWERS)}) for step, path in evaluations(record.path)]
+        each = record.option("eval.samples")
+        answers = [
+            (step, "evaluation", path, answer_rows(path, each if isinstance(each, int) else 1))
+            for step, path in evaluations(record.path)
+        ]
         # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
         others = [*files[1:-1], *answers[1:-1]]
         order = [*files[:1], *answers[:1], *files[1:][-1:], *answers[1:][-1:]]
@@ -83,6 +89,7 @@ class ShownSamples:
             "samples": sorted(samples, key=lambda s: (s["kind"] == "evaluation", s["step"], s["group"], s["sample"])),
             "total": sum(len(group.rows) for group in groups),
             "shown": sum(map(len, rows.values())),
+            "steps": [len(spread(steps, STEPS)), len(steps)],
             "with_tokens": sum(any("ids" in turn for turn in sample["turns"]) for sample in samples),
             "errors": errors.most_common(20),
             "texts": token_texts(record, sorted(ids)) if ids else {},
@@ -115,11 +122,11 @@ class ShownSamples:
         return {**values, **{name: value for name, value in more.items() if value not in ({}, "", None)}}
 
 
-def recorded_groups(record: RunRecord) -> tuple[list[Recorded], Counter[str]]:
-    """The groups of every recorded step, and the errors of failed samples with their numbers."""
+def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[Recorded], Counter[str]]:
+    """The groups of these steps, and the errors of failed samples with their numbers."""
     groups: list[Recorded] = []
     errors: Counter[str] = Counter()
-    for step in recorded_steps(record.path):
+    for step in steps:
         path = record.path / "rollouts" / f"step-{step:06d}.arrow"
         try:
             columns = read_columns(path, ["group", "source", "row", "status", "error", "sample"])
@@ -163,10 +170,28 @@ def chosen(groups: Sequence[Recorded], most: int) -> list[Recorded]:
 
 def evaluations(run: Path) -> list[tuple[int, Path]]:
     """(step, file) of at most :data:`EVALUATIONS` evaluations, from the first to the last."""
-    files = sorted((run / "evaluations").glob("step-*.jsonl"))
-    count = min(len(files), EVALUATIONS)
-    spread = [files[round(i * (len(files) - 1) / max(1, count - 1))] for i in range(count)]
-    return [(int(path.stem.split("-")[1]), path) for path in spread if path.stem.split("-")[1].isdecimal()]
+    files = [path for path in (run / "evaluations").glob("step-*.jsonl") if path.stem.split("-")[1].isdecimal()]
+    return spread(sorted((int(path.stem.split("-")[1]), path) for path in files), EVALUATIONS)
+
+
+def answer_rows(path: Path, each: int) -> set[int]:
+    """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts, of all its sources.
+
+    Args:
+        each: answers to a prompt.
+    """
+    try:
+        count = path.read_bytes().count(b"\n")
+    except OSError:  # reading the answers says it
+        return set()
+    prompts = spread(range(0, count, each), max(1, ANSWERS // each))
+    return {line for first in prompts for line in range(first, first + each)}
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` of the values, from the first to the last."""
+    count = min(len(values), most)
+    return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:

@@ -233,7 +233,7 @@ function showCurves() {
 
 function phaseTimes(run) {
   const values = (name) => run.curves.metrics[`time/${name}`] ?? [];
-  const at = run.curves.steps.map((_, n) => n).filter((n) => typeof values("step")[n] === "number");
+  const at = run.curves.steps.map((_, n) => n).filter((n) => run.curves.steps[n] > 0 && typeof values("step")[n] === "number");
   const rows = run.phases.map((phase) => [phase, at.map((n) => values(phase)[n] ?? 0)]);
   const phases = new Map(rows.filter(([, list]) => list.some((value) => value > 0)));
   const inner = phases.get("annotate");
@@ -244,7 +244,7 @@ function phaseTimes(run) {
 }
 
 function showTimes() {
-  const timed = runs.filter((run) => (run.curves.metrics["time/step"] ?? []).some((value) => value !== null));
+  const timed = runs.filter((run) => run.steps > 0 && run.curves.metrics["time/step"]);
   if (!timed.length) return;
   section("time", "Time of a step", timed.map((run) => {
     const { steps, phases, whole } = phaseTimes(run);
@@ -543,12 +543,13 @@ function showSamples() {
 
 // What of a run's samples is on the page.
 function sampled(run) {
-  const { total, shown, with_tokens: tokens, samples: list } = run.samples;
+  const { total, shown, with_tokens: tokens, samples: list, steps } = run.samples;
   const answers = list.length - shown;
   const parts = [];
   if (shown < total) parts.push(`${number(shown)} of the ${number(total)} samples that were trained on are on this page: whole groups of the first `
     + "and last step, of prompts that came more than once, of groups in which a sample failed, and others at random.");
-  if (answers) parts.push(`${many(answers, "answer")} of evaluations are here: the first 100 of each of at most 8 evaluations.`);
+  if (steps[0] < steps[1]) parts.push(`They are chosen among those of ${number(steps[0])} of ${number(steps[1])} steps.`);
+  if (answers) parts.push(`${many(answers, "answer")} of evaluations are here: all answers to some prompts, at most about 100 of each of at most 8 evaluations.`);
   if (tokens < list.length) parts.push(`${number(tokens)} of them all have their tokens with log-probs.`);
   return parts.length ? make("p", { class: "faint" }, runs.length > 1 ? `${run.label}: ` : "", parts.join(" ")) : null;
 }
