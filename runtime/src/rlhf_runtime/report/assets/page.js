@@ -370,10 +370,13 @@ function tokenValues(sample) {
     ...differences, ...stored.filter((v) => v[2] && v[0] !== "advantages")].filter((v) => v[1].length === tokens.length);
 }
 
+const ARITHMETIC = 0.01; // differences of log-probs below this stay pale: arithmetic alone makes them
+
 function tokenView(sample) {
   const texts = runs[sample.run].samples.texts;
   const sources = tokenValues(sample);
-  const first = sources.findIndex(([name]) => name.includes("\u2212"));
+  const difference = sources.findIndex(([name, values]) => name.includes("\u2212") && values.some((v) => Math.abs(v) > ARITHMETIC));
+  const first = difference < 0 ? sources.findIndex(([name]) => name.startsWith("log-prob")) : difference;
   const box = make("div", { class: "tokens text-block", tabindex: 0, role: "group", "aria-label": "tokens; arrow keys move from token to token" });
   const readout = make("div", { class: "readout", "aria-live": "polite" }, "Point at a token, or use the arrow keys, to see its numbers.");
   const legend = make("span", { class: "faint" });
@@ -388,7 +391,6 @@ function tokenView(sample) {
   }
   const colourBy = (values, signed, floor) => {
     const sizes = values.filter((v) => v !== null).map(Math.abs).sort((a, b) => a - b);
-    // Differences below 0.01 are those of arithmetic: they stay pale.
     const most = signed ? Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes.at(-1) || 0, floor) || 1 : Math.min(5, sizes.at(-1)) || 1;
     spans.forEach((span, at) => {
       const share = values[at] === null ? 0 : Math.min(1, Math.abs(values[at]) / most);
@@ -415,7 +417,7 @@ function tokenView(sample) {
     event.preventDefault();
     tell(Math.max(0, Math.min(spans.length - 1, current + step)));
   });
-  const change = () => sources[select.value] && colourBy(sources[select.value][1], sources[select.value][2], sources[select.value][0].includes("\u2212") ? 0.01 : 0);
+  const change = () => sources[select.value] && colourBy(sources[select.value][1], sources[select.value][2], sources[select.value][0].includes("\u2212") ? ARITHMETIC : 0);
   const [select, field] = choice("Colour", sources.map(([name], n) => [n, name]), change);
   select.value = Math.max(0, first);
   change();
