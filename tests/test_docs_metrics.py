@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 from rlhf_endpoint.tree import Reason
 from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.observe.trl_names import NAMES, OF_SCORES
 from rlhf_runtime.output.metrics import read_metrics
 
 from tests.pages import DOCS, ROOT, read, tables
@@ -162,3 +163,11 @@ def test_a_metric_that_is_not_on_the_page_is_detected():
     assert on_the_page("rollout/errors/add")
     assert on_the_page("env/solved")
     assert on_the_page("curriculum/share/gsm8k")
+
+
+def test_the_tables_of_trls_names_are_those_of_the_code():
+    first, second = [
+        {row["here"].strip("`"): row["TRL"].strip("`") for row in t.rows} for t in tables(PAGE) if "TRL" in t.header
+    ]
+    assert (first, second) == (NAMES, OF_SCORES)
+    assert [n for n in (*first, *second) if n not in names() and not on_the_page(n)] == []

@@ -369,6 +369,16 @@ def test_both_loggers_see_every_step(shop: Workshop, monkeypatch: pytest.MonkeyP
     assert state["components"]["observer.wandb"]["run_id"] in offline.name
 
 
+def test_an_observer_gets_the_names_of_trl_if_its_section_says_so(shop: Workshop) -> None:
+    run = shop.train("rloo", "run", observer=[{"use": "tensorboard", "names": "trl"}])
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    rewards = [line["reward/mean"] for line in run.lines()]
+    assert [event.value for event in events.Scalars("train/reward")] == pytest.approx(rewards)
+    assert "reward/mean" not in events.Tags()["scalars"]
+
+
 def test_parameters_that_do_not_learn_are_named(shop: Workshop) -> None:
     """Most characters do not occur in the demonstrations, but every matrix changes; with a rate of 0 none changes."""
     assert "after the first update" not in shop.train("sft", "run").said

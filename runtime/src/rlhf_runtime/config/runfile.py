@@ -19,6 +19,7 @@ from rlhf_runtime.config.sections import (
     EnvSection,
     EvalSection,
     ModelSection,
+    ObserverSection,
     PlacementSection,
     RewardSection,
     RunSection,
@@ -38,7 +39,7 @@ SINGLE: dict[str, type[Choice]] = {
     "launcher": Choice,
 }
 """Sections that hold one plugin."""
-LISTS: dict[str, type[Choice]] = {"reward": RewardSection, "observer": Choice}
+LISTS: dict[str, type[Choice]] = {"reward": RewardSection, "observer": ObserverSection}
 """Sections that hold several."""
 
 
@@ -144,7 +145,7 @@ class RunFile(ComponentConfig):
     """When and how held-out rows are evaluated, and which checkpoint is the best."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When the run is saved and exported, and how much is kept."""
-    observer: tuple[Choice, ...] = ()
+    observer: tuple[ObserverSection, ...] = ()
     """Plugins that receive the run's events, such as a logger of metrics."""
 
     _origins: Origins = PrivateAttr(default_factory=Origins)

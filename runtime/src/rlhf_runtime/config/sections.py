@@ -316,6 +316,12 @@ class RewardSection(Choice):
     its (turn, token)."""
 
 
+class ObserverSection(Choice):
+    names: Literal["own", "trl"] = "own"
+    """Names of metrics. ``trl``: those of TRL, where it has the metric, so that a dashboard shows the curves over those
+    of earlier runs."""
+
+
 class EnvSection(Choice):
     deadline: Positive = 60.0
     """Seconds for one call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_runtime.observe.progress import Progress
 from rlhf_runtime.observe.sample_metrics import failure_metrics, info_metrics, source_metrics
 from rlhf_runtime.observe.timeline import NO_TIMELINE, Timeline
 from rlhf_runtime.observe.token_values import token_values
+from rlhf_runtime.observe.trl_names import trl_names
 from rlhf_runtime.output.metrics import TIME
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.samples.stream import ReadyBatch
@@ -32,6 +33,7 @@ class Reports:
         store: writes the error message if the disk is full.
         timeline: shows the phases of steps.
         measure: given the times of a step, returns its throughput and memory.
+        trl: the observers that get the names of TRL.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Reports:
         store: CheckpointStore,
         timeline: Timeline = NO_TIMELINE,
         measure: Callable[[Metrics], Metrics] = lambda times: {},
+        trl: Collection[str] = (),
     ) -> None:
         self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
-        self.timeline, self._measure = timeline, measure
+        self.timeline, self._measure, self._trl = timeline, measure, trl
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -80,7 +83,9 @@ class Reports:
 
     def tell(self, steps_done: int, metrics: Metrics) -> None:
         """Show observers and the terminal the line that :meth:`record` wrote."""
-        self.observe("step_finished", steps_done, metrics)
+        for name, observer in self._observers.items():
+            with boundary(RlhfError, f"observer {name!r}, step_finished"):
+                observer.step_finished(steps_done, trl_names(metrics) if name in self._trl else metrics)
         self._progress.step(steps_done, metrics)
 
     def observe(self, event: str, *arguments: Any) -> None:

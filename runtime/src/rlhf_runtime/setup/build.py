@@ -202,7 +202,8 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
         algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control, prepared.curriculum
     )
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
-    reports = Reports(directory, progress, prepared.observers, store, timeline, measure)
+    trl = [section.label for section in prepared.config.observer if section.names == "trl"]
+    reports = Reports(directory, progress, prepared.observers, store, timeline, measure, trl)
     meta = checkpoint_metadata(prepared, roles["policy"])
     saves = Saves(
         config,
