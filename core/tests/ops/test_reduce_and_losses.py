@@ -14,6 +14,7 @@ from rlhf.ops.losses import LossInput
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh, weights
 from rlhf.types import Head, LossOutput, Reduce
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def batch(lengths=((2,), (1, 1), (0,)), roles=None):
@@ -165,6 +166,31 @@ def test_evaluate_is_split_invariant(parts):
     assert metrics["length"] == pytest.approx(4 / 3)
     assert metrics["large"] == 3.5, "the mean of those that count"
     assert "huge" not in metrics, "none counts: no number, rather than a zero"
+
+
+def test_metrics_do_not_wait_for_the_device_one_by_one():
+    """Each number that is read alone waits for a device. Reading one is an operation of torch on a CPU too, reading a
+    list is none there."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    class Measured(Squares):
+        def __call__(self, x):
+            result = super().__call__(x)
+            return LossOutput(result.terms, {f"lp{n}": ("token", x["logprobs"], x["logprobs"] > 1) for n in metrics})
+
+    b, counts = weigh(batch(), Measured().reduce()), []
+    for metrics in (range(0), range(5)):
+        with Reads() as reads:
+            _, sums = evaluate(Measured(), b, {"logprobs": torch.arange(4.0)}, {}, {})
+        assert len(sums) == 4 + len(metrics)
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
 
 
 def case(call, columns=(), terms=None, live=None, b=None):

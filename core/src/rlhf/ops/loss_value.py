@@ -74,7 +74,7 @@ def evaluate(
             f"loss {loss.name!r} declares the terms {sorted(terms)} in reduce() but returned {sorted(result.terms)}"
         )
     total: Tensor | None = None
-    sums: dict[str, tuple[float, float]] = {}
+    sums: dict[str, tuple[Tensor, float]] = {}
     for term, reduce in terms.items():
         values, w = result.terms[term], _weights(x, batch, over, term, LEVEL[reduce.how])
         if not isinstance(values, Tensor) or values.shape != w.shape or not values.is_floating_point():
@@ -84,15 +84,17 @@ def evaluate(
             )
         part = (w * values.float()).sum()
         total = part if total is None else total + part
-        sums[f"loss/{term}"] = (float(part.detach()), 0.0)  # count 0: already normalised, only adds
+        sums[f"loss/{term}"] = part, 0.0  # count 0: already normalised, only adds
     assert total is not None
-    sums["loss"] = (float(total.detach()), 0.0)
+    sums["loss"] = total, 0.0
     if FILLER not in batch.unit:
         sums |= _metric_sums(loss, x, result)
-    return total, sums
+    # one transfer to the host for all: each would wait for the device
+    values = torch.stack([value.detach().to(total.device) for value, _ in sums.values()]).tolist()
+    return total, {name: (value, count) for value, (name, (_, count)) in zip(values, sums.items(), strict=True)}
 
 
-def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tuple[float, float]]:
+def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tuple[Tensor, float]]:
     """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit."""
     sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
     sums = {}
@@ -110,10 +112,9 @@ def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tupl
                 f"metric {name!r} of loss {loss.name!r} per {level} needs [{expected}] values, and the same number of "
                 f"bools if it has a selection; got {_got(values)}"
             )
-        if where and not bool(where[0].any()):
-            continue
         counted = values[where[0]] if where else values
-        sums[name] = (float(counted.detach().float().sum()), float(counted.numel()))
+        if counted.numel() or not where:
+            sums[name] = counted.detach().float().sum(), float(counted.numel())
     return sums
 
 

@@ -182,6 +182,7 @@ class PackedAttention:
             self._stretches, self.tokens = shared.stretches, int(shared.ids_M.numel())
         self._place = None if shared is None else shared.place_N
         self._plans: dict[int, tuple[Buckets | None, Runs | None]] = {}
+        self._without_flash: dict[torch.dtype, bool] = {}
 
     def __call__(
         self,
@@ -235,7 +236,9 @@ class PackedAttention:
     def _flashes(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> bool:
         if self._kernel == "sdpa" or not flash_attention.fits(q, k, v, options):
             return False
-        return self._kernel == "flash" or not flash_attention.why_not(q.device, dtype)
+        if dtype not in self._without_flash:  # for every layer the same, and not free: it asks the driver
+            self._without_flash[dtype] = self._kernel != "flash" and bool(flash_attention.why_not(q.device, dtype))
+        return not self._without_flash[dtype]
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
         if self._lines is None:

@@ -14,6 +14,7 @@ from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling import flash_attention, sdpa_attention
+from rlhf_modeling.attention import PackedAttention
 from rlhf_modeling.sdpa_attention import Options
 from rlhf_modeling.shared_prefixes import Stretch, share_prefixes
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
@@ -138,3 +139,15 @@ def test_with_tensors_that_claim_to_be_on_a_gpu_no_kernel_gets_groups_that_it_wo
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     in_fp32, in_bf16 = (torch.float32, True, False), (torch.bfloat16, window is not None, window is None)
     assert given == [(torch.float32, False, True), in_fp32, in_bf16]
+
+
+def test_whether_the_kernel_is_there_is_asked_once_a_micro_batch_by_a_stand_in_for_the_driver(monkeypatch):
+    asked = []
+    monkeypatch.setattr(flash_attention, "why_not", lambda *arguments: asked.append(arguments) or "no GPU")
+    attention = PackedAttention([3])
+    q = torch.zeros(1, 2, 3, 8)
+    options = Options(1.0, 0.0, None, None)
+    assert not any(attention._flashes(q, q, q, torch.bfloat16, options) for _ in range(3))
+    assert len(asked) == 1
+    assert not attention._flashes(q, q, q, torch.float32, options)
+    assert len(asked) == 2, "another precision"
