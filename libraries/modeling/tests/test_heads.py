@@ -11,6 +11,8 @@ from rlhf.ops.heads import ENTROPY, LOGPROBS, SCORES, VALUES
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.stored import fp32_sums, head_product
+from torch import nn
 
 
 def plain_logprobs(hidden_NH, weight, batch, temperature_N):
@@ -132,3 +134,29 @@ def test_heads_compute_in_fp32_under_autocast():
     for value in got.values():
         assert value.dtype == torch.float32
         assert value.unique().tolist() == [1 + 1 / 512]
+
+
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_the_head_with_fp32_sums_rounds_its_factors_and_nothing_else(storage):
+    """Forward and backward, by the products in float64 of factors that are rounded to bf16."""
+    g = torch.Generator().manual_seed(0)
+    head = nn.Linear(16, 40).to(storage)
+    hidden, grad = torch.randn(9, 16, generator=g, requires_grad=True), torch.randn(9, 40, generator=g)
+    assert head_product(head, "sums") is None or storage == torch.bfloat16, "fp32 arithmetic is not changed"
+    with torch.autocast("cpu", torch.bfloat16):
+        product = head_product(head, "sums")
+        with torch.autocast("cpu", enabled=False):
+            logits = product(hidden)
+    logits.backward(grad)
+    h, w, d = (x.detach().bfloat16().double() for x in (hidden, head.weight, grad))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(logits.double(), h @ w.T + head.bias.double(), **close)
+    torch.testing.assert_close(hidden.grad.double(), d @ w, **close)
+    torch.testing.assert_close(head.weight.grad, (d.T @ h).to(storage), **({} if storage == torch.bfloat16 else close))
+    plain = hidden.detach() @ head.weight.detach().float().T
+    assert 1e-4 < float((logits - head.bias.float() - plain).abs().max()) < 0.05, "not the product in fp32"
+
+
+def test_the_product_of_a_gpu_gives_fp32_by_tensors_without_values_in_its_place():
+    a, b = (torch.empty(3, 4, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    assert (fp32_sums(a, b.T).dtype, fp32_sums(a, b.T).shape) == (torch.float32, (3, 3))

@@ -32,8 +32,11 @@ class Arithmetic:
     bf16: bool = False
     casts: bool = False
     """Autocast keeps bf16 copies of the weights from forward to backward."""
-    wide_head: bool = False
-    """The head is stored in bf16 and converted to fp32 for each micro-batch."""
+    head_copies: int = 0
+    """Bytes per weight of copies of the head for each micro-batch: 4 in fp32 of one that is stored in bf16, 2 in bf16
+    (``head_fp32 = "sums"``)."""
+    rounded_head: bool = False
+    """``head_fp32 = "sums"``: the gradient of the logits is rounded to bf16."""
     fused: bool = False
     """The layers' element-wise work is fused where :mod:`rlhf_modeling.fused` knows the layers."""
     logits: int = 2**24
@@ -163,9 +166,10 @@ def copies(outputs: Iterable[str], *, backward: bool) -> int:
 
 def head_working(size: ModelSize, a: Arithmetic, outputs: Iterable[str], *, backward: bool) -> int:
     """Copies of one chunk of logits and the selected hidden states twice; with several chunks also the head's gradient,
-    which they add up; and an fp32 copy of a head that is stored in bf16."""
+    which they add up; and copies of the head in other precisions."""
     chunk = max(1, a.logits // size.outputs)
     gradient = size.head * FP32 if backward and a.tokens > chunk else 0
     logits = min(a.tokens, chunk) * size.outputs * FP32
-    converted = size.head * FP32 if a.wide_head else 0
-    return copies(outputs, backward=backward) * logits + 2 * a.tokens * size.hidden * FP32 + gradient + converted
+    rounded = logits // 2 if backward and a.rounded_head else 0
+    selected = 2 * a.tokens * size.hidden * FP32
+    return copies(outputs, backward=backward) * logits + rounded + selected + gradient + size.head * a.head_copies

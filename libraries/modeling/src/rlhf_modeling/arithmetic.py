@@ -31,6 +31,7 @@ def arithmetic(
     """
     stored = spec.storage == "bf16"
     bf16 = stored or computes_bf16(spec.dtype, device)
+    sums = bf16 and config.head_fp32 == "sums"
     budget = work.micro_tokens or parts * default_micro_tokens(bf16)
     shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
     shared = config.shared_prefixes and config.neftune_alpha is None
@@ -46,7 +47,8 @@ def arithmetic(
         device=device,
         bf16=bf16,
         casts=bf16 and not stored,
-        wide_head=stored and config.head_fp32,
+        head_copies=(4 if stored and config.head_fp32 else 0) + (2 if sums else 0),
+        rounded_head=sums,
         fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
         logits=config.logits_chunk,
         checkpointing=spec.gradient_checkpointing and spec.role.trained,

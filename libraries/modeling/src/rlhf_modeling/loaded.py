@@ -25,10 +25,11 @@ from rlhf.types import Image
 from torch import Tensor, nn
 
 from rlhf_modeling.attention import LayerKind, attend_with, packed
+from rlhf_modeling.config import HeadFp32
 from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.shared_prefixes import Shared, share_prefixes
-from rlhf_modeling.stored import fp32_head
+from rlhf_modeling.stored import head_product
 from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
 
 if TYPE_CHECKING:
@@ -238,15 +239,15 @@ class LoadedModel:
         """The logits, of the product of hidden states and the head's weights."""
         return shape_logits(product_CV, self.logit_scale, self.softcap)
 
-    def logits_of(self, fp32: bool) -> Callable[[Tensor], Tensor]:
+    def logits_of(self, fp32: HeadFp32) -> Callable[[Tensor], Tensor]:
         """The function ``logits`` for one micro-batch.
 
         Args:
-            fp32: logits are computed in fp32. A head that is stored in bf16 is converted once.
+            fp32: ``trainer.head_fp32``. See :func:`rlhf_modeling.stored.head_product`.
         """
-        if not fp32 or self.head.weight.dtype == torch.float32:
+        multiply = head_product(self.head, fp32)
+        if multiply is None:
             return self.logits
-        multiply = fp32_head(self.head)
         return lambda hidden_CH: self.shaped(multiply(hidden_CH))
 
 

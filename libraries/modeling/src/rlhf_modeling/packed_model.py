@@ -46,7 +46,7 @@ class PackedModel(nn.Module):
             place_N,
             tempered=self.loaded.kind == "lm",
             chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
-            head_fp32=self.config.head_fp32,
+            head_fp32=bool(self.config.head_fp32),
             part=self.loaded.part,
         )
 

@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from rlhf_modeling.config import HeadFp32
+
 BF16 = torch.bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": BF16}
 _UNMIXED = frozenset(
@@ -105,11 +107,51 @@ def _normed(norm: nn.Module, plain: Callable[..., Any], *args: Any, **kwargs: An
             norm._parameters[name] = p
 
 
-def fp32_head(head: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """The product with a head's weights in fp32. They are converted once here, so that chunks of tokens add their
-    gradients in fp32."""
+def head_product(head: nn.Linear, fp32: HeadFp32) -> Callable[[Tensor], Tensor] | None:
+    """The product with a head's weights in another precision than theirs; None: the head's own product serves. The
+    weights are converted once here, so that chunks of tokens add their gradients in fp32.
+
+    Args:
+        fp32: ``trainer.head_fp32``. ``"sums"`` has an effect under autocast.
+    """
+    sums = fp32 == "sums" and torch.is_autocast_enabled(head.weight.device.type)
+    if not fp32 or (head.weight.dtype == torch.float32 and not sums):
+        return None
     weight_VH, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()
-    return lambda hidden_CH: F.linear(hidden_CH, weight_VH, bias_V)
+    if not sums:
+        return lambda hidden_CH: F.linear(hidden_CH, weight_VH, bias_V)
+    rounded_VH = head.weight.detach().to(BF16)
+
+    def multiply(hidden_CH: Tensor) -> Tensor:
+        logits_CV: Tensor = _RoundedProduct.apply(hidden_CH, weight_VH, rounded_VH)
+        return logits_CV if bias_V is None else logits_CV + bias_V
+
+    return multiply
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """Factors are rounded to bf16, in the backward pass too; sums and results are fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_CH: Tensor, weight_VH: Tensor, rounded_VH: Tensor) -> Tensor:
+        hidden_CH = hidden_CH.to(BF16)
+        ctx.save_for_backward(hidden_CH, rounded_VH)
+        return fp32_sums(hidden_CH, rounded_VH.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_CV: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_CH, rounded_VH = ctx.saved_tensors
+        grad_CV = grad_CV.to(BF16)
+        of_hidden = fp32_sums(grad_CV, rounded_VH) if ctx.needs_input_grad[0] else None
+        of_weight = fp32_sums(grad_CV.T, hidden_CH) if ctx.needs_input_grad[1] else None
+        return of_hidden, of_weight, None
+
+
+def fp32_sums(a: Tensor, b: Tensor) -> Tensor:
+    """fp32 product of bf16 matrices. torch has none on a CPU, so they are converted there: products of two bf16 numbers
+    are exact in fp32."""
+    return torch.mm(a.float(), b.float()) if a.device.type == "cpu" else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def in_fp32(module: nn.Module) -> AbstractContextManager[Any]:

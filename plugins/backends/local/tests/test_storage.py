@@ -43,10 +43,11 @@ def norm_apart(ours, theirs):
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
+MORE = ({"kernels": "none"}, {"head_fp32": False}, {"head_fp32": "sums"})
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param(o, marks=pytest.mark.full) for o in ({"kernels": "none"}, {"head_fp32": False}))]
-)
+@pytest.mark.parametrize("options", [{}, *(pytest.param(options, marks=pytest.mark.full) for options in MORE)])
 def test_outputs_are_bit_equal_to_those_of_the_same_values_in_fp32(
     rounded, make_trainer, stored, make_batch, architecture, options
 ):

@@ -275,7 +275,7 @@ def test_several_ranks_are_refused(model_path):
         TorchTrainer(None, ModelSpec(RoleSpec("policy"), str(model_path), world_size=2))
 
 
-@pytest.mark.parametrize("fp32_head", [True, False])
+@pytest.mark.parametrize("fp32_head", [True, "sums", False])
 def test_bf16_stays_near_fp32_with_fp32_weights(make_trainer, make_batch, nll, fp32_head):
     batch = make_batch(LENS, loss=nll)
     gradients = []

@@ -20,7 +20,7 @@ from rlhf_modeling.adapters import NAME, adapted
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.packed_model import hidden_states, shares_prefixes
-from rlhf_modeling.stored import fp32_head
+from rlhf_modeling.stored import head_product
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,8 +36,7 @@ class Outputs(nn.Module):
         """[C, H] -> [C, vocabulary] or [C, outputs of the head], while the head's weights are whole. For fp32 logits a
         head that is stored in bf16 is converted once for all chunks."""
         (loaded,) = self._loaded
-        if self._config.head_fp32 and loaded.head.weight.dtype != torch.float32:
-            multiply = fp32_head(loaded.head)
+        if (multiply := head_product(loaded.head, self._config.head_fp32)) is not None:
             return lambda hidden_CH: loaded.shaped(multiply(hidden_CH))
         return lambda hidden_CH: loaded.shaped(F.linear(hidden_CH, loaded.head.weight, loaded.head.bias))
 
@@ -54,7 +53,7 @@ class Outputs(nn.Module):
             place_N,
             tempered=loaded.kind == "lm",
             chunk=max(1, self._config.logits_chunk // loaded.head.out_features),
-            head_fp32=self._config.head_fp32,
+            head_fp32=bool(self._config.head_fp32),
             part=loaded.part,
         )
 
