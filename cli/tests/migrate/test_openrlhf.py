@@ -317,3 +317,9 @@ def test_a_file_is_written_and_not_replaced(tmp_path, capsys):
     assert main(words) == 0
     assert main(words) == 2
     assert "--force" in capsys.readouterr().err
+
+
+def test_offloaded_roles():
+    run = rl("--ref_reward_offload")
+    assert run["reference"]["trainer"] == {"offload_params": "cpu", "offload_optimizer": "cpu", "stage": 3}
+    assert run["roles"]["reward_model"]["trainer"] == run["reference"]["trainer"]

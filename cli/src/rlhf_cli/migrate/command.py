@@ -11,15 +11,16 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
-FRAMEWORKS = ("openrlhf",)
+FRAMEWORKS = ("openrlhf", "trl")
 
 
 class Migrate(Command):
-    """Write a run file that does what a command of OpenRLHF does: `rlhf migrate openrlhf train.sh -o run.toml`.
+    """Write a run file that does what a command of another framework does: `rlhf migrate openrlhf train.sh`.
 
-    The source is a shell script, or a whole command in quotes. Nothing of it is executed. Each value of the file has a
-    comment with the option that it comes from. At the end are the options that are defaults here too, and those
-    without a counterpart, with the reason. An option that is unknown, and a value that means nothing here, are errors.
+    The source is a shell script or a whole command in quotes; for trl also a configuration or a Python script. Nothing
+    of it is executed. Each value of the file has a comment with the option that it comes from. At the end are the
+    options that are defaults here too, and those without a counterpart, with the reason. An option that is unknown, and
+    a value that means nothing here, are errors.
     """
 
     name = "migrate"

@@ -40,6 +40,8 @@ class Draft:
     """{our option: a remark}."""
     unread: dict[str, str] = field(default_factory=dict)
     """{option of the other framework that has no effect in this run: why}."""
+    remarks: list[str] = field(default_factory=list)
+    """What is left to the user."""
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
         """Give an option its value.
@@ -94,6 +96,7 @@ class Draft:
             *_comment(
                 "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
             ),
+            *(line for remark in self.remarks for line in _comment(f"To do: {remark}.")),
             *self._tables(written),
             *self._others(written),
         ]

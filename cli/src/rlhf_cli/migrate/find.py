@@ -7,14 +7,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 
-from rlhf_cli.migrate import openrlhf
-from rlhf_cli.migrate.shell import Word, commands
+from rlhf_cli.migrate import openrlhf, trl, trl_source
+from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate.shell import Word, commands, known_text
 
-FRAMEWORKS = {"openrlhf": openrlhf}
+FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl}
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,45 @@ def migrate(framework: str, source: str, known: Mapping[str, str], plugins: Plug
         source: path of a file, or a command.
         known: values of variables, of ``--set``.
     """
+    draft, origin = (_trl if framework == "trl" else _openrlhf)(source, known)
+    return draft.text(origin, plugins)
+
+
+def _openrlhf(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
     text, where = _text(source)
-    start = _start(text, where, known, openrlhf.ENTRY)
+    start = _start(text, where, known, openrlhf)
     draft = openrlhf.convert(openrlhf.read(start.entry, start.options, where))
-    return draft.text(f"{start.entry} ({where}, line {start.line})", plugins)
+    return draft, f"{start.entry} ({where}, line {start.line})"
+
+
+def _trl(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
+    processes = int(known["processes"]) if known.get("processes", "").isdecimal() else 1
+    if trl_source.is_file_of_fields(source):
+        fields = trl_source.of_mapping_file(source)
+        return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
+    if source.endswith(".py") and os.path.isfile(source):
+        fields = trl_source.of_script(source, known)
+        return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
+    text, where = _text(source)
+    start = _start(text, where, known, trl)
+    fields = trl_source.of_command(start.entry, start.options, where)
+    return trl.convert(
+        fields, _started(start.before, where) or processes
+    ), f"{start.entry} ({where}, line {start.line})"
+
+
+def _started(launcher: Sequence[Word], where: str) -> int | None:
+    """The processes that a launcher starts, if it says so; torchrun counts those of one machine."""
+    counts = dict[str, int]()
+    for number, word in enumerate(launcher):
+        name, equals, value = word.text.lstrip("-").replace("-", "_").partition("=")
+        if name in ("num_processes", "nproc_per_node", "num_gpus", "nnodes"):
+            value = value if equals else known_text(launcher[number + 1], where) if launcher[number + 1 :] else ""
+            if not value.isdecimal():
+                raise ConfigError(f"{where}, line {word.line}: {word.text} takes a number, got {value!r}")
+            counts[name] = int(value)
+    nodes = counts.pop("nnodes", 1)
+    return counts.get("num_processes") or next((count * nodes for count in counts.values()), None)
 
 
 def _text(source: str) -> tuple[str, str]:
@@ -51,12 +88,12 @@ def _text(source: str) -> tuple[str, str]:
         raise ConfigError(f"{source} cannot be read: {error}. Give a file, or a whole command in quotes") from None
 
 
-def _start(text: str, where: str, known: Mapping[str, str], entry: re.Pattern[str]) -> Start:
-    starts = list(_starts(text, where, known, entry, 0))
+def _start(text: str, where: str, known: Mapping[str, str], framework: ModuleType) -> Start:
+    starts = list(_starts(text, where, known, framework.ENTRY, 0))
     if len(starts) == 1:
         return starts[0]
     if not starts:
-        raise ConfigError(f"{where}: no command starts a training (a word like openrlhf.cli.train_ppo_ray)")
+        raise ConfigError(f"{where}: no command starts a training (a word like {framework.EXAMPLE})")
     lines = ", ".join(f"{start.entry} in line {start.line}" for start in starts)
     raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Give the command of one in quotes")
 

@@ -28,6 +28,7 @@ GROUP_TITLES = {
     "kd": "train_kd",
 }
 """{group of the table: its heading in the documentation}."""
+EXAMPLE = "openrlhf.cli.train_ppo_ray"
 ENTRY = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?")
 GROUPS: Mapping[str, Sequence[str]] = {
     "rl": ("all", "rl"),
@@ -130,6 +131,7 @@ def convert(source: Source) -> Draft:
         _placement(draft)
     else:
         supervised(draft)
+    _offloading(draft)
     draft.set("launcher.use", "ray")
     draft.set("trainer.use", "deepspeed")
     return draft
@@ -396,6 +398,19 @@ def _run(draft: Draft, online: bool) -> None:
     if not online:
         draft.set("data.batch_size", s["train.batch_size"], "train.batch_size")
         draft.set("run.epochs", s["train.max_epochs"], "train.max_epochs")
+
+
+def _offloading(draft: Draft) -> None:
+    """Frozen roles whose weights are in host memory."""
+    s = draft.source
+    roles = {"ref.offload": "reference", "teacher_offload": "roles.teacher"}
+    if s["reward.model_name_or_path"] and not scored_outside(s):
+        roles["reward.offload"] = "roles.reward_model"
+    for name, role in roles.items():
+        if s[name] and (role != "reference" or s.entry != "rl" or s["algo.kl.init_coef"]):
+            draft.set(f"{role}.trainer.offload_params", "cpu", name)
+            draft.set(f"{role}.trainer.offload_optimizer", "cpu", name)
+            draft.set(f"{role}.trainer.stage", 3, name)
 
 
 def _placement(draft: Draft) -> None:

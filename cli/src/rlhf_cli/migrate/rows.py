@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,33 @@ def value_of(row: Row, texts: Sequence[str], where: str) -> Any:
                 return one
             case "texts" if texts:
                 return list(texts)
+            case "any":
+                return list(texts)
+            case "table" if one is not None and isinstance(fields := json.loads(one), dict):
+                return fields
     except ValueError:
         pass
     raise ConfigError(f"{where}: the option {row.name} takes {row.type}, got {' '.join(texts) or 'nothing'}")
+
+
+def typed(row: Row, value: Any, where: str) -> Any:
+    """The value of an option from a value of YAML or Python; None stays None, which is no default."""
+    match row.type:
+        case _ if value is None or row.type == "any":
+            return value
+        case "switch" if isinstance(value, bool):
+            return value
+        case "integer" if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        case "number" if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        case "table" if isinstance(value, dict):
+            return value
+        case "texts" | "numbers":
+            values = value if isinstance(value, list | tuple) else [value]
+            return value_of(row, [str(item) for item in values], where) if values else []
+        case "text" if isinstance(value, str | bool | int | float):
+            return value if isinstance(value, str) else str(value)
+    if isinstance(value, str):  # YAML reads 1e-6 as a text
+        return value_of(row, [value], where)
+    raise ConfigError(f"{where}: {row.name} takes {row.type}, got {value!r}")

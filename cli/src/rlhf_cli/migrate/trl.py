@@ -1,0 +1,454 @@
+"""From TRL's trainers. ``trl.toml`` holds the fields; here are those whose values are computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate.rows import Source
+
+NAME = "TRL"
+FACTS = "The facts are those of TRL 1.16 with transformers 5."
+GROUP_TITLES = {
+    "all": "All trainers (TrainingArguments)",
+    "model": "ModelConfig",
+    "script": "ScriptArguments",
+    "online": "GRPOConfig and RLOOConfig",
+    "grpo": "GRPOConfig",
+    "rloo": "RLOOConfig",
+    "offline": "SFTConfig, DPOConfig, RewardConfig and KTOConfig",
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "reference": "DPOConfig and KTOConfig",
+    "kto": "KTOConfig",
+    "reward": "RewardConfig",
+}
+"""{group of the table: its heading in the documentation}."""
+EXAMPLE = "grpo after trl, or grpo.py"
+ENTRY = re.compile(r"(?:.*[/.])?(grpo|rloo|sft|dpo|reward|kto)(?:\.py)?")
+GROUPS: Mapping[str, Sequence[str]] = {
+    "grpo": ("all", "model", "script", "online", "grpo"),
+    "rloo": ("all", "model", "script", "online", "rloo"),
+    "sft": ("all", "model", "script", "offline", "sft"),
+    "dpo": ("all", "model", "script", "offline", "reference", "dpo"),
+    "reward": ("all", "model", "script", "offline", "reward"),
+    "kto": ("all", "model", "script", "offline", "reference", "kto"),
+}
+"""{trainer: groups of the table}."""
+ALGORITHMS = {"grpo": "grpo", "rloo": "rloo", "sft": "sft", "dpo": "dpo", "reward": "reward_model", "kto": "kto"}
+WITHOUT: Mapping[str, str] = {
+    "lora": "only with use_peft",
+    "vllm": "only with use_vllm",
+    "eval": "only with eval_strategy",
+    "kl": "no reference model is loaded, because beta is 0",
+}
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine_with_min",
+    "inverse_sqrt": "inverse_sqrt",
+}
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+OBSERVERS = ("wandb", "tensorboard", "mlflow")
+AGGREGATIONS = {
+    "dapo": "token_mean",
+    "bnpo": "token_mean",
+    "grpo": "seq_mean_token_mean",
+    "dr_grpo": "seq_sum_constant",
+}
+PROMPT_ROOM = 2048
+"""Tokens for prompts where TRL limits only answers."""
+
+
+def convert(source: Source, processes: int) -> Draft:
+    """The run file for these fields. Raises ConfigError for a value that has no counterpart.
+
+    Args:
+        processes: that the launcher starts; batches are counted for each.
+    """
+    draft = Draft(source)
+    online = source.entry in ("grpo", "rloo")
+    conditions = {
+        "lora": bool(source["use_peft"]),
+        "vllm": bool(source["use_vllm"]),
+        "eval": source["eval_strategy"] != "no",
+        "kl": online and bool(source["beta"]),
+    }
+    draft.take({name for name, holds in conditions.items() if holds}, WITHOUT)
+    draft.set("algorithm.use", ALGORITHMS[source.entry])
+    updates = _batches(draft, processes) if online else 1
+    if not online:
+        rows = source["per_device_train_batch_size"] * source["gradient_accumulation_steps"] * processes
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        draft.set("data.batch_size", rows, *names, note=_processes(processes))
+    _run(draft, updates)
+    _trainer(draft)
+    _model(draft)
+    _data(draft)
+    if online:
+        _loss(draft) if source.entry == "grpo" else _rloo(draft, updates)
+        _sampling(draft)
+        _rewards(draft)
+        if source["beta"] and source["sync_ref_model"]:
+            _snapshots(draft, "algorithm.kl", updates)
+    else:
+        _offline(draft)
+        if source["sync_ref_model"]:
+            _snapshots(draft, "algorithm", 1)
+    _placement(draft, processes, online)
+    return draft
+
+
+def _processes(processes: int) -> str:
+    return f"{processes} process" + ("es" if processes > 1 else "; --set processes=N for N")
+
+
+# ------------------------------------------------------------------------------------ batches and run
+
+
+def _batches(draft: Draft, processes: int) -> int:
+    """Prompts a step, and optimizer steps a pass; the optimizer steps of a step in all."""
+    s = draft.source
+    device, accumulated = s["per_device_train_batch_size"], s["gradient_accumulation_steps"]
+    group, passes = s["num_generations"], s["num_iterations"]
+    if s["generation_batch_size"] and s["steps_per_generation"]:
+        raise s.refused("generation_batch_size", "steps_per_generation is set too, which TRL refuses")
+    if s["generation_batch_size"] and s["generation_batch_size"] % (device * processes):
+        raise s.refused("generation_batch_size", f"it is not a multiple of {device} x {processes} processes")
+    generated = s["steps_per_generation"] or (s["generation_batch_size"] or 0) // (device * processes) or accumulated
+    names = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"]
+    names += [name for name in ("steps_per_generation", "generation_batch_size") if name in s.given]
+    if generated % accumulated == 0:
+        samples, minibatches = device * processes * generated, generated // accumulated
+    elif accumulated % generated == 0 and passes == 1 and s["scale_rewards"] != "batch":
+        samples, minibatches = device * processes * accumulated, 1  # several generations with the same weights
+    else:
+        raise s.refused(
+            "gradient_accumulation_steps",
+            f"{generated} steps per generation in optimizer steps of {accumulated} have no counterpart: one must be a "
+            "multiple of the other",
+        )
+    if samples % group:
+        raise s.refused("num_generations", f"{samples} samples a step are not a whole number of groups")
+    note = f"{samples} samples / {group}, {_processes(processes)}"
+    draft.set("data.batch_size", samples // group, *names, note=note)
+    draft.set("sampling.samples_per_prompt", group, "num_generations")
+    draft.set("algorithm.minibatches", minibatches, *names)
+    draft.set("algorithm.epochs", passes, "num_iterations")
+    return int(minibatches * passes)
+
+
+def _run(draft: Draft, updates: int) -> None:
+    s = draft.source
+    note = f"{updates} optimizer steps a step" if updates > 1 else ""
+    if s["max_steps"] > 0:
+        if s["max_steps"] % updates:
+            raise s.refused("max_steps", f"a step here has {updates} optimizer steps; give a multiple of it")
+        draft.set("run.steps", s["max_steps"] // updates, "max_steps", note=note)
+        draft.unread["num_train_epochs"] = "max_steps is set"
+    else:
+        draft.set("run.epochs", s["num_train_epochs"], "num_train_epochs")
+    if s["save_strategy"] == "steps":
+        draft.set("checkpoint.every", _steps(draft, "save_steps", updates), "save_steps", note=note)
+    if s["save_total_limit"]:
+        draft.set("checkpoint.keep", s["save_total_limit"], "save_total_limit")
+    if s["eval_strategy"] == "steps":
+        name = "eval_steps" if s["eval_steps"] else "logging_steps"
+        draft.set("eval.every", _steps(draft, name, updates), name, note=note)
+    if s["eval_strategy"] != "no" and s["eval_on_start"]:
+        draft.set("eval.at_start", True, "eval_on_start")
+    if s["output_dir"]:
+        draft.set("run.output", s["output_dir"], "output_dir")
+    observers = [name for name in s["report_to"] or [] if name != "none"]
+    if unknown := [name for name in observers if name not in OBSERVERS]:
+        raise s.refused("report_to", f"there is no observer {unknown[0]}; known are {', '.join(OBSERVERS)} and none")
+    for number, name in enumerate(observers):
+        draft.set(f"observer.{number}.use", name, "report_to")
+
+
+def _steps(draft: Draft, name: str, updates: int) -> int:
+    """A number of optimizer steps as steps of the run, rounded up."""
+    value = draft.source[name]
+    if value < 1 or value != int(value):
+        raise draft.source.refused(name, "a share of the run has no counterpart; give a number of steps")
+    return -(-int(value) // updates)
+
+
+def _snapshots(draft: Draft, where: str, updates: int) -> None:
+    s = draft.source
+    if s["ref_model_sync_steps"] % updates:
+        raise s.refused("ref_model_sync_steps", f"a step here has {updates} optimizer steps; give a multiple of it")
+    names = ("ref_model_sync_steps", "sync_ref_model")
+    draft.set(f"{where}.snapshot_every", s["ref_model_sync_steps"] // updates, *names)
+    draft.set(f"{where}.snapshot_share", s["ref_model_mixup_alpha"], "ref_model_mixup_alpha")
+
+
+# ------------------------------------------------------------------------------------ trainer and model
+
+
+def _trainer(draft: Draft) -> None:
+    s = draft.source
+    schedule = s["lr_scheduler_type"]
+    if schedule not in SCHEDULES:
+        raise s.refused("lr_scheduler_type", f"there is no counterpart; known are {', '.join(SCHEDULES)}")
+    draft.set("trainer.schedule", SCHEDULES[schedule], "lr_scheduler_type")
+    options = dict(s["lr_scheduler_kwargs"] or {})
+    if schedule == "cosine_with_min_lr":
+        rate = options.pop("min_lr_rate", None)
+        rate = options.pop("min_lr", 0) / s["learning_rate"] if rate is None else rate
+        draft.set("trainer.min_lr_ratio", rate, "lr_scheduler_kwargs")
+    if options:
+        raise s.refused("lr_scheduler_kwargs", f"there is no counterpart of {', '.join(options)}")
+    warmup = s["warmup_steps"] or s["warmup_ratio"] or 0
+    name = "warmup_steps" if s["warmup_steps"] or s["warmup_ratio"] is None else "warmup_ratio"
+    if schedule == "constant":
+        draft.unread |= dict.fromkeys(("warmup_steps", "warmup_ratio"), "constant has no warm-up in TRL")
+    elif warmup >= 1:
+        draft.set("trainer.warmup_steps", int(warmup), name)
+    else:
+        draft.set("trainer.warmup_ratio", float(warmup), name)
+    if s["optim"] not in OPTIMIZERS:
+        raise s.refused("optim", f"there is no counterpart; known are {', '.join(OPTIMIZERS)}")
+    draft.set("trainer.optimizer", "adamw", "optim")
+    draft.set("trainer.betas", [s["adam_beta1"], s["adam_beta2"]], "adam_beta1", "adam_beta2")
+    clip = s["max_grad_norm"]
+    draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
+    if s["train_sampling_strategy"] not in ("random", "sequential"):
+        raise s.refused("train_sampling_strategy", "known are random and sequential")
+    if s["train_sampling_strategy"] == "sequential":
+        draft.set("data.shuffle", False, "train_sampling_strategy")
+
+
+def _model(draft: Draft) -> None:
+    s = draft.source
+    if s["fp16"]:
+        raise s.refused("fp16", "fp16 is not offered; give bf16")
+    draft.set("policy.dtype", "fp32" if s["bf16"] is False else "bf16", "bf16")
+    extra = dict(s["model_init_kwargs"] or {})
+    name = "torch_dtype" if s["torch_dtype"] else "dtype"
+    dtype = extra.pop("dtype", None) or extra.pop("torch_dtype", None)
+    name, dtype = ("model_init_kwargs", dtype) if dtype else (name, s[name])
+    extra.pop("attn_implementation", None)
+    if extra:
+        raise s.refused("model_init_kwargs", f"there is no counterpart of {', '.join(extra)}")
+    kinds = {"float32": "fp32", "bfloat16": "bf16"}
+    if dtype not in kinds:
+        raise s.refused(name, "known are float32 and bfloat16")
+    draft.set("policy.storage", kinds[dtype], name)
+    if s["model_name_or_path"] and s["model_revision"] != "main":
+        both = ("model_name_or_path", "model_revision")
+        draft.set("policy.model", f"{s['model_name_or_path']}@{s['model_revision']}", *both)
+    if not s["use_peft"]:
+        return
+    for ours, theirs in {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}.items():
+        draft.set(f"trainer.lora.{ours}", s[theirs], theirs, *(["use_peft"] if ours == "rank" else []))
+    targets = s["lora_target_modules"]
+    if targets is None:
+        note = "PEFT's choice for most models"
+        draft.set("trainer.lora.targets", ["q_proj", "v_proj"], "lora_target_modules", note=note)
+    elif targets != ["all-linear"]:
+        draft.set("trainer.lora.targets", targets, "lora_target_modules")
+    if s["lora_modules_to_save"]:
+        draft.set("trainer.lora.modules_to_save", s["lora_modules_to_save"], "lora_modules_to_save")
+    for name, kind in {"load_in_4bit": "nf4", "load_in_8bit": "int8"}.items():
+        if s[name]:
+            draft.set("trainer.lora.quantization", kind, name)
+
+
+def _data(draft: Draft) -> None:
+    s = draft.source
+    if not s["dataset_name"]:
+        draft.remarks.append("name the data: data.train, and the columns where they are not recognised")
+        return
+    subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
+    for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
+        if use == "train" or s["eval_strategy"] != "no":
+            split = {} if s[option] == "train" else {"split": s[option]}
+            names = ["dataset_name", option, *(["dataset_config"] if subset else [])]
+            draft.set(f"data.{use}", [{"path": s["dataset_name"], **split, **subset}], *names)
+
+
+# ---------------------------------------------------------------------------------------- algorithms
+
+
+def _loss(draft: Draft) -> None:
+    s = draft.source
+    kind, level = s["loss_type"], s["importance_sampling_level"]
+    high = s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
+    if level == "sequence" and kind not in ("grpo", "luspo"):
+        raise s.refused("loss_type", "with importance_sampling_level sequence, grpo and luspo are known")
+    if (kind == "luspo" and (level != "sequence" or s["beta"])) or s["use_adaptive_entropy"]:
+        name = "use_adaptive_entropy" if s["use_adaptive_entropy"] else "loss_type"
+        raise s.refused(name, "there is no counterpart; luspo is known at the level sequence, with beta 0")
+    if level == "sequence":
+        draft.set("algorithm.loss.use", "gspo", "importance_sampling_level")
+        how = "seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"
+        draft.set("algorithm.loss.aggregation", how, "loss_type")
+    elif kind == "cispo":
+        if high < 1:
+            raise s.refused("epsilon_high", "with cispo it bounds the ratio itself, and must be at least 1")
+        draft.set("algorithm.loss.use", "cispo", "loss_type")
+        draft.set("algorithm.loss.clip_high", high - 1, "epsilon_high", note="the bound less 1")
+    elif kind == "sapo":
+        draft.set("algorithm.loss.use", "sapo", "loss_type")
+        draft.set("algorithm.loss.tau_positive", s["sapo_temperature_pos"], "sapo_temperature_pos")
+        draft.set("algorithm.loss.tau_negative", s["sapo_temperature_neg"], "sapo_temperature_neg")
+    elif kind in AGGREGATIONS:
+        draft.set("algorithm.loss.aggregation", AGGREGATIONS[kind], "loss_type")
+        if kind == "dr_grpo":
+            draft.set("algorithm.loss.max_length", s["max_completion_length"], "max_completion_length", "loss_type")
+    else:
+        raise s.refused(
+            "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, luspo"
+        )
+    if kind not in ("cispo", "sapo"):
+        draft.set("algorithm.loss.clip_low", s["epsilon"], "epsilon")
+        draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.given else "epsilon")
+        if s["delta"] is not None:
+            if level == "sequence" or s["delta"] <= 1 + high:
+                raise s.refused("delta", "it is known at the level token, above 1 + epsilon_high")
+            draft.set("algorithm.loss.dual_clip", s["delta"], "delta")
+    if s["multi_objective_aggregation"] != "sum_then_normalize":
+        raise s.refused("multi_objective_aggregation", "sum_then_normalize is known")
+    scales = {"True": "group", "False": "none", "true": "group", "false": "none"}
+    scale = scales.get(str(s["scale_rewards"]), s["scale_rewards"])
+    draft.set("algorithm.advantage.std", scale, "scale_rewards")
+    if s["top_entropy_quantile"] < 1:
+        draft.set("algorithm.loss.top_entropy", s["top_entropy_quantile"], "top_entropy_quantile")
+    if s["entropy_coef"]:
+        draft.set("algorithm.loss.entropy_coef", s["entropy_coef"], "entropy_coef")
+    if s["beta"]:
+        draft.set("algorithm.kl.coef", s["beta"], "beta")
+        draft.set("algorithm.kl.where", "loss", "beta")
+        if s["use_bias_correction_kl"]:
+            if level == "sequence":
+                raise s.refused("use_bias_correction_kl", "it is known at the level token only; give false, or beta 0")
+            draft.set("algorithm.kl.unbiased", True, "use_bias_correction_kl")
+    if s["use_vllm"] and s["vllm_importance_sampling_correction"]:
+        unit, _, mode = s["vllm_importance_sampling_mode"].partition("_")
+        levels = {"token": "token", "sequence": "sequence_product"}
+        if unit not in levels or mode not in ("truncate", "mask"):
+            raise s.refused("vllm_importance_sampling_mode", "known are token and sequence, with _truncate or _mask")
+        names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_correction")
+        draft.set("algorithm.loss.correction.level", levels[unit], *names)
+        draft.set("algorithm.loss.correction.mode", mode, *names)
+        cap = s["vllm_importance_sampling_cap"]
+        name = "vllm_importance_sampling_clip_max" if cap is None else "vllm_importance_sampling_cap"
+        draft.set(
+            "algorithm.loss.correction.low",
+            s["vllm_importance_sampling_clip_min"] or 0.0,
+            "vllm_importance_sampling_clip_min",
+        )
+        draft.set("algorithm.loss.correction.high", s[name], name)
+
+
+def _rloo(draft: Draft, updates: int) -> None:
+    s = draft.source
+    if updates > 1:
+        raise s.refused(
+            "num_iterations" if s["num_iterations"] > 1 else "gradient_accumulation_steps",
+            f"{updates} optimizer steps on one batch: TRL then clips one ratio per answer, which has no counterpart",
+        )
+    if s["normalize_advantages"]:
+        raise s.refused("normalize_advantages", "there is no counterpart")
+    if s["reward_clip_range"]:
+        raise s.refused("reward_clip_range", "TRL clips rewards before the baseline, which has no counterpart")
+    note = "the gradient of TRL's one ratio per answer, at the first optimizer step"
+    draft.set("algorithm.loss.aggregation", "seq_mean_token_sum", note=note)
+    draft.unread |= dict.fromkeys(("epsilon", "epsilon_high"), "with one optimizer step a batch nothing is clipped")
+    if s["beta"]:
+        draft.set("algorithm.kl.coef", s["beta"], "beta")
+        draft.set("algorithm.kl.before_baseline", True, "beta")
+
+
+def _sampling(draft: Draft) -> None:
+    s = draft.source
+    if s["repetition_penalty"] != 1 or s["generation_kwargs"]:
+        name = "generation_kwargs" if s["generation_kwargs"] else "repetition_penalty"
+        raise s.refused(name, "samples would come from another distribution than the one that is trained")
+    answer, whole = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
+    draft.set("sampling.max_new_tokens", answer, "max_completion_length")
+    if whole:
+        draft.set("data.max_tokens", whole, "vllm_max_model_length")
+    else:
+        room = s["max_prompt_length"] or PROMPT_ROOM
+        note = f"{room} more for prompts, which TRL does not limit" if not s["max_prompt_length"] else ""
+        draft.set("data.max_tokens", answer + room, "max_completion_length", note=note)
+    if s["max_prompt_length"]:
+        draft.set("data.max_prompt_tokens", s["max_prompt_length"], "max_prompt_length")
+        draft.set("data.too_long", "drop", note="longer prompts are left out and counted; TRL cuts them")
+    if s["eval_strategy"] != "no":
+        draft.set("eval.samples", s["num_generations_eval"] or s["num_generations"], "num_generations_eval")
+        draft.set("eval.temperature", s["temperature"], "temperature")
+
+
+def _rewards(draft: Draft) -> None:
+    s = draft.source
+    rewards = [(f"model:{s['reward_model_name_or_path']}", "reward_model_name_or_path")]
+    rewards = rewards if s["reward_model_name_or_path"] else []
+    for name in s["reward_funcs"] or []:
+        if name == "get_soft_overlong_punishment":
+            raise s.refused("reward_funcs", f"{name}: algorithm.shaping punishes long answers; leave it out")
+        module, _, function = name.rpartition(".")
+        rewards.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
+    if not rewards:
+        draft.remarks.append("name the rewards: a function in a file is file:FILE.py:NAME")
+    weights = s["reward_weights"] or [1.0] * len(rewards)
+    if rewards and len(weights) != len(rewards):
+        raise s.refused("reward_weights", f"there are {len(rewards)} rewards")
+    for number, ((use, cause), weight) in enumerate(zip(rewards, weights, strict=False)):
+        draft.set(f"reward.{number}.use", use, cause)
+        draft.set(f"reward.{number}.weight", weight, "reward_weights")
+
+
+def _offline(draft: Draft) -> None:
+    s = draft.source
+    if s["max_length"]:
+        draft.set("data.max_tokens", s["max_length"], "max_length")
+    draft.set("data.too_long", "drop", note="longer rows are left out and counted; TRL cuts them")
+    if s["packing"]:
+        raise s.refused(
+            "packing",
+            "a batch of packed sequences holds an unknown number of rows; give the rows a step "
+            "with packing false. Rows are computed without padding in any case",
+        )
+    if s.entry == "sft":
+        if s["assistant_only_loss"]:
+            draft.set("data.loss_on", "assistant", "assistant_only_loss")
+        elif s["completion_only_loss"] is False:
+            draft.set("data.loss_on", "all", "completion_only_loss")
+        elif s["completion_only_loss"] is None:
+            draft.remarks.append(
+                "data.loss_on: TRL trains on the completion where rows have one, else on all tokens of `messages` or "
+                '`text`; for such rows set data.loss_on = "all"'
+            )
+    if s.entry == "dpo":
+        kinds = s["loss_type"] or ["sigmoid"]
+        draft.set("algorithm.loss.loss_type", kinds[0] if len(kinds) == 1 else kinds, "loss_type")
+
+
+def _placement(draft: Draft, processes: int, online: bool) -> None:
+    """One process: the embedded backend. Several, or vLLM: Ray."""
+    s = draft.source
+    vllm = online and s["use_vllm"]
+    if processes == 1 and not vllm:
+        return
+    draft.set("launcher.use", "ray")
+    if processes > 1:
+        draft.set("trainer.use", "fsdp")
+        draft.set("placement.policy.ranks", processes, note=_processes(processes))
+        if s.entry in ("dpo", "kto") or (online and s["beta"]):
+            draft.set("placement.reference.ranks", processes)
+            draft.set("placement.reference.share", "policy")
+    if online:
+        parallel = s["vllm_tensor_parallel_size"] if vllm else 1
+        if processes % parallel:
+            raise s.refused("vllm_tensor_parallel_size", f"it does not divide the {processes} processes")
+        draft.set("generator.use", "vllm", "use_vllm")
+        draft.set("generator.tensor_parallel", parallel, "vllm_tensor_parallel_size")
+        draft.set("placement.generator.ranks", processes // parallel)
+        draft.set("placement.generator.devices", parallel, "vllm_tensor_parallel_size")
+        draft.set("placement.generator.share", "policy", "vllm_mode")

@@ -1,0 +1,237 @@
+"""Commands, configurations and scripts of TRL become run files that do the same."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
+from rlhf_cli.main import main
+from rlhf_cli.migrate import trl
+from rlhf_cli.migrate.find import migrate
+from rlhf_cli.migrate.rows import matching, rows_of, table
+from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
+
+PLUGINS = Plugins.discover()
+SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+import torch
+RATE = 2e-6
+args = GRPOConfig(output_dir="out", learning_rate=RATE, per_device_train_batch_size=4, num_generations=4)
+raise SystemExit("never executed")
+GRPOTrainer(model="some/model", args=args, reward_funcs=[torch.nn])
+"""
+
+
+def values(source, **known):
+    return tomllib.loads(migrate("trl", source, known, PLUGINS))
+
+
+def grpo(flags="", before="trl"):
+    return values(f"{before} grpo --model_name_or_path M --dataset_name d.jsonl {flags}")
+
+
+def test_every_field_of_trl_has_a_row():
+    groups = table("trl")
+    for line in Path(__file__).with_name("trl_fields.txt").read_text().splitlines():
+        entry, _, names = line.partition(": ")
+        if not line.startswith("#"):
+            rows = rows_of(groups, trl.GROUPS[entry])
+            assert all(matching(rows, name, entry, groups) for name in names.split())
+
+
+def test_every_row_says_what_becomes_of_its_field():
+    for rows in table("trl").values():
+        for row in rows:
+            assert bool(row.to) != bool(row.why), row.name
+            assert not row.when or row.when in trl.WITHOUT, row.name
+
+
+@pytest.mark.parametrize(
+    ("flags", "prompts", "minibatches"),
+    [
+        ("", 1, 1),  # 8 samples of 8 a prompt
+        ("--per_device_train_batch_size 16 --gradient_accumulation_steps 2", 4, 1),
+        ("--per_device_train_batch_size 16 --gradient_accumulation_steps 2 --steps_per_generation 8", 16, 4),
+        ("--per_device_train_batch_size 16 --generation_batch_size 64", 8, 4),
+        ("--gradient_accumulation_steps 4 --steps_per_generation 1", 4, 1),  # with the same weights
+        ("--num_generations 2", 4, 1),
+    ],
+)
+def test_batches_are_counted_in_prompts(flags, prompts, minibatches):
+    run = grpo(flags)
+    assert run["data"].get("batch_size", 16) == prompts
+    assert run["algorithm"].get("minibatches", 1) == minibatches
+
+
+def test_processes_multiply_batches():
+    assert grpo(before="accelerate launch --num_processes 4 trl")["data"]["batch_size"] == 4
+    before = "torchrun --nproc_per_node=2 --nnodes 2 trl/scripts/sft.py"
+    run = values(f"{before} --model_name_or_path M --dataset_name d.jsonl --gradient_accumulation_steps 2")
+    assert run["data"]["batch_size"] == 8 * 2 * 4
+    assert run["placement"]["policy"]["ranks"] == 4
+
+
+def test_steps_are_counted_in_optimizer_steps():
+    run = grpo("--num_iterations 2 --max_steps 100 --save_steps 25 --eval_strategy steps --eval_steps 10")
+    assert run["run"]["steps"] == 50
+    assert run["checkpoint"]["every"] == 13
+    assert run["eval"]["every"] == 5
+    with pytest.raises(ConfigError, match="max_steps"):
+        grpo("--num_iterations 2 --max_steps 101")
+
+
+def test_defaults_that_differ_are_written():
+    run = grpo()
+    assert run["trainer"] == {"schedule": "linear", "betas": [0.9, 0.999]}
+    assert run["run"]["epochs"] == 3
+    assert run["policy"]["gradient_checkpointing"] is True
+    assert run["checkpoint"]["every"] == 500
+    assert run["sampling"] == {"samples_per_prompt": 8, "max_new_tokens": 512}
+    sft = values("trl sft --model_name_or_path M --dataset_name d.jsonl")
+    assert sft["trainer"]["lr"] == 2e-5
+    assert sft["data"]["max_tokens"] == 1024
+    assert values("trl kto --model_name_or_path M --dataset_name d.jsonl")["data"]["shuffle"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "part", "expected"),
+    [
+        ("--loss_type grpo", "loss", {"aggregation": "seq_mean_token_mean"}),
+        ("--loss_type dr_grpo --scale_rewards none", "loss", {"aggregation": "seq_sum_constant", "max_length": 512}),
+        ("--scale_rewards false", "advantage", {"std": "none"}),
+        ("--loss_type cispo --epsilon_high 5", "loss", {"use": "cispo"}),
+        (
+            "--loss_type grpo --importance_sampling_level sequence --epsilon 3e-4 --epsilon_high 4e-4",
+            "loss",
+            {"use": "gspo"},
+        ),
+        ("--epsilon_high 0.28 --delta 4", "loss", {"clip_high": 0.28, "dual_clip": 4.0}),
+        ("--beta 0.04", "kl", {"coef": 0.04, "where": "loss", "unbiased": True}),
+        (
+            "--beta 0.04 --use_bias_correction_kl false --sync_ref_model --ref_model_sync_steps 10",
+            "kl",
+            {"coef": 0.04, "where": "loss", "snapshot_every": 10, "snapshot_share": 0.6},
+        ),
+        (
+            "--use_vllm",
+            "loss",
+            {"correction": {"level": "sequence_product", "mode": "mask", "low": 0.0, "high": 3.0}},
+        ),
+        (
+            "--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_clip_max 2",
+            "loss",
+            {"correction": {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0}},
+        ),
+    ],
+)
+def test_losses_advantages_and_kl(flags, part, expected):
+    assert grpo(flags)["algorithm"][part] == expected
+
+
+def test_rloo_has_its_kl_in_the_reward_before_the_baseline():
+    run = values("trl rloo --model_name_or_path M --dataset_name d.jsonl")["algorithm"]
+    assert run["kl"] == {"coef": 0.05, "before_baseline": True}
+    assert run["loss"] == {"aggregation": "seq_mean_token_sum"}
+    with pytest.raises(ConfigError, match="num_iterations"):
+        values("trl rloo --num_iterations 2")
+
+
+def test_schedules_and_adapters():
+    run = grpo(
+        "--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.2}' --warmup_steps 0.1"
+    )
+    assert run["trainer"]["schedule"] == "cosine_with_min"
+    assert run["trainer"]["min_lr_ratio"] == 0.2
+    assert run["trainer"]["warmup_ratio"] == 0.1
+    assert grpo("--warmup_steps 20")["trainer"]["warmup_steps"] == 20
+    lora = grpo("--use_peft --lora_r 8")["trainer"]["lora"]
+    assert lora == {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
+
+
+def test_rewards_by_name():
+    rewards = grpo("--reward_funcs accuracy_reward my.rewards.short --reward_weights 1 0.5")["reward"]
+    assert [(r["use"], r.get("weight", 1)) for r in rewards] == [
+        ("python:trl.rewards:accuracy_reward", 1),
+        ("python:my.rewards:short", 0.5),
+    ]
+
+
+def test_pairs_and_labels():
+    run = values(
+        "trl dpo --model_name_or_path M --dataset_name d.jsonl --loss_type sigmoid sft --beta 0.2 --eval_strategy epoch"
+    )
+    assert run["algorithm"]["loss"] == {"loss_type": ["sigmoid", "sft"], "beta": 0.2}
+    assert run["data"]["eval"] == [{"path": "d.jsonl", "split": "test"}]
+    reward = values("trl reward --model_name_or_path M --dataset_name d.jsonl --center_rewards_coefficient 0.01")
+    assert reward["algorithm"]["use"] == "reward_model"
+    assert reward["algorithm"]["loss"]["center_coef"] == 0.01
+
+
+def test_a_script_is_read_and_not_executed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    text = migrate("trl", str(script), {}, PLUGINS)
+    run = tomllib.loads(text)
+    assert run["trainer"]["lr"] == 2e-6
+    assert run["policy"]["model"] == "some/model"
+    assert "To do: name the rewards" in text
+    script.write_text("from trl import SFTConfig\nSFTConfig(\n  output_dir=folder())\n")
+    with pytest.raises(ConfigError, match=r"train\.py, line 3: output_dir=folder\(\).*--set output_dir=VALUE"):
+        migrate("trl", str(script), {}, PLUGINS)
+    assert values(str(script), output_dir="there")["run"]["output"] == "there"
+    script.write_text("SFTConfig()\nDPOConfig()\n")
+    with pytest.raises(ConfigError, match="SFTConfig in line 1, DPOConfig in line 2"):
+        migrate("trl", str(script), {}, PLUGINS)
+
+
+@pytest.mark.parametrize("form", ["yaml", "json"])
+def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
+    file = tmp_path / f"config.{form}"
+    fields = {"learning_rate": "1e-5", "num_generations": 4, "loss_type": "dapo", "report_to": ["none"]}
+    file.write_text(json.dumps(fields) if form == "json" else "".join(f"{k}: {v}\n" for k, v in fields.items()))
+    assert values(str(file))["trainer"]["lr"] == 1e-5
+    run = values(f"trl grpo --config {file} --learning_rate 3e-5")
+    assert run["trainer"]["lr"] == 3e-5, "flags have precedence"
+    file.write_text('{"learning_rate": 1e-5}')
+    with pytest.raises(ConfigError, match="grpo, rloo, sft"):
+        values(str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "telling"),
+    [
+        ("--learning_rat 1", "learning_rate"),
+        ("--loss_type vespo", "vespo"),
+        ("--num_generations 3", "num_generations"),
+        ("--fp16", "fp16"),
+        ("--optim adafactor", "adafactor"),
+        ("--repetition_penalty 1.1", "repetition_penalty"),
+        ("--generation_kwargs '{\"x\": 1}'", "generation_kwargs"),
+        ("--gradient_accumulation_steps 3 --steps_per_generation 2", "gradient_accumulation_steps"),
+        ("--report_to swan", "swan"),
+        ("--packing", "packing is an option of other entry points"),
+    ],
+)
+def test_what_means_nothing_here_is_refused(flags, telling):
+    with pytest.raises(ConfigError, match=telling):
+        grpo(flags)
+
+
+def test_packed_batches_are_refused():
+    with pytest.raises(ConfigError, match="packing"):
+        values("trl sft --packing")
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
+def test_migrated_runs_start(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tiny_model("model", hidden=16, heads=2, kv_heads=1, chat_template=CHAT_TEMPLATE)
+    row = {"prompt": "1+1=", "completion": "2"} if name == "sft" else {"prompt": "1", "chosen": "1", "rejected": "2"}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    Path("own.py").write_text("def short(completions, **columns):\n    return [0.0 for c in completions]\n")
+    text = migrate("trl", f"trl {name} --model_name_or_path model --dataset_name rows.jsonl", {}, PLUGINS)
+    Path("run.toml").write_text(text)
+    reward = ["--reward", "file:own.py"] if name == "grpo" else []
+    assert main(["train", "run.toml", "--dry-run", *reward]) == 0, capsys.readouterr().err
