@@ -66,6 +66,8 @@ def test_extras_that_pages_install_exist():
         ("rlhf-kit", "cluster"),
         ("rlhf-plugin-vllm", "cpu"),
         ("rlhf-plugin-vllm", "gpu"),
+        ("rlhf-plugin-swanlab", "swanlab"),
+        ("rlhf-plugin-trackio", "trackio"),
     }
     assert [s for s in shown if s[1] not in declared or not set(s[2].split(",")) <= set(declared[s[1]])] == []
 
