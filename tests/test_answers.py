@@ -86,11 +86,12 @@ def test_the_scores_of_a_reward_model_pass_only_a_threshold_that_is_set(shop: Wo
     [
         ("ppo", {"critic": {"dtype": "fp32", "trainer": {"lr": 1e-3}}, "placement": {"critic": {"share": "policy"}}}),
         ("grpo", {"reference": {"dtype": "fp32"}, "algorithm": {"kl": {"coef": 0.1}}}),
+        ("ppo", {"checkpoint": {"export_trained": True}, "stream": {"mode": "continuous"}}),
         ("rloo", {"sampling": {"top_p": 0.9}, "algorithm": {"loss": {"correction": {"preset": "tis"}}}}),
         ("rloo", {"stream": {"filter": {"min_std": 0.0}, "staleness": 1}}),
         ("sft", {"data": {"loss_on": "all"}, "sampling": {"max_new_tokens": 4}}),
     ],
-    ids=["a critic", "a reference", "truncated samples", "a filter", "all tokens"],
+    ids=["a critic", "a reference", "exports of a continuous stream", "truncated samples", "a filter", "all tokens"],
 )
 def test_a_run_file_for_training_can_be_evaluated(
     shop: Workshop, say: Say, algorithm: str, changes: dict[str, Any]
