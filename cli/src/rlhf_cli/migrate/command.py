@@ -11,7 +11,7 @@ from rlhf import hookimpl
 from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
-FRAMEWORKS = ("openrlhf", "trl")
+FRAMEWORKS = ("openrlhf", "trl", "verl")
 
 
 class Migrate(Command):

@@ -196,6 +196,16 @@ def _equal(value: Any, default: Any) -> bool:
     return default is not None and isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
 
 
+def named(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sources of rows with names where their files are called the same (``gsm8k/train``, ``math/train``)."""
+    stems = [Path(source["path"]).stem for source in sources]
+    folders = [Path(source["path"]).parent.name for source in sources]
+    return [
+        {**source, "name": f"{folder}_{stem}"} if stems.count(stem) > 1 else source
+        for source, stem, folder in zip(sources, stems, folders, strict=True)
+    ]
+
+
 def _absent_file(reference: str) -> bool:
     """Whether a component is in a file that is not on this machine."""
     kind, _, path = reference.partition(":")

@@ -12,11 +12,11 @@ from types import ModuleType
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 
-from rlhf_cli.migrate import openrlhf, trl, trl_source
+from rlhf_cli.migrate import openrlhf, trl, trl_source, verl
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.shell import Word, commands, known_text
 
-FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl}
+FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl, "verl": verl}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def migrate(framework: str, source: str, known: Mapping[str, str], plugins: Plug
         source: path of a file, or a command.
         known: values of variables, of ``--set``.
     """
-    draft, origin = (_trl if framework == "trl" else _openrlhf)(source, known)
+    draft, origin = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, known)
     return draft.text(origin, plugins)
 
 
@@ -46,6 +46,12 @@ def _openrlhf(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
     start = _start(text, where, known, openrlhf)
     draft = openrlhf.convert(openrlhf.read(start.entry, start.options, where))
     return draft, f"{start.entry} ({where}, line {start.line})"
+
+
+def _verl(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
+    text, where = _text(source)
+    start = _start(text, where, known, verl)
+    return verl.convert(verl.read(start.options, where)), f"{start.entry} ({where}, line {start.line})"
 
 
 def _trl(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate.draft import Draft, named
 from rlhf_cli.migrate.rows import Source
 
 NO_LIMIT = 100_000_000
@@ -60,7 +60,7 @@ def _sources(s: Source, name: str, split: str) -> list[dict[str, Any]]:
     paths = [path.strip() for path in s[name].split(",")]
     if folders := [path for path in paths if "@" in path]:
         raise s.refused(name, f"{folders[0]!r} means a folder of a data set; name the files in it instead")
-    return [{"path": path} | ({"split": s[split]} if s[split] != "train" else {}) for path in paths]
+    return named([{"path": path} | ({"split": s[split]} if s[split] != "train" else {}) for path in paths])
 
 
 def rewards(draft: Draft) -> None:

@@ -1,0 +1,299 @@
+"""From verl's ``main_ppo``. ``verl.toml`` holds the keys; here are those whose values are computed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from rlhf.errors import ConfigError
+
+from rlhf_cli.migrate.draft import Draft, named
+from rlhf_cli.migrate.rows import Given, Source, matching, rows_of, table, typed
+from rlhf_cli.migrate.shell import UNKNOWN, Word, known_text
+
+NAME = "verl"
+FACTS = "The facts are those of verl 0.8 with FSDP; the configurations for Megatron are not read."
+GROUP_TITLES = {"main_ppo": "main_ppo"}
+"""{group of the table: its heading in the documentation}."""
+EXAMPLE = "verl.trainer.main_ppo"
+ENTRY = re.compile(r"(?:.*/)?verl[./]trainer[./](main_ppo)(?:\.py)?")
+ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
+WITHOUT: Mapping[str, str] = {
+    "critic": "only with the estimator gae, which has a critic",
+    "grpo": "only with the estimator grpo",
+    "kl_loss": "only with use_kl_loss",
+    "kl_reward": "only with use_kl_in_reward",
+    "ppo_loss": "not with the loss gspo",
+    "lora": "only with lora_rank",
+    "dynamic": "only with use_dynamic_bsz",
+    "reward_model": "only with reward_model.enable",
+    "eval": "only with data.val_files",
+    "wandb": "only with the logger wandb",
+}
+ALGORITHMS = {
+    "gae": "ppo",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+OF_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
+OBSERVERS = ("wandb", "tensorboard", "mlflow")
+
+
+def read(words: Sequence[Word], where: str) -> Source:
+    """The overrides of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
+    import yaml
+
+    groups = table("verl")
+    source = Source(rows_of(groups, ("main_ppo",)), "main_ppo", NAME)
+    for word in words:
+        if word.text in (f"{UNKNOWN}@{UNKNOWN}", f"{UNKNOWN}*{UNKNOWN}"):
+            continue  # "$@": further words of the script's own command line
+        here = f"{where}, line {word.line}"
+        key, equals, text = known_text(word, where).partition("=")
+        if not equals or key.startswith(("-", "~")):
+            raise ConfigError(f"{here}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
+        for row in matching(source.rows, key.lstrip("+"), here, groups):
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
+            source.given[row.name] = Given(typed(row, value, here), f"{key}={text}", here)
+    return source
+
+
+def convert(source: Source) -> Draft:
+    """The run file for these keys. Raises ConfigError for a value that has no counterpart."""
+    draft, s = Draft(source), source
+    estimator = s["algorithm.adv_estimator"]
+    loggers = s["trainer.logger"] if "trainer.logger" in s.given else ["console", "wandb"]
+    conditions = {
+        "critic": estimator == "gae",
+        "grpo": estimator == "grpo",
+        "kl_loss": s[f"{ACTOR}.use_kl_loss"],
+        "kl_reward": s["algorithm.use_kl_in_reward"],
+        "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
+        "lora": s["actor_rollout_ref.model.lora_rank"],
+        "dynamic": s[f"{ACTOR}.use_dynamic_bsz"],
+        "reward_model": s["reward_model.enable"],
+        "eval": s["data.val_files"],
+        "wandb": "wandb" in loggers,
+    }
+    draft.take({name for name, holds in conditions.items() if holds}, WITHOUT)
+    updates = _algorithm(draft, estimator)
+    _trainer(draft, updates)
+    _data(draft)
+    _run(draft, loggers)
+    _placement(draft, estimator)
+    return draft
+
+
+def _one_of(draft: Draft, name: str, known: Mapping[str, str]) -> str:
+    """What a value is here. Raises ConfigError for one that is not known."""
+    value = str(draft.source[name])
+    if value not in known:
+        raise draft.source.refused(name, f"there is no counterpart; known are {', '.join(known)}")
+    return known[value]
+
+
+def _algorithm(draft: Draft, estimator: str) -> int:
+    """The algorithm with its batches; the optimizer steps of a step."""
+    s = draft.source
+    draft.set("algorithm.use", _one_of(draft, "algorithm.adv_estimator", ALGORITHMS), "algorithm.adv_estimator")
+    names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+    prompts, mini = s[names[0]], s[names[1]]
+    if mini < 1 or prompts % mini:
+        raise s.refused(names[1], f"{prompts} prompts a step are not a whole number of minibatches of {mini} prompts")
+    draft.set("algorithm.minibatches", prompts // mini, *names, note="both are counted in prompts")
+    for name in ("ppo_mini_batch_size", "ppo_epochs"):
+        if estimator == "gae" and s[f"critic.{name}"] not in (None, s[f"{ACTOR}.{name}"]):
+            raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both have the same here")
+    if estimator == "grpo":
+        std = "group" if s["algorithm.norm_adv_by_std_in_grpo"] else "none"
+        draft.set("algorithm.advantage.std", std, "algorithm.norm_adv_by_std_in_grpo")
+    if estimator in ("gae", "reinforce_plus_plus"):
+        draft.set("algorithm.advantage.gamma", s["algorithm.gamma"], "algorithm.gamma")
+    if estimator == "gae":
+        steps = max(s["trainer.critic_warmup"] - 1, 0)
+        draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
+        model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
+        draft.set("critic.model", model, "critic.model.path")
+    use = _one_of(draft, f"{ACTOR}.policy_loss.loss_mode", {"vanilla": "ppo", "gspo": "gspo"})
+    draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode")
+    if use == "ppo":
+        how = _one_of(draft, f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
+        draft.set("algorithm.loss.aggregation", how, f"{ACTOR}.loss_agg_mode")
+    for side in ("low", "high"):
+        name = f"{ACTOR}.clip_ratio_{side}" if s[f"{ACTOR}.clip_ratio_{side}"] is not None else f"{ACTOR}.clip_ratio"
+        draft.set(f"algorithm.loss.clip_{side}", s[name], name)
+    if s[f"{ACTOR}.entropy_coeff"]:
+        draft.set("algorithm.loss.entropy_coef", s[f"{ACTOR}.entropy_coeff"], f"{ACTOR}.entropy_coeff")
+    _kl(draft, estimator)
+    _correction(draft)
+    return int(prompts // mini * s[f"{ACTOR}.ppo_epochs"])
+
+
+def _kl(draft: Draft, estimator: str) -> None:
+    s = draft.source
+    in_loss, in_reward = s[f"{ACTOR}.use_kl_loss"], s["algorithm.use_kl_in_reward"]
+    if in_loss and in_reward:
+        raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
+    if in_loss:
+        kinds = {name: kind for name, kind in ESTIMATORS.items() if kind != "k1"}
+        kind = _one_of(draft, f"{ACTOR}.kl_loss_type", kinds)
+        draft.set("algorithm.kl.coef", s[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef")
+        draft.set("algorithm.kl.where", "loss", f"{ACTOR}.use_kl_loss")
+        draft.set("algorithm.kl.estimator", kind, f"{ACTOR}.kl_loss_type")
+    if in_reward:
+        draft.set("algorithm.kl.coef", s["algorithm.kl_ctrl.kl_coef"], "algorithm.kl_ctrl.kl_coef")
+        kind = _one_of(draft, "algorithm.kl_penalty", ESTIMATORS)
+        draft.set("algorithm.kl.estimator", kind, "algorithm.kl_penalty")
+        if estimator in OF_GROUPS:
+            draft.set("algorithm.kl.before_baseline", True, "algorithm.use_kl_in_reward")
+        if s["algorithm.kl_ctrl.type"] == "adaptive":
+            draft.set("algorithm.kl.target", s["algorithm.kl_ctrl.target_kl"], "algorithm.kl_ctrl.target_kl")
+            draft.set("algorithm.kl.horizon", s["algorithm.kl_ctrl.horizon"], "algorithm.kl_ctrl.horizon")
+
+
+def _correction(draft: Draft) -> None:
+    s, name = draft.source, "algorithm.rollout_correction.rollout_is"
+    if s["algorithm.rollout_correction.rollout_rs"]:
+        raise s.refused(
+            "algorithm.rollout_correction.rollout_rs", "there is no counterpart of rejection beside weights"
+        )
+    if s[name]:
+        level = _one_of(draft, name, {"token": "token", "sequence": "sequence_product"})
+        draft.set("algorithm.loss.correction.level", level, name)
+        draft.set("algorithm.loss.correction.mode", "truncate", name)
+        draft.set("algorithm.loss.correction.low", 0.0, name)
+        draft.set("algorithm.loss.correction.high", s[f"{name}_threshold"], f"{name}_threshold")
+
+
+def _trainer(draft: Draft, updates: int) -> None:
+    s = draft.source
+    draft.set(
+        "trainer.use", _one_of(draft, f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp"}), f"{ACTOR}.strategy"
+    )
+    name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
+    schedule = _one_of(draft, name, {"constant": "constant", "cosine": "cosine_with_min"})
+    draft.set("trainer.schedule", schedule, name)
+    if schedule == "cosine_with_min":
+        draft.set("trainer.min_lr_ratio", s[f"{OPTIM}.min_lr_ratio"] or 0.0, f"{OPTIM}.min_lr_ratio")
+    steps = s[f"{OPTIM}.lr_warmup_steps"]
+    if steps is not None and steps > 0:
+        note = f"verl counts steps of the run, of {updates} optimizer steps each"
+        draft.set("trainer.warmup_steps", steps * updates, f"{OPTIM}.lr_warmup_steps", note=note)
+        if s["algorithm.adv_estimator"] == "gae":
+            raise s.refused(f"{OPTIM}.lr_warmup_steps", "give the ratio where there is a critic, which has its own")
+    else:
+        draft.set("trainer.warmup_ratio", s[f"{OPTIM}.lr_warmup_steps_ratio"], f"{OPTIM}.lr_warmup_steps_ratio")
+    kinds = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
+    for option, key in {"storage": "model_dtype", "dtype": "dtype"}.items():
+        kind = _one_of(draft, f"{ACTOR}.fsdp_config.{key}", kinds)
+        for role in ("policy", *(["critic"] if s["algorithm.adv_estimator"] == "gae" else [])):
+            draft.set(f"{role}.{option}", kind, f"{ACTOR}.fsdp_config.{key}")
+    if rank := s["actor_rollout_ref.model.lora_rank"]:
+        draft.set("trainer.lora.rank", rank, "actor_rollout_ref.model.lora_rank")
+        targets = s["actor_rollout_ref.model.target_modules"]
+        if targets and targets != ["all-linear"]:
+            draft.set("trainer.lora.targets", targets, "actor_rollout_ref.model.target_modules")
+    if s[f"{ACTOR}.use_dynamic_bsz"]:
+        names = (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz")
+        draft.set("policy.micro_tokens", s[names[0]], *names)
+
+
+def _data(draft: Draft) -> None:
+    s = draft.source
+    if s["actor_rollout_ref.model.custom_chat_template"]:
+        raise s.refused("actor_rollout_ref.model.custom_chat_template", "save it as a file for data.chat_template")
+    limit = s["data.train_max_samples"]
+    rows = {"max_rows": limit} if limit > 0 else {}
+    if s["data.train_files"]:
+        names = ["data.train_files", *(["data.train_max_samples"] if rows else [])]
+        draft.set("data.train", named([{"path": path, **rows} for path in s["data.train_files"]]), *names)
+    else:
+        draft.remarks.append("name the data: data.train")
+    if s["data.val_files"]:
+        draft.set("data.eval", named([{"path": path} for path in s["data.val_files"]]), "data.val_files")
+        if s["data.val_max_samples"] > 0:
+            draft.set("eval.max_rows", s["data.val_max_samples"], "data.val_max_samples")
+        names = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")
+        draft.set("eval.temperature", s[names[0]] if s[names[1]] else 0.0, *names)
+        draft.set("eval.metric", "reward", note="verl's test score is the mean reward")
+        if s["trainer.test_freq"] > 0:
+            draft.set("eval.every", s["trainer.test_freq"], "trainer.test_freq")
+    prompt, answer = s["data.max_prompt_length"], s["data.max_response_length"]
+    draft.set("data.max_prompt_tokens", prompt, "data.max_prompt_length")
+    draft.set("sampling.max_new_tokens", answer, "data.max_response_length")
+    draft.set("data.max_tokens", prompt + answer, "data.max_prompt_length", "data.max_response_length")
+    if s["data.filter_overlong_prompts"]:
+        draft.set("data.too_long", "drop", "data.filter_overlong_prompts")
+        draft.unread["data.truncation"] = "longer rows are left out"
+    elif s["data.truncation"] == "error":
+        draft.set("data.too_long", "error", "data.truncation")
+    else:
+        draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
+    draft.set("sampling.top_k", max(s[f"{ROLLOUT}.top_k"], 0), f"{ROLLOUT}.top_k")
+    batched = s[f"{ROLLOUT}.max_num_batched_tokens"]
+    draft.set("generator.max_batched_tokens", max(batched, prompt + answer), f"{ROLLOUT}.max_num_batched_tokens")
+
+
+def _run(draft: Draft, loggers: Sequence[str]) -> None:
+    s = draft.source
+    if s["trainer.val_only"]:
+        raise s.refused("trainer.val_only", "rlhf eval evaluates a model")
+    if s["trainer.total_training_steps"]:
+        draft.set("run.steps", s["trainer.total_training_steps"], "trainer.total_training_steps")
+        draft.unread["trainer.total_epochs"] = "trainer.total_training_steps is set"
+    else:
+        draft.set("run.epochs", s["trainer.total_epochs"], "trainer.total_epochs")
+    if s["trainer.save_freq"] > 0:
+        draft.set("checkpoint.every", s["trainer.save_freq"], "trainer.save_freq")
+    if s["trainer.max_actor_ckpt_to_keep"]:
+        draft.set("checkpoint.keep", s["trainer.max_actor_ckpt_to_keep"], "trainer.max_actor_ckpt_to_keep")
+    number = 0
+    for name in loggers:
+        if name not in (*OBSERVERS, "console"):
+            raise s.refused("trainer.logger", f"there is no observer {name}; known are {', '.join(OBSERVERS)}, console")
+        if name != "console":
+            draft.set(f"observer.{number}.use", name, "trainer.logger")
+            if name == "wandb":
+                draft.set(f"observer.{number}.project", s["trainer.project_name"], "trainer.project_name")
+            number += 1
+    path = s["custom_reward_function.path"]
+    if s["reward_model.reward_manager"] != "naive":
+        raise s.refused("reward_model.reward_manager", "naive is known")
+    if s["reward_model.enable"] and s["reward_model.model.path"]:
+        draft.set(
+            "reward.0.use", f"model:{s['reward_model.model.path']}", "reward_model.model.path", "reward_model.enable"
+        )
+    elif path:
+        names = ("custom_reward_function.path", "custom_reward_function.name")
+        draft.set("reward.0.use", f"file:{path}:{s[names[1]]}", *names)
+    else:
+        draft.remarks.append("name the reward: verl chooses a function by the column data_source")
+
+
+def _placement(draft: Draft, estimator: str) -> None:
+    """All roles and the engines on the same devices, as in verl's main_ppo."""
+    s = draft.source
+    names = ("trainer.nnodes", "trainer.n_gpus_per_node")
+    ranks, parallel = s[names[0]] * s[names[1]], s[f"{ROLLOUT}.tensor_model_parallel_size"]
+    if ranks % parallel:
+        raise s.refused(f"{ROLLOUT}.tensor_model_parallel_size", f"it does not divide the {ranks} GPUs")
+    draft.set("launcher.use", "ray")
+    engines = dict.fromkeys(("vllm", "sglang", "hf"), "vllm")
+    draft.set("generator.use", _one_of(draft, f"{ROLLOUT}.name", engines), f"{ROLLOUT}.name")
+    draft.set("placement.policy.ranks", ranks, *names)
+    kl = s[f"{ACTOR}.use_kl_loss"] or s["algorithm.use_kl_in_reward"]
+    roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
+    for role in (name for name, there in roles.items() if there):
+        draft.set(f"placement.{role}.ranks", ranks, *names)
+        draft.set(f"placement.{role}.share", "policy")
+    draft.set("placement.generator.ranks", ranks // parallel, *names, f"{ROLLOUT}.tensor_model_parallel_size")
+    draft.set("placement.generator.devices", parallel, f"{ROLLOUT}.tensor_model_parallel_size")
+    draft.set("placement.generator.share", "policy")
+    draft.set("generator.tensor_parallel", parallel, f"{ROLLOUT}.tensor_model_parallel_size")

@@ -1,0 +1,158 @@
+"""Commands of verl's main_ppo become run files that do the same."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
+from rlhf_cli.main import main
+from rlhf_cli.migrate import verl
+from rlhf_cli.migrate.find import migrate
+from rlhf_cli.migrate.rows import table
+from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
+
+PLUGINS = Plugins.discover()
+A = "actor_rollout_ref"
+SCRIPT = """set -x
+gsm8k=$DATA/gsm8k/train.parquet
+math=$DATA/math/train.parquet
+files="['$gsm8k', '$math']"
+
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo data.train_files="$files" +trainer.logger='["console","wandb"]' \\
+    trainer.total_epochs=15 $@
+"""
+
+
+def values(overrides=""):
+    command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {overrides}"
+    return tomllib.loads(migrate("verl", command, {}, PLUGINS))
+
+
+def test_every_row_says_what_becomes_of_its_key():
+    for row in table("verl")["main_ppo"]:
+        assert bool(row.to) != bool(row.why), row.name
+        assert not row.when or row.when in verl.WITHOUT, row.name
+
+
+def test_batches_are_counted_in_prompts():
+    run = values(f"data.train_batch_size=512 {A}.actor.ppo_mini_batch_size=128 {A}.rollout.n=5 {A}.actor.ppo_epochs=2")
+    assert run["data"]["batch_size"] == 512
+    assert run["sampling"]["samples_per_prompt"] == 5
+    assert run["algorithm"]["minibatches"] == 4
+    assert run["algorithm"]["epochs"] == 2
+    with pytest.raises(ConfigError, match="ppo_mini_batch_size"):
+        values(f"data.train_batch_size=512 {A}.actor.ppo_mini_batch_size=100")
+
+
+def test_defaults_that_differ_are_written():
+    run = values()
+    assert run["algorithm"]["loss"] == {"dual_clip": 3.0}
+    assert run["trainer"] == {"use": "fsdp", "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    assert run["critic"]["trainer"] == {"lr": 1e-5}
+    assert run["critic"]["model"] == "M"
+    assert run["run"]["epochs"] == 30
+    assert (run["data"]["max_prompt_tokens"], run["sampling"]["max_new_tokens"], run["data"]["max_tokens"]) == (
+        512,
+        512,
+        1024,
+    )
+    assert run["placement"]["policy"] == {"ranks": 8}
+    assert run["placement"]["generator"] == {"ranks": 4, "devices": 2, "share": "policy"}
+    assert [observer["use"] for observer in run["observer"]] == ["wandb"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part", "expected"),
+    [
+        ("algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False", "advantage", {"std": "none"}),
+        (
+            f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=low_var_kl",
+            "kl",
+            {"coef": 0.001, "where": "loss", "estimator": "k3"},
+        ),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.adv_estimator=rloo",
+            "kl",
+            {"coef": 0.001, "estimator": "k1", "before_baseline": True},
+        ),
+        (
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive",
+            "kl",
+            {"coef": 0.001, "estimator": "k1", "target": 0.1},
+        ),
+        (f"{A}.actor.clip_ratio_high=0.28", "loss", {"dual_clip": 3.0, "clip_high": 0.28}),
+        ("trainer.critic_warmup=5", "critic_warmup", 4),
+        (
+            "algorithm.rollout_correction.rollout_is=token",
+            "loss",
+            {"dual_clip": 3.0, "correction": {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0}},
+        ),
+    ],
+)
+def test_algorithms_losses_and_kl(overrides, part, expected):
+    assert values(f"{A}.rollout.n=4 {overrides}")["algorithm"][part] == expected
+
+
+def test_warm_up_is_counted_in_steps_of_the_run():
+    optim = f"{A}.actor.optim"
+    run = values(
+        f"algorithm.adv_estimator=grpo {A}.rollout.n=4 {optim}.lr_warmup_steps=10 {optim}.lr_scheduler_type=cosine"
+    )
+    assert run["trainer"]["warmup_steps"] == 10 * 1024 // 256
+    assert run["trainer"]["schedule"] == "cosine_with_min"
+    assert run["trainer"]["min_lr_ratio"] == 0.0
+
+
+def test_scripts_and_lists_are_read(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPT)
+    run = tomllib.loads(migrate("verl", str(script), {"DATA": "/data"}, PLUGINS))
+    sources = [(source["path"], source["name"]) for source in run["data"]["train"]]
+    assert sources == [("/data/gsm8k/train.parquet", "gsm8k_train"), ("/data/math/train.parquet", "math_train")]
+    with pytest.raises(ConfigError, match=r"run\.sh, line 7: .*--set DATA=VALUE"):
+        migrate("verl", str(script), {}, PLUGINS)
+
+
+def test_rewards():
+    [reward] = values("custom_reward_function.path=r.py custom_reward_function.name=score")["reward"]
+    assert reward["use"] == "file:r.py:score"
+    [reward] = values("reward_model.enable=True reward_model.model.path=R")["reward"]
+    assert reward["use"] == "model:R"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "telling"),
+    [
+        ("data.train_batchsize=1", "data.train_batch_size"),
+        ("algorithm.adv_estimator=remax", "remax"),
+        (f"{A}.actor.strategy=megatron", "megatron"),
+        (f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=kl", "kl_loss_type"),
+        (f"{A}.actor.use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward"),
+        ("--config-name=ppo_megatron_trainer", "config-name"),
+        (f"{A}.rollout.n=many", "takes integer"),
+        ("algorithm.rollout_correction.rollout_rs=token", "rollout_rs"),
+        ("critic.ppo_epochs=2", "ppo_epochs"),
+        (f"{A}.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size"),
+    ],
+)
+def test_what_means_nothing_here_is_refused(overrides, telling):
+    with pytest.raises(ConfigError, match=telling):
+        values(overrides)
+
+
+def test_a_migrated_run_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tiny_model("model", hidden=128, heads=4, kv_heads=2, chat_template=CHAT_TEMPLATE)
+    row = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}, "data_source": "x"}
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 1100)
+    Path("r.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    words = f"algorithm.adv_estimator=grpo data.train_files=rows.jsonl {A}.model.path=model {A}.rollout.n=4"
+    text = migrate("verl", f"python -m verl.trainer.main_ppo {words} custom_reward_function.path=r.py", {}, PLUGINS)
+    Path("run.toml").write_text("\n".join(line for line in text.splitlines() if "memory_share" not in line))
+    assert main(["train", "run.toml", "--dry-run"]) == 0, capsys.readouterr().err
