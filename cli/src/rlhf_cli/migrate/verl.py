@@ -220,8 +220,8 @@ def _data(draft: Draft) -> None:
         draft.set("data.eval", named([{"path": path} for path in s["data.val_files"]]), "data.val_files")
         if s["data.val_max_samples"] > 0:
             draft.set("eval.max_rows", s["data.val_max_samples"], "data.val_max_samples")
-        names = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")
-        draft.set("eval.temperature", s[names[0]] if s[names[1]] else 0.0, *names)
+        kwargs = (f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample")
+        draft.set("eval.temperature", s[kwargs[0]] if s[kwargs[1]] else 0.0, *kwargs)
         draft.set("eval.metric", "reward", note="verl's test score is the mean reward")
         if s["trainer.test_freq"] > 0:
             draft.set("eval.every", s["trainer.test_freq"], "trainer.test_freq")
