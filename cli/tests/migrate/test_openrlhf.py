@@ -191,6 +191,13 @@ CORRECTION = "--algo.advantage.is_correction"
             {"correction": {"preset": "tis", "low": 0.0, "high": 2.0}},
         ),
         (
+            f"{CORRECTION}_level seq {CORRECTION}_gating binary_kl {CORRECTION}_threshold 0.005",
+            "loss",
+            {
+                "correction": {"level": "sequence_mean", "mode": "mask", "statistic": "binary_kl", "high": 0.005},
+            },
+        ),
+        (
             "--reward.overlong_buffer_len 64 --rollout.max_new_tokens 512",
             "shaping",
             {"overlong_buffer": 64, "overlong_max": 512},

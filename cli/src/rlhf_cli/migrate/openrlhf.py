@@ -263,12 +263,15 @@ def _correction(draft: Draft) -> None:
     level, mode = s["algo.advantage.is_correction_level"], s["algo.advantage.is_correction_mode"]
     enabled = s["algo.advantage.is_correction_enable"] or s["use_icepop"]
     if level != "off":
-        if (level, mode) not in OF_LEVEL or s["algo.advantage.is_correction_gating"] != "ratio":
-            gating = s["algo.advantage.is_correction_gating"]
+        gating = s["algo.advantage.is_correction_gating"]
+        if gating in ("binary_kl", "tv"):
+            _divergence(draft, gating)
+            return
+        if (level, mode) not in OF_LEVEL or gating != "ratio":
             raise s.refused(
                 "algo.advantage.is_correction_level",
                 f"there is no counterpart of the mode {mode} with the gating {gating} at this level; known are token "
-                "with clip or mask, and seq with mask, each with the gating ratio",
+                "with clip or mask, and seq with mask",
             )
         names = [f"algo.advantage.is_correction_{part}" for part in ("level", "mode", "gating")]
         draft.set("algorithm.loss.correction.preset", OF_LEVEL[level, mode], *names)
@@ -284,6 +287,20 @@ def _correction(draft: Draft) -> None:
     low, high = [0.5, 5.0] if threshold is None else [0.0, *threshold][-2:]
     draft.set("algorithm.loss.correction.low", low, "algo.advantage.is_correction_threshold")
     draft.set("algorithm.loss.correction.high", high, "algo.advantage.is_correction_threshold")
+
+
+def _divergence(draft: Draft, gating: str) -> None:
+    """A correction by a divergence, which masks what is above one bound."""
+    s = draft.source
+    names = [f"algo.advantage.is_correction_{part}" for part in ("level", "mode", "gating", "threshold")]
+    level, mode, _, threshold = (s[name] for name in names)
+    levels = {"token": "token", "seq": "sequence_mean"}
+    if level not in levels or mode != "mask" or not threshold or (len(threshold) > 1 and threshold[0] > 0):
+        raise s.refused(names[2], f"the gating {gating} needs the level token or seq, the mode mask and one threshold")
+    draft.set("algorithm.loss.correction.level", levels[level], names[0])
+    draft.set("algorithm.loss.correction.mode", "mask", names[1])
+    draft.set("algorithm.loss.correction.statistic", gating, names[2])
+    draft.set("algorithm.loss.correction.high", threshold[-1], names[3])
 
 
 # ----------------------------------------------------------------------------------------- sampling
