@@ -51,8 +51,8 @@ class Migrate(Command):
             raise ConfigError(f"{file} exists; --force replaces it")
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
-        known: Mapping[str, str] = dict(self._pair(text) for text in args.set)
-        text = migrate(args.framework, args.source, known, Plugins.discover())
+        settings: Mapping[str, str] = dict(self._pair(text) for text in args.set)
+        text = migrate(args.framework, args.source, settings, Plugins.discover())
         if file is None:
             sys.stdout.write(text)
         else:

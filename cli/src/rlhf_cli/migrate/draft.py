@@ -90,15 +90,15 @@ class Draft:
         if problems := option_problems(plugins, chosen, run.origins):
             raise ConfigError("\n".join(["these options give a run file that is not accepted:", *problems]))
         defaults = self._defaults(chosen, plugins)
-        written = {path: value for path, value in self.values.items() if not _equal(value, defaults.get(path))}
+        changes = {path: value for path, value in self.values.items() if not _equal(value, defaults.get(path))}
         lines = [
             *_comment(f"A run of {self.source.framework}, {command}, for rlhf."),
             *_comment(
                 "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
             ),
             *(line for remark in self.remarks for line in _comment(f"To do: {remark}.")),
-            *self._tables(written),
-            *self._others(written),
+            *self._tables(changes),
+            *self._others(changes),
         ]
         return "\n".join(lines) + "\n"
 
@@ -129,30 +129,30 @@ class Draft:
             yield from [*_comment(comment), line]
 
     def _origin(self, path: str) -> str:
-        given = [self.source.given[n].written for n in self.causes[path] if n in self.source.given]
-        if not given and self.causes[path]:
-            given = [f"{self.source.framework}'s default of {self.causes[path][0]}"]
-        return ", ".join(dict.fromkeys(given)) + (
-            f" ({note})" if given and (note := self.notes.get(path)) else self.notes.get(path, "")
+        origins = [self.source.given[n].written for n in self.causes[path] if n in self.source.given]
+        if not origins and self.causes[path]:
+            origins = [f"{self.source.framework}'s default of {self.causes[path][0]}"]
+        return ", ".join(dict.fromkeys(origins)) + (
+            f" ({note})" if origins and (note := self.notes.get(path)) else self.notes.get(path, "")
         )
 
     # ---------------------------------------------------------------------------------------- others
 
-    def _others(self, written: Collection[str]) -> Iterator[str]:
+    def _others(self, changes: Collection[str]) -> Iterator[str]:
         """Comments about the options that no value of the file comes from."""
-        shown = {name for path in written for name in self.causes[path]}
-        same = {name: path for path, names in self.causes.items() if path not in written for name in names}
+        names_of_changes = {name for path in changes for name in self.causes[path]}
+        same = {name: path for path, names in self.causes.items() if path not in changes for name in names}
         groups: dict[str, list[str]] = {"The default here too:": [], "No counterpart, or no effect in this run:": []}
         equal, others = groups.values()
-        for name, given in self.source.given.items():
+        for name, source_option in self.source.given.items():
             row = self.source.rows[name]
-            if name in shown:
+            if name in names_of_changes:
                 continue
             if name in same:
-                equal.append(f"{given.written}: {same[name]} = {toml(self.values[same[name]])}")
+                equal.append(f"{source_option.written}: {same[name]} = {toml(self.values[same[name]])}")
             else:
                 others.append(
-                    f"{given.written}: {self.unread.get(name) or row.why or row.rule or 'off by default here too'}"
+                    f"{source_option.written}: {self.unread.get(name) or row.why or row.rule or 'off by default here too'}"
                 )
         for title, lines in groups.items():
             if lines:
@@ -175,12 +175,13 @@ class Draft:
                 options += plugin_options(plugins, kind, where, choice, skip_broken=True)
             except PluginError:
                 continue
-        known = {option.path: option.default for option in options if not option.required}
-        defaults = {path: known.get(_general(path)) for path in self.values if known.get(_general(path)) is not None}
+        option_defaults = {option.path: option.default for option in options if not option.required}
+        general = {path: option_defaults.get(_general(path)) for path in self.values}
+        defaults = {path: default for path, default in general.items() if default is not None}
         for path in self.values:
             _, _, option = path.partition(".trainer.")
             if option:  # what [trainer] says holds for every role
-                defaults[path] = self.values.get(f"trainer.{option}", known.get(f"trainer.{option}"))
+                defaults[path] = self.values.get(f"trainer.{option}", option_defaults.get(f"trainer.{option}"))
         return defaults
 
 

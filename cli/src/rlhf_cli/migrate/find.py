@@ -30,40 +30,40 @@ class Start:
     line: int
 
 
-def migrate(framework: str, source: str, known: Mapping[str, str], plugins: Plugins) -> str:
+def migrate(framework: str, source: str, settings: Mapping[str, str], plugins: Plugins) -> str:
     """The text of the run file.
 
     Args:
         source: path of a file, or a command.
-        known: values of variables, of ``--set``.
+        settings: values of variables, of ``--set``.
     """
-    draft, origin = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, known)
+    draft, origin = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, settings)
     return draft.text(origin, plugins)
 
 
-def _openrlhf(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
+def _openrlhf(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
     text, where = _text(source)
-    start = _start(text, where, known, openrlhf)
+    start = _start(text, where, settings, openrlhf)
     draft = openrlhf.convert(openrlhf.read(start.entry, start.options, where))
     return draft, f"{start.entry} ({where}, line {start.line})"
 
 
-def _verl(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
+def _verl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
     text, where = _text(source)
-    start = _start(text, where, known, verl)
+    start = _start(text, where, settings, verl)
     return verl.convert(verl.read(start.options, where)), f"{start.entry} ({where}, line {start.line})"
 
 
-def _trl(source: str, known: Mapping[str, str]) -> tuple[Draft, str]:
-    processes = int(known["processes"]) if known.get("processes", "").isdecimal() else 1
+def _trl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
+    processes = int(settings["processes"]) if settings.get("processes", "").isdecimal() else 1
     if trl_source.is_file_of_fields(source):
         fields = trl_source.of_mapping_file(source)
         return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
     if source.endswith(".py") and os.path.isfile(source):
-        fields = trl_source.of_script(source, known)
+        fields = trl_source.of_script(source, settings)
         return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
     text, where = _text(source)
-    start = _start(text, where, known, trl)
+    start = _start(text, where, settings, trl)
     fields = trl_source.of_command(start.entry, start.options, where)
     return trl.convert(
         fields, _started(start.before, where) or processes
@@ -94,8 +94,8 @@ def _text(source: str) -> tuple[str, str]:
         raise ConfigError(f"{source} cannot be read: {error}. Give a file, or a whole command in quotes") from None
 
 
-def _start(text: str, where: str, known: Mapping[str, str], framework: ModuleType) -> Start:
-    starts = list(_starts(text, where, known, framework.ENTRY, 0))
+def _start(text: str, where: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
+    starts = list(_starts(text, where, settings, framework.ENTRY, 0))
     if len(starts) == 1:
         return starts[0]
     if not starts:
@@ -104,14 +104,14 @@ def _start(text: str, where: str, known: Mapping[str, str], framework: ModuleTyp
     raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Give the command of one in quotes")
 
 
-def _starts(text: str, where: str, known: Mapping[str, str], entry: re.Pattern[str], above: int) -> Iterator[Start]:
+def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Pattern[str], above: int) -> Iterator[Start]:
     """All such commands; also one in a text that is passed to another shell (``bash -c "..."``)."""
-    for words in commands(text, where, known):
+    for words in commands(text, where, settings):
         words = [Word(word.text, word.line + above) for word in words]
         for number, word in enumerate(words):
             if match := entry.fullmatch(word.text):
                 yield Start(match[1], words[:number], words[number + 1 :], word.line)
                 break
             if re.search(r"\s", word.text) and any(entry.fullmatch(w) for w in word.text.split()):
-                yield from _starts(word.text, where, known, entry, word.line - 1)
+                yield from _starts(word.text, where, settings, entry, word.line - 1)
                 break

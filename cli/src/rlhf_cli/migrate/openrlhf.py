@@ -110,8 +110,8 @@ def read(entry: str, words: Sequence[Word], where: str) -> Source:
         while rest and not rest[0].text.startswith("--") and "=" not in word.text:
             values.append(known_text(rest.pop(0), where))
         for row in matching(source.rows, flag.removeprefix("--"), here, groups):
-            shown = ["..."] if row.secret and values else values
-            source.given[row.name] = Given(value_of(row, values, here), " ".join([flag, *shown]), here)
+            words_of_flag = ["..."] if row.secret and values else values
+            source.given[row.name] = Given(value_of(row, values, here), " ".join([flag, *words_of_flag]), here)
     return source
 
 

@@ -79,9 +79,9 @@ class Source:
 
     def refused(self, name: str, reason: str) -> ConfigError:
         """The error for a value that cannot be taken over."""
-        given = self.given.get(name)
-        what = f"{given.where}: {given.written}" if given else f"{name} {self[name]} ({self.framework}'s default)"
-        return ConfigError(f"{what}: {reason}")
+        option = self.given.get(name)
+        label = f"{option.where}: {option.written}" if option else f"{name} {self[name]} ({self.framework}'s default)"
+        return ConfigError(f"{label}: {reason}")
 
 
 def rows_of(groups: Mapping[str, Iterable[Row]], names: Sequence[str]) -> dict[str, Row]:
@@ -102,26 +102,26 @@ def matching(rows: Mapping[str, Row], name: str, where: str, groups: Mapping[str
 
 def value_of(row: Row, texts: Sequence[str], where: str) -> Any:
     """The value of an option from its words. Raises ConfigError where they are not of its type."""
-    one = texts[0] if len(texts) == 1 else None
+    only = texts[0] if len(texts) == 1 else None
     try:
         match row.type:
             case "switch" if not texts:
                 return True
-            case "switch" if one is not None and one.lower() in ("true", "false", "1", "0", "yes", "no"):
-                return one.lower() in ("true", "1", "yes")
-            case "integer" if one is not None:
-                return int(one)
-            case "number" if one is not None:
-                return float(one)
+            case "switch" if only is not None and only.lower() in ("true", "false", "1", "0", "yes", "no"):
+                return only.lower() in ("true", "1", "yes")
+            case "integer" if only is not None:
+                return int(only)
+            case "number" if only is not None:
+                return float(only)
             case "numbers" if texts:
                 return [float(text) for text in texts]
-            case "text" if one is not None:
-                return one
+            case "text" if only is not None:
+                return only
             case "texts" if texts:
                 return list(texts)
             case "any":
                 return list(texts)
-            case "table" if one is not None and isinstance(fields := json.loads(one), dict):
+            case "table" if only is not None and isinstance(fields := json.loads(only), dict):
                 return fields
     except ValueError:
         pass

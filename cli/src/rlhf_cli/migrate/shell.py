@@ -42,16 +42,16 @@ class Word:
     line: int
 
 
-def commands(text: str, where: str, known: Mapping[str, str]) -> Iterator[list[Word]]:
+def commands(text: str, where: str, settings: Mapping[str, str]) -> Iterator[list[Word]]:
     """The simple commands of a script.
 
     Args:
         where: name of the script, for messages.
-        known: values of variables, instead of those that the script sets.
+        settings: values of variables, instead of those that the script sets.
 
     Raises ConfigError, with the line, for a quote or a bracket that is not closed.
     """
-    return _Script(text, where, known).commands()
+    return _Script(text, where, settings).commands()
 
 
 def known_text(word: Word, where: str) -> str:
@@ -70,7 +70,7 @@ def known_text(word: Word, where: str) -> str:
 class _Script:
     text: str
     where: str
-    known: Mapping[str, str]
+    settings: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
     """A plain variable is a list of one text."""
 
@@ -191,8 +191,8 @@ class _Script:
         """What ``$NAME``, ``${NAME}``, ``${NAME[@]}`` or ``${NAME:-TEXT}`` stands for."""
         braced = _BRACED.fullmatch(written)
         name = braced[1] if braced else written.strip("${}")
-        if name in self.known:
-            return [self.known[name]]
+        if name in self.settings:
+            return [self.settings[name]]
         if name in self.variables and (braced or not written.startswith("${")):
             values = self.variables[name]
             return values if braced and braced[2] else values[:1]

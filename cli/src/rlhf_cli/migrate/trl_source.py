@@ -30,7 +30,7 @@ LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 def of_command(entry: str, words: Sequence[Word], where: str) -> Source:
     """From ``trl grpo --flag value ...``. ``--config FILE`` is read too; flags have precedence."""
     source = _source(entry)
-    rest, given = list(words), dict[str, Given]()
+    rest, options = list(words), dict[str, Given]()
     while rest:
         word = rest.pop(0)
         here = f"{where}, line {word.line}"
@@ -40,7 +40,7 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> Source:
         values = [text] if equals else []
         while rest and not rest[0].text.startswith("--") and not equals:
             values.append(known_text(rest.pop(0), where))
-        name, written = (
+        name, text = (
             flag.removeprefix("--").replace("-", "_"),
             " ".join([flag, *values] if not equals else [word.text]),
         )
@@ -50,8 +50,8 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> Source:
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         for row in _matching(source, name, here):
-            given[row.name] = Given(value_of(row, values, here), flag + " ..." if row.secret else written, here)
-    source.given |= given
+            options[row.name] = Given(value_of(row, values, here), flag + " ..." if row.secret else text, here)
+    source.given |= options
     return source
 
 
@@ -68,7 +68,7 @@ def of_mapping_file(path: str) -> Source:
     return source
 
 
-def of_script(path: str, known: Mapping[str, str]) -> Source:
+def of_script(path: str, settings: Mapping[str, str]) -> Source:
     """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)`` and of the trainer's
     ``model``. The script is parsed, never executed."""
     where = Path(path).name
@@ -104,14 +104,14 @@ def of_script(path: str, known: Mapping[str, str]) -> Source:
             if keyword.arg is None:
                 raise ConfigError(f"{here}: {kind}(**...) cannot be read; write its arguments out")
             name = names.get(keyword.arg, keyword.arg)
-            value = _literal(keyword.value, keyword.arg, constants, known, here)
+            value = _literal(keyword.value, keyword.arg, constants, settings, here)
             _give(source, name, value, f"{keyword.arg}={value!r}", here)
     for call in calls:
         if _name(call).endswith("Trainer"):
             for keyword in call.keywords:
                 if keyword.arg == "model" and isinstance(keyword.value, ast.Constant | ast.Name):
                     here = f"{where}, line {keyword.value.lineno}"
-                    value = _literal(keyword.value, "model", constants, known, here)
+                    value = _literal(keyword.value, "model", constants, settings, here)
                     _give(source, "model_name_or_path", value, f"model={value!r}", here)
     return source
 
@@ -124,10 +124,10 @@ def _matching(source: Source, name: str, where: str) -> list[Row]:
     return matching(source.rows, name, where, table("trl"))
 
 
-def _give(source: Source, name: str, value: Any, written: str, where: str) -> None:
+def _give(source: Source, name: str, value: Any, text: str, where: str) -> None:
     for row in _matching(source, name, where):
-        shown = f"{name}: ..." if row.secret else written
-        source.given[row.name] = Given(typed(row, value, where), shown, where)
+        label = f"{name}: ..." if row.secret else text
+        source.given[row.name] = Given(typed(row, value, where), label, where)
 
 
 def _take(source: Source, fields: Mapping[str, Any], where: str) -> None:
@@ -152,10 +152,12 @@ def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
-def _literal(node: ast.expr, name: str, constants: Mapping[str, ast.expr], known: Mapping[str, str], where: str) -> Any:
+def _literal(
+    node: ast.expr, name: str, constants: Mapping[str, ast.expr], settings: Mapping[str, str], where: str
+) -> Any:
     """The value of an argument: a literal, or the name of one."""
-    if name in known:
-        return known[name]
+    if name in settings:
+        return settings[name]
     if isinstance(node, ast.Name) and node.id in constants:
         node = constants[node.id]
     try:

@@ -91,12 +91,12 @@ def convert(source: Source) -> Draft:
     return draft
 
 
-def _one_of(draft: Draft, name: str, known: Mapping[str, str]) -> str:
+def _one_of(draft: Draft, name: str, values: Mapping[str, str]) -> str:
     """What a value is here. Raises ConfigError for one that is not known."""
     value = str(draft.source[name])
-    if value not in known:
-        raise draft.source.refused(name, f"there is no counterpart; known are {', '.join(known)}")
-    return known[value]
+    if value not in values:
+        raise draft.source.refused(name, f"there is no counterpart; known are {', '.join(values)}")
+    return values[value]
 
 
 def _algorithm(draft: Draft, estimator: str) -> int:
@@ -290,7 +290,7 @@ def _placement(draft: Draft, estimator: str) -> None:
     draft.set("placement.policy.ranks", ranks, *names)
     kl = s[f"{ACTOR}.use_kl_loss"] or s["algorithm.use_kl_in_reward"]
     roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
-    for role in (name for name, there in roles.items() if there):
+    for role in (name for name, is_used in roles.items() if is_used):
         draft.set(f"placement.{role}.ranks", ranks, *names)
         draft.set(f"placement.{role}.share", "policy")
     draft.set("placement.generator.ranks", ranks // parallel, *names, f"{ROLLOUT}.tensor_model_parallel_size")

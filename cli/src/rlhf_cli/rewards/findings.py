@@ -126,7 +126,7 @@ def _agreement(trial: Trial) -> Iterator[Section]:
             if (a := value_of(trajectory.rewards.get(first))) is not None
             and (b := value_of(trajectory.rewards.get(second))) is not None
         ]
-        columns = [[item[n] for item in both] for n in (0, 1)]
+        columns = [[a for a, *_ in both], [b for _, b, *_ in both]]
         spreads = [statistics.pstdev(column) if column else 0.0 for column in columns]
         if min(spreads) <= SCALED:
             pairs.append((first, second, str(len(both)), "one of them is constant"))

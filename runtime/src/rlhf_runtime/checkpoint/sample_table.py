@@ -132,7 +132,7 @@ def read_samples(path: Path, rows: Collection[int] | None = None) -> Iterator[tu
             for position in range(reader.num_record_batches):
                 batch = reader.get_batch(position)
                 batch.validate(full=True)
-                places = range(number, number + batch.num_rows)
+                places: Sequence[int] = range(number, number + batch.num_rows)
                 number += batch.num_rows
                 if rows is not None:
                     places = [place for place in places if place in rows]

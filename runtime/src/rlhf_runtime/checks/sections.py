@@ -122,8 +122,8 @@ def ignored_columns(run: RunPlugins) -> list[str]:
 
 def _sections_of_roles(run: RunPlugins) -> dict[str, ModelSection]:
     """{name of the section: the section} of the roles that the run holds."""
-    named = ("policy", "critic", "reference")
-    return {name if name in named else f"roles.{name}": run.section(name) for name in run.roles}
+    sections = ("policy", "critic", "reference")
+    return {name if name in sections else f"roles.{name}": run.section(name) for name in run.roles}
 
 
 def model_and_data(run: RunPlugins) -> list[str]:
