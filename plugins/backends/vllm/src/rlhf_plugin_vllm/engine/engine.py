@@ -30,6 +30,7 @@ from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.processors import IMAGES, prepare
+from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, meeting_at
 
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
@@ -102,9 +103,10 @@ class Engine:
         prepare()  # vLLM calls it for the first engine of a process only
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
+            keep_seeds_on_a_cpu()
             _check_cpu_model(prepared.model_config)
             skip_numa_binding()
-        with self._files.in_use():
+        with meeting_at(self._files.folder / self._files.meeting):
             return LLMEngine.from_vllm_config(prepared, disable_log_stats=True)
 
     # Every method that needs the worker processes raises WorkerError within seconds when one of them is dead.

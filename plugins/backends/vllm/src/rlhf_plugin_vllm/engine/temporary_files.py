@@ -16,8 +16,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -64,21 +62,6 @@ class TemporaryFiles:
     def variables(self) -> dict[str, str]:
         """Environment variables for the start of the engine."""
         return {SOCKETS: str(self.folder)}
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A context: an engine that starts inside puts its file into this folder."""
-        from vllm.v1.executor import multiproc_executor, uniproc_executor
-
-        modules: tuple[Any, ...] = (multiproc_executor, uniproc_executor)
-        originals = [module.get_file_store_init_method for module in modules]
-        for module in modules:
-            module.get_file_store_init_method = lambda: f"file://{self.folder / self.meeting}"
-        try:
-            yield
-        finally:
-            for module, original in zip(modules, originals, strict=True):
-                module.get_file_store_init_method = original
 
     def note(self, executor: Any) -> None:
         """Record the queues of a started engine: those between this process and its workers, and those among workers,

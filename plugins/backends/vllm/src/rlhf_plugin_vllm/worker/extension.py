@@ -100,7 +100,6 @@ class WeightReceiver:
         if reload is None:
             raise SyncError("end_load() without begin_load()")
         missing = reload.end()
-        self.model_runner.reset_lora_state()
         return Loaded(reload.received, reload.nbytes, tuple(missing), peak_memory())
 
     @answered

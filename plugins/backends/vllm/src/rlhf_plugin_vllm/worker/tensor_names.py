@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from rlhf_plugin_vllm.versions import rename
+
 
 class TensorNames:
     """The tensor names of one vLLM model."""
@@ -42,7 +44,7 @@ class TensorNames:
             orig_to_new_prefix=self._mapper.orig_to_new_prefix,
             orig_to_new_suffix=self._mapper.orig_to_new_suffix,
         )
-        return plain.map_name(name) or name
+        return rename(plain, name) or name
 
     def missing(self, needed: Sequence[str], loaded: Collection[str], received: Collection[str]) -> list[str]:
         """Names of tensors that did not arrive; as the trainer sends them, if that is known.

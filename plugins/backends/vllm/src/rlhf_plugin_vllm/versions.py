@@ -1,0 +1,53 @@
+"""What differs between the versions of vLLM that this plugin takes. No other file of it asks for a version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def release() -> tuple[Any, ...]:
+    """Of the imported vLLM, such as ``(0, 32)``."""
+    import vllm
+
+    return vllm.__version_tuple__[:2]
+
+
+@contextmanager
+def meeting_at(file: Path) -> Iterator[None]:
+    """Inside, the workers of an engine that starts meet through ``file``. vLLM before 0.28 would use a port, and names
+    the memory that workers on a CPU share after what follows the last colon of the address; since then, after the
+    file."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    modules: tuple[Any, ...] = (multiproc_executor, uniproc_executor)
+    name, address = "get_file_store_init_method", f"file://{file}"
+    if not hasattr(uniproc_executor, name):
+        name, address = "get_distributed_init_method", f"file://{file}#:{file.name}"
+    originals = [getattr(module, name) for module in modules]
+    for module in modules:
+        setattr(module, name, lambda *_: address)
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            setattr(module, name, original)
+
+
+def rename(mapper: Any, name: str) -> str | None:
+    """What vLLM's ``WeightsMapper`` makes of a tensor's name; None: the model drops it. The method is public since
+    0.31."""
+    renamed: str | None = (getattr(mapper, "map_name", None) or mapper._map_name)(name)
+    return renamed
+
+
+def keep_seeds_on_a_cpu() -> None:
+    """Before 0.30 a CPU's sampler draws without seeds for all requests of a batch if one of them, such as a canary, has
+    none. Before 0.29 it also compiles what draws, on a platform that compiles nothing."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    sampler: Any = TopKTopPSampler
+    if release() < (0, 30):
+        sampler.forward_cpu = sampler.forward_native
