@@ -151,9 +151,8 @@ class Draft:
             if name in same:
                 equal.append(f"{source_option.written}: {same[name]} = {toml(self.values[same[name]])}")
             else:
-                others.append(
-                    f"{source_option.written}: {self.unread.get(name) or row.why or row.rule or 'off by default here too'}"
-                )
+                reason = self.unread.get(name) or row.why or row.rule or "off by default here too"
+                others.append(f"{source_option.written}: {reason}")
         for title, lines in groups.items():
             if lines:
                 yield from ["", *_comment(title)]

@@ -37,6 +37,6 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> dict[tuple[
     for unit, index in enumerate(zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)):
         first, last = ends[unit] - own[unit], ends[unit]
         if own[unit] and own[unit] == int(count_U[unit]):
-            parts = {name: values_A[first:last] for name, values_A in values.items()}
+            parts: dict[str, Any] = {name: values_A[first:last] for name, values_A in values.items()}
             result[index] = {n: float_array(v[:1] if (v == v[0]).all() else v, n) for n, v in parts.items()}
     return result
