@@ -187,13 +187,13 @@ class _Script:
 
         return re.sub(rf"\\[\"\\$`\n]|{_COMMAND}|`[^`]*`|{_VARIABLE}", replaced, text)
 
-    def _values(self, written: str) -> list[str]:
+    def _values(self, text: str) -> list[str]:
         """What ``$NAME``, ``${NAME}``, ``${NAME[@]}`` or ``${NAME:-TEXT}`` stands for."""
-        braced = _BRACED.fullmatch(written)
-        name = braced[1] if braced else written.strip("${}")
+        braced = _BRACED.fullmatch(text)
+        name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
             return [self.settings[name]]
-        if name in self.variables and (braced or not written.startswith("${")):
+        if name in self.variables and (braced or not text.startswith("${")):
             values = self.variables[name]
             return values if braced and braced[2] else values[:1]
         if braced and braced[3] is not None:
