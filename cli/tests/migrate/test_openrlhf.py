@@ -283,7 +283,7 @@ def test_rows_of_supervised_runs():
         ("--acter.adam.lr 1", r"actor\.adam\.lr"),
         ("--model.beta 0.1", r"model\.beta is an option of other entry points"),
         ("--rollout.batch_size many", r"rollout\.batch_size takes integer, got many"),
-        ("--algo.advantage.estimator flash_reinforce", "flash_reinforce"),
+        ("--algo.advantage.estimator flash_reinforce --algo.advantage.gamma 0.9", "algo.advantage.gamma"),
         ("--algo.kl.use_loss", "k1 as a loss"),
         ("--ds.param_dtype fp16", "fp16"),
         ("--data.prompt_dataset a@b", "a@b"),

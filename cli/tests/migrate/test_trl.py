@@ -203,7 +203,8 @@ def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
     ("flags", "telling"),
     [
         ("--learning_rat 1", "learning_rate"),
-        ("--loss_type vespo", "vespo"),
+        ("--use_adaptive_entropy true", "use_adaptive_entropy"),
+        ("--use_adaptive_entropy true --entropy_coef 0.1 --entropy_coef_min 0.01", "entropy_coef_min"),
         ("--num_generations 3", "num_generations"),
         ("--fp16", "fp16"),
         ("--optim adafactor", "adafactor"),
@@ -235,3 +236,12 @@ def test_migrated_runs_start(name, tmp_path, monkeypatch, capsys):
     Path("run.toml").write_text(text)
     reward = ["--reward", "file:own.py"] if name == "grpo" else []
     assert main(["train", "run.toml", "--dry-run", *reward]) == 0, capsys.readouterr().err
+
+
+def test_methods_of_this_year_have_their_counterparts():
+    vespo = grpo("--loss_type vespo --vespo_k_neg 4 --use_vllm true")["algorithm"]
+    assert vespo["loss"] == {"use": "vespo", "k_negative": 4.0}
+    assert grpo("--multi_objective_aggregation normalize_then_sum")["algorithm"]["advantage"] == {"use": "gdpo"}
+    adaptive = grpo("--use_adaptive_entropy true --entropy_coef 0.1 --entropy_target 0.5")["algorithm"]
+    assert adaptive["entropy"] == {"target": 0.5}
+    assert adaptive["loss"]["entropy_coef"] == 0.1

@@ -78,6 +78,7 @@ ALGORITHMS = {
     "rloo": "rloo",
     "group_norm": "grpo",
     "dr_grpo": "grpo",
+    "flash_reinforce": "reinforce_pp",
 }
 SUPERVISED = {"sft": "sft", "rm": "reward_model", "dpo": "dpo", "kto": "kto", "kd": "distill"}
 SCHEDULES = {
@@ -179,6 +180,10 @@ def _algorithm(draft: Draft) -> None:
     if estimator == "dr_grpo":
         note = "the advantage of Dr. GRPO; OpenRLHF keeps the mean over tokens"
         draft.set("algorithm.advantage.std", "none", "algo.advantage.estimator", note=note)
+    if estimator == "flash_reinforce":
+        draft.set("algorithm.advantage.use", "batch_mean", "algo.advantage.estimator")
+        if s["algo.advantage.gamma"] != 1:
+            raise s.refused("algo.advantage.gamma", "with flash_reinforce it must be 1")
     if estimator in ("gae", "reinforce"):
         draft.set("algorithm.advantage.gamma", s["algo.advantage.gamma"], "algo.advantage.gamma")
     else:

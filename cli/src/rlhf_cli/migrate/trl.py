@@ -280,9 +280,8 @@ def _loss(draft: Draft) -> None:
     high = s["epsilon"] if s["epsilon_high"] is None else s["epsilon_high"]
     if level == "sequence" and kind not in ("grpo", "luspo"):
         raise s.refused("loss_type", "with importance_sampling_level sequence, grpo and luspo are known")
-    if (kind == "luspo" and (level != "sequence" or s["beta"])) or s["use_adaptive_entropy"]:
-        name = "use_adaptive_entropy" if s["use_adaptive_entropy"] else "loss_type"
-        raise s.refused(name, "there is no counterpart; luspo is known at the level sequence, with beta 0")
+    if kind == "luspo" and (level != "sequence" or s["beta"]):
+        raise s.refused("loss_type", "there is no counterpart; luspo is known at the level sequence, with beta 0")
     if level == "sequence":
         draft.set("algorithm.loss.use", "gspo", "importance_sampling_level")
         how = "seq_mean_token_sum" if kind == "luspo" else "seq_mean_token_mean"
@@ -296,30 +295,49 @@ def _loss(draft: Draft) -> None:
         draft.set("algorithm.loss.use", "sapo", "loss_type")
         draft.set("algorithm.loss.tau_positive", s["sapo_temperature_pos"], "sapo_temperature_pos")
         draft.set("algorithm.loss.tau_negative", s["sapo_temperature_neg"], "sapo_temperature_neg")
+    elif kind == "vespo":
+        draft.set("algorithm.loss.use", "vespo", "loss_type")
+        for sign, name in (("positive", "pos"), ("negative", "neg")):
+            draft.set(f"algorithm.loss.k_{sign}", s[f"vespo_k_{name}"], f"vespo_k_{name}")
+            draft.set(f"algorithm.loss.lambda_{sign}", s[f"vespo_lambda_{name}"], f"vespo_lambda_{name}")
     elif kind in AGGREGATIONS:
         draft.set("algorithm.loss.aggregation", AGGREGATIONS[kind], "loss_type")
         if kind == "dr_grpo":
             draft.set("algorithm.loss.max_length", s["max_completion_length"], "max_completion_length", "loss_type")
     else:
         raise s.refused(
-            "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, luspo"
+            "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, vespo, luspo"
         )
-    if kind not in ("cispo", "sapo"):
+    if kind not in ("cispo", "sapo", "vespo"):
         draft.set("algorithm.loss.clip_low", s["epsilon"], "epsilon")
         draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.given else "epsilon")
         if s["delta"] is not None:
             if level == "sequence" or s["delta"] <= 1 + high:
                 raise s.refused("delta", "it is known at the level token, above 1 + epsilon_high")
             draft.set("algorithm.loss.dual_clip", s["delta"], "delta")
-    if s["multi_objective_aggregation"] != "sum_then_normalize":
-        raise s.refused("multi_objective_aggregation", "sum_then_normalize is known")
+    objectives = s["multi_objective_aggregation"]
+    if objectives not in ("sum_then_normalize", "normalize_then_sum"):
+        raise s.refused("multi_objective_aggregation", "sum_then_normalize and normalize_then_sum are known")
     scales = {"True": "group", "False": "none", "true": "group", "false": "none"}
     scale = scales.get(str(s["scale_rewards"]), s["scale_rewards"])
-    draft.set("algorithm.advantage.std", scale, "scale_rewards")
+    if objectives == "normalize_then_sum":
+        draft.set("algorithm.advantage.use", "gdpo", "multi_objective_aggregation")
+    else:
+        draft.set("algorithm.advantage.std", scale, "scale_rewards")
     if s["top_entropy_quantile"] < 1:
         draft.set("algorithm.loss.top_entropy", s["top_entropy_quantile"], "top_entropy_quantile")
     if s["entropy_coef"]:
         draft.set("algorithm.loss.entropy_coef", s["entropy_coef"], "entropy_coef")
+    if s["use_adaptive_entropy"]:
+        if not s["entropy_coef"] or s["entropy_coef_min"]:
+            name = "entropy_coef_min" if s["entropy_coef_min"] else "use_adaptive_entropy"
+            raise s.refused(name, "the coefficient needs a start above 0 (entropy_coef) and falls to 0 at the least")
+        for option, name in {
+            "target": "entropy_target",
+            "step": "entropy_coef_delta",
+            "high": "entropy_coef_max",
+        }.items():
+            draft.set(f"algorithm.entropy.{option}", s[name], name)
     if s["beta"]:
         draft.set("algorithm.kl.coef", s["beta"], "beta")
         draft.set("algorithm.kl.where", "loss", "beta")
@@ -327,7 +345,7 @@ def _loss(draft: Draft) -> None:
             if level == "sequence":
                 raise s.refused("use_bias_correction_kl", "it is known at the level token only; give false, or beta 0")
             draft.set("algorithm.kl.unbiased", True, "use_bias_correction_kl")
-    if s["use_vllm"] and s["vllm_importance_sampling_correction"]:
+    if s["use_vllm"] and s["vllm_importance_sampling_correction"] and kind != "vespo":
         unit, _, mode = s["vllm_importance_sampling_mode"].partition("_")
         levels = {"token": "token", "sequence": "sequence_product"}
         if unit not in levels or mode not in ("truncate", "mask"):
