@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from rlhf.plugins import Plugins
-from rlhf_cli.plan.from_run_file import resolve
+from rlhf_cli.plan.from_run_file import layout_of, planned_run
 from rlhf_cli.plan.layout import Machine
 from rlhf_cli.plan.phases import sum_of
 from rlhf_runtime.config.load import load
@@ -61,7 +61,7 @@ def planned(path: str, what: str, ranks: int, options: dict[str, Any]) -> int:
     if "images" in options:
         flags["data.max_images"] = "1"
         flags["trainer.freeze_vision"] = str("freeze_vision" in options).lower()
-    layout = resolve(load(None, list(flags.items())), Plugins.discover(), Machine("cpu", 2**40))
+    layout = layout_of(planned_run(load(None, list(flags.items())), Plugins.discover(), "cpu"), Machine("cpu", 2**40))
     phases = layout.role(role).memory.phases
     if what == "generate":
         assert layout.engines is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rlhf.errors import ConfigError, PluginImportFailed, PluginInvalid, PluginVersionMismatch, RewardError
 from rlhf.plugins import Plugins
-from rlhf_runtime.config.components import build, component_config
+from rlhf_runtime.config.components import component_config, select
 from rlhf_runtime.config.sections import Choice, label_of
 from rlhf_runtime.python.components import reward_entries
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
@@ -88,7 +88,7 @@ def scored(reward, group, **options):
     [entry] = reward_entries(plugins, reward)
     resolved = plugins.resolve("reward", entry["use"])
     config = component_config(resolved, options, "reward.0")
-    instance = build(plugins, "reward", Choice(use=entry["use"], options=options))[0]
+    instance = select(plugins, "reward", Choice(use=entry["use"], options=options)).build()
     scorer = Scorer([ActiveReward("unit", resolved, instance, config, deadline=20.0)], workers=1)
 
     async def score() -> None:
@@ -157,7 +157,7 @@ def test_one_function_of_a_file_needs_no_name_and_helpers_do_not_count(tmp_path)
 def instance(function, **options):
     plugins = Plugins()
     [entry] = reward_entries(plugins, function)
-    return build(plugins, "reward", Choice(use=entry["use"], options=options))[0]
+    return select(plugins, "reward", Choice(use=entry["use"], options=options)).build()
 
 
 def test_the_columns_that_a_function_needs_are_declared_with_the_option_that_names_them():
