@@ -24,6 +24,7 @@ OURS = {
     "luspo": ("gspo", {**WIDE, "aggregation": "seq_mean_token_sum"}),
     "cispo": ("cispo", {"clip_low": 1.0, "clip_high": 0.4}),
     "sapo": ("sapo", {}),
+    "vespo": ("vespo", {}),
     "top-entropy": ("ppo", {**CLIPS, "top_entropy": 0.4}),
     "stale": ("ppo", {**CLIPS, "stale_mask": 0.05}),
     "kl": ("ppo", CLIPS),

@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.4},
     "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},  # with the whole ratio of trainer and generator as its correction
     "top-entropy": {"top_entropy_quantile": 0.4},
     "stale": {"off_policy_mask_threshold": 0.05},
     "kl": {"beta": 0.3, "use_bias_correction_kl": False},
@@ -63,11 +64,16 @@ def trainer(options: dict[str, Any], logprobs: torch.Tensor, entropies: torch.Te
         use_bias_correction_kl=options.get("use_bias_correction_kl", True),
         sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
         steps_per_generation=1,
     )
     me._get_per_token_logps_and_entropies = lambda *given, **named: (logprobs, entropies, None)
     me.get_high_entropy_mask = lambda *given: GRPOTrainer.get_high_entropy_mask(me, *given)
     me.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
+    me.get_gamma_weights = GRPOTrainer.get_gamma_weights
     return me
 
 
@@ -93,6 +99,9 @@ def run(options: dict[str, Any], seed: int) -> dict[str, Any]:
         "ref_per_token_logps": columns["ref_logprobs"],
         "sampling_per_token_logps": columns["gen_logprobs"],
     }
+    if options.get("loss_type") == "vespo":
+        ratio = (columns["old_logprobs"] - columns["gen_logprobs"]).exp()
+        inputs["importance_sampling_ratio"] = torch.where(mask, ratio, 1.0)
     loss = GRPOTrainer._compute_loss(trainer(options, now, entropies), SimpleNamespace(training=True), inputs)
     (gradient,) = torch.autograd.grad(loss, now)
     tokens = {"logprobs": now.detach(), **columns, "entropy": entropies, "gradient": gradient}
