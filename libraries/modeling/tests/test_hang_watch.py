@@ -72,5 +72,6 @@ def test_a_stand_in_for_ranks_that_go_on_prints_nothing(monkeypatch):
 def test_one_rank_and_gloo_are_not_watched(ranks, nccl, monkeypatch):
     monkeypatch.setattr(process_group, "ends_process", lambda: nccl)
     spec = ModelSpec(RoleSpec("critic", trained=True), "m", world_size=ranks)
+    others = set(threading.enumerate())  # of earlier tests, which may still end
     with collective(spec, "accumulate", 0.05):
-        assert all(thread.name != "rlhf-hang-watch" for thread in threading.enumerate())
+        assert set(threading.enumerate()) <= others
