@@ -1,4 +1,4 @@
-"""Check this installation, this machine, and what a run needs."""
+"""Check this installation, this machine, and what a run needs or has recorded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
@@ -25,11 +26,15 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
 
 class Doctor(Command):
-    """Check this installation and this machine. With a run file or flags, also check what that run needs.
+    """Check this installation and this machine. With a run file or flags, also check what that run needs. With the
+    folder of a run, compare the log-probs of its generator and its trainer: `rlhf doctor RUN`.
 
     Each check is shown when it ends: its name, the result (ok, warn, fail, skipped), what was found and what to do. The
     exit code is 1 if a check fails. Packages are imported in child processes. Of environment variables only the names
     are shown.
+
+    Of a run's folder, the model is loaded and recomputes the log-probs of recorded samples: the difference by position
+    in the context, and what causes it.
     """
 
     name = "doctor"
@@ -37,18 +42,27 @@ class Doctor(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_run_file(parser)
-        parser.add_argument("--json", action="store_true", help="one JSON object: status and checks")
+        parser.add_argument("--json", action="store_true", help="one JSON object")
         parser.add_argument("--start", action="store_true", help="also start and stop services, such as a Ray")
+        parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for importing one package (default: 120)")
+        parser.add_argument("--step", type=int, metavar="N", help="of a run's folder: the step of the samples")
         parser.add_argument(
-            "--timeout", type=float, default=120.0, metavar="SECONDS", help="for importing one package (default: 120)"
+            "--samples", type=int, metavar="N", help="of a run's folder: samples to compare (default: 32)"
         )
 
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_cli.doctor.examine import Request, examine
 
-        if not args.timeout > 0:
-            raise ConfigError(f"--timeout {args.timeout:g}: seconds, more than 0")
-        request = Request(args.run_file, overrides(args), args.start, args.timeout)
+        if args.run_file is not None and Path(args.run_file).is_dir():
+            from rlhf_cli.doctor.run_gap import examine_run
+
+            return examine_run(args)
+        if args.step is not None or args.samples is not None:
+            raise ConfigError("--step and --samples are about the recorded samples of a run: name the folder of a run.")
+        timeout = 120.0 if args.timeout is None else args.timeout
+        if not timeout > 0:
+            raise ConfigError(f"--timeout {timeout:g}: seconds, more than 0")
+        request = Request(args.run_file, overrides(args), args.start, timeout)
         checks = list(examine(request)) if args.json else _printed(request)
         failed = any(check.status == "fail" for check in checks)
         if args.json:

@@ -44,7 +44,7 @@ class Samples(Command):
     def run(self, args: argparse.Namespace) -> int:
         from rlhf_runtime.report.recorded_samples import check_sort, read_samples, select
 
-        path, step = _file(args.run_folder, args.step)
+        path, step = samples_file(args.run_folder, args.step)
         samples = select(read_samples(path, step), args.source, args.group)
         check_sort(samples, args.sort_by)
         if args.sort_by is not None and args.worst is None and args.best is None:
@@ -57,7 +57,7 @@ class Samples(Command):
         return 0
 
 
-def _file(run: Path, step: int | None) -> tuple[Path, int | None]:
+def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
     """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
     from rlhf_runtime.report.recorded_samples import recorded_steps
     from rlhf_runtime.report.run_record import RunRecord

@@ -73,7 +73,7 @@ def export(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output} exists. Name a new folder, or delete this one.")
     checkpoints = choose(run, choice)
-    with _policy(config, plugins, run) as (role, parts, template):
+    with loaded_policy(config, plugins, run) as (role, parts, template):
         for remark in role.facts.notes:
             note(remark)
 
@@ -100,7 +100,7 @@ def export(
 
 
 @contextmanager
-def _policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
+def loaded_policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
     """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
     start = RunDirectory.last_start(run)
     parts = checked(config, plugins, scored=False, commits=Commits(start.get("hub")))

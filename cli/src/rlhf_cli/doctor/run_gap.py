@@ -1,0 +1,119 @@
+"""`rlhf doctor RUN`: what the generator and the trainer of a run think of the same tokens, in words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlhf.errors import ConfigError
+from rlhf_runtime.config.command_line import overrides
+
+if TYPE_CHECKING:
+    from rlhf_runtime.jobs.mismatch import Mismatch
+
+SAMPLES = 32
+REMEDIES = {
+    "stale weights": "lower stream.staleness or stream.round, or set an importance correction",
+    "arithmetic": "give policy.dtype and the generator's dtype the same value, or set an importance correction",
+    "cut distribution": "leave sampling.top_p, top_k and min_p out, or set an importance correction",
+    "temperature": "the generator reports log-probs without the temperature: let it report what it samples from",
+    "template": "the generator read other prompts than the recorded ones: give both the same tokenizer and template",
+    "end tokens": "the generator reports something else for tokens that end a turn: compare its end tokens",
+}
+NOT_EXAMINED = "Adapters that are merged for the generator, and the routing of experts, are not examined."
+
+
+def examine_run(args: argparse.Namespace) -> int:
+    """Examine the run in the folder ``args.run_file`` and print the result."""
+    from rlhf.plugins import Plugins
+    from rlhf_runtime.config.load import load, look_for_models
+    from rlhf_runtime.jobs.mismatch import examine, weights_kept
+    from rlhf_runtime.report.recorded_samples import recorded_steps
+
+    from rlhf_cli.runs.show_samples import samples_file
+
+    folder = Path(args.run_file)
+    if args.start or args.timeout is not None:
+        raise ConfigError(
+            "--start and --timeout are for checks of the installation; leave them out for a run's folder."
+        )
+    most = SAMPLES if args.samples is None else args.samples
+    if most < 1:
+        raise ConfigError(f"--samples {most}: the number of samples to compare, at least 1.")
+    step = args.step
+    if step is None:
+        checkpoints = weights_kept(folder)
+        step = max((step for step in recorded_steps(folder) if step - 1 in checkpoints), default=None)
+    file, number = samples_file(folder, step)
+    assert number is not None, "a folder has samples by step"
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder} has no config.toml, without which its model cannot be loaded.")
+    config = load(str(folder / "config.toml"), overrides(args))
+    look_for_models(config)
+    result = examine(config, Plugins.discover(), folder, file, number, most, _note)
+    if args.json:
+        sys.stdout.write(json.dumps({**asdict(result), "verdict": verdict(result)}, indent=2) + "\n")
+    else:
+        _print(result)
+    return 0
+
+
+def verdict(result: Mismatch) -> str:
+    """The causes in a sentence, and what to do."""
+    gap = f"The gap is {_nats(result.gap)} a token"
+    if result.gap <= result.floor and not result.causes:
+        return f"{gap}: generator and trainer agree, up to rounding."
+    if not result.causes:
+        why = "the engine may compute with other weights."
+        if result.unkept:
+            why = (
+                f"the weights of the versions {result.unkept}, which sampled tokens here, are not kept. Run with "
+                "--checkpoint.every 1 and a larger --checkpoint.keep to examine them."
+            )
+        return f"{gap}, and no cause that could be examined explains it: {why}"
+    names = " and ".join(result.causes)
+    rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would be left"
+    if "arithmetic" in result.causes and result.rounding is not None and result.left > result.floor:
+        rest = f"what is left, {_nats(result.left)}, is of the size of bf16 against fp32, {_nats(result.rounding)}"
+    todo = "; ".join(REMEDIES[cause] for cause in result.causes)
+    return f"{gap}, because of {names}: {rest}. To do: {todo}."
+
+
+def _print(result: Mismatch) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlhf_cli.runs.output import terminal
+
+    console = terminal()
+    console.print(
+        f"step {result.step}: {result.tokens} tokens of {result.samples} samples, trainer in {result.dtype}; gap "
+        f"{_nats(result.gap)} a token, kl_generator {result.kl:.3g}"
+    )
+    if result.reproduced is not None:
+        console.print(f"the trainer's log-probs differ from those that the run recorded by {_nats(result.reproduced)}")
+    places = Table("position", "tokens", "gap", box=None)
+    for part in result.bins:
+        places.add_row(f"{part.first} to {part.last}", str(part.tokens), f"{part.gap:.3g}")
+    console.print(places)
+    causes = Table("cause", "gap without it", "experiment", box=None)
+    for e in result.experiments:
+        causes.add_row(e.cause, "-" if e.gap is None else f"{e.gap:.3g}", Text(e.note))
+    causes.add_row("batch", f"{result.composition:.3g}", "difference between a sequence alone and packed with others")
+    if result.rounding is not None:
+        causes.add_row("bf16 and fp32", f"{result.rounding:.3g}", "difference between them, with the same weights")
+    console.print(causes)
+    console.print(NOT_EXAMINED)
+    console.print(Text(verdict(result), "bold"), soft_wrap=True)
+
+
+def _nats(value: float) -> str:
+    return f"{value:.3g} nats"
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"note: {text}\n")
