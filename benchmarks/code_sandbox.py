@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rlhf_plugin_code.interpreter import ENVIRONMENT, interpreter
-from rlhf_plugin_code.launcher import Launcher
-from rlhf_plugin_code.limits import MIB, Limits
+from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.limits import MIB, ProgramLimits
 
 ROUND = 10
 PROGRAM = "import time\nwhile time.process_time() < {work}: pass\nprint(input())"
@@ -43,7 +43,7 @@ def plain() -> One:
     return one
 
 
-def sandboxed(launcher: Launcher) -> One:
+def sandboxed(launcher: SandboxLauncher) -> One:
     async def one(program: str) -> None:
         finished = await launcher.run(program, "1\n")
         assert finished.out == "1\n", finished
@@ -90,9 +90,9 @@ async def main() -> None:
     parser.add_argument("--work", type=float, nargs="+", default=[0.0, 0.2], help="seconds of processor time")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    limits = Limits(cpu_seconds=20, wall_seconds=60.0, memory=512 * MIB, disk=16 * MIB, output=MIB)
+    limits = ProgramLimits(cpu_seconds=20, wall_seconds=60.0, memory=512 * MIB, disk=16 * MIB, output=MIB)
     names = [name for name in ("bwrap", "sandlock") if name != "bwrap" or shutil.which("bwrap")]
-    launchers = [Launcher(name, interpreter(None), limits) for name in names]
+    launchers = [SandboxLauncher(name, interpreter(None), limits) for name in names]
     ways = {"plain": plain(), **{one.sandbox: sandboxed(one) for one in launchers}}
     for one in ways.values():
         await one(PROGRAM.format(work=0))

@@ -10,7 +10,7 @@ from rlhf.plugins import Plugins
 from rlhf_runtime.config.components import select
 from rlhf_runtime.config.placement import placement
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_workers.placement import Node, check_fits
+from rlhf_workers.placement import ClusterNode, check_fits
 
 from tests.pages import DOCS, blocks
 
@@ -23,8 +23,8 @@ def test_the_placements_shown_fit_on_eight_gpus_and_no_fewer(example):
     config = RunFile.model_validate({"algorithm": "x", **tomllib.loads(example.text)})
     places = placement(config.placement, [r for r in ROLES if r in config.placement], True)
 
-    def cluster(gpus: int) -> list[Node]:
-        return [Node("a", "10.0.0.1", {"GPU": gpus, "CPU": 64.0})]
+    def cluster(gpus: int) -> list[ClusterNode]:
+        return [ClusterNode("a", "10.0.0.1", {"GPU": gpus, "CPU": 64.0})]
 
     check_fits(places, cluster(8), "PACK")
     with pytest.raises(ConfigError, match="the placement does not fit"):

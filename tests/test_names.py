@@ -1,8 +1,10 @@
-"""Variables and parameters are named by nouns of the field, never by participles or pronouns."""
+"""Variables and parameters are named by nouns of the field, never by participles or pronouns. A class's name means one
+class."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,9 @@ NAMES = {
     *("what", "which", "who", "written"),
 }
 """Names that say nothing about a value. ``defaults``, ``columns``, ``matches``, ``message`` do."""
+
+SHARED = {"Config"}
+"""Names that classes of a pattern share. ``Config``: the options of a component that stands beside them."""
 
 ROOMS = {member.folder.relative_to(ROOT).as_posix(): member for member in MEMBERS}
 
@@ -80,3 +85,16 @@ def f(a, *, said, **told):
 def test_variables_and_parameters_are_nouns(room):
     lines = hits(room)
     assert not lines, "\n".join(["name each by a noun of the field that says what the value is:", *lines])
+
+
+def test_no_two_classes_share_a_name():
+    places: dict[str, list[str]] = defaultdict(list)
+    for member in MEMBERS:
+        for path in python_files(member.source):
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    shared = {name: lines for name, lines in places.items() if len(lines) > 1}
+    lines = [f"{name}: {', '.join(shared[name])}" for name in sorted(shared.keys() - SHARED)]
+    assert not lines, "\n".join(["name each by what it is, such as RankWorker and ToolWorker:", *lines])
+    assert shared.keys() == SHARED, "a name of SHARED is the name of at most one class: take it out"

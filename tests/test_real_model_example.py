@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rlhf_cli.main import main as rlhf
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_runtime.config.load import load
 from rlhf_testing.tiny import CHARS, tiny_model, tiny_tokenizer
 
@@ -134,7 +134,7 @@ def test_demonstrations_describe_the_tool_as_the_rollout_does(monkeypatch: pytes
     monkeypatch.chdir(ROOT)
     functions = load(str(EXAMPLE / "tool.toml"), []).rollout.options["functions"]
     tools = load(str(EXAMPLE / "tool_sft.toml"), [("policy.model", "tiny")]).data.template_kwargs["tools"]
-    schemas = [PythonFunction(Source.of(function)).schema for function in functions]
+    schemas = [PythonFunction(FunctionSource.of(function)).schema for function in functions]
     assert json.dumps(tools) == json.dumps(schemas), "the order is that of the text which the policy reads"
 
 

@@ -20,7 +20,7 @@ from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.report import shown_samples
 from rlhf_runtime.report.page import report
-from rlhf_runtime.report.shown_samples import Recorded, answer_rows, chosen
+from rlhf_runtime.report.shown_samples import RecordedGroup, answer_rows, chosen
 
 from tests.runs import REWARD, Finished, Workshop
 
@@ -291,7 +291,7 @@ def test_a_hundred_thousand_samples_fit_on_a_page(shop: Workshop, tmp_path: Path
 
 
 def test_the_samples_of_a_large_run_are_whole_groups_from_end_to_end() -> None:
-    groups = [Recorded(step, ("rows", step * 4 % 300 + n), range(4 * n, 4 * n + 4), step == 50)
+    groups = [RecordedGroup(step, ("rows", step * 4 % 300 + n), range(4 * n, 4 * n + 4), step == 50)
               for step in range(1, 101) for n in range(4)]  # fmt: skip
     picked = chosen(groups, 200)
     assert 0.8 * 200 <= sum(len(group.rows) for group in picked) <= 200

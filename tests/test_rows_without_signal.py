@@ -12,7 +12,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec, Update
 from rlhf_algorithms.kl import WithKL
-from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, PolicyLoss, ReinforceLoss
+from rlhf_algorithms.policy_losses import CISPO, GSPO, SAPO, PolicyLoss, PPOLoss, ReinforceLoss
 from rlhf_plugin_local.launcher import LocalGroup
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.models.roles import Role
@@ -52,7 +52,7 @@ def trained(shop: Workshop, loss: Loss, micro_tokens: int) -> tuple[list[dict[st
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
-@pytest.mark.parametrize("loss", [PPO, ReinforceLoss, GSPO, CISPO, SAPO], ids=lambda loss: loss.name)
+@pytest.mark.parametrize("loss", [PPOLoss, ReinforceLoss, GSPO, CISPO, SAPO], ids=lambda loss: loss.name)
 def test_the_weights_are_those_of_an_update_with_all_samples(
     shop: Workshop, loss: type[PolicyLoss], micro_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,9 +67,9 @@ def test_the_weights_are_those_of_an_update_with_all_samples(
 
 
 def test_all_samples_are_computed_for_an_entropy_and_for_a_kl_term_in_the_loss() -> None:
-    assert PPO().signal() == ("advantages",)
-    assert WithKL(PPO(), "k3").signal() == ()
-    assert [PPO(PPO.Config(entropy_coef=coef)).signal() for coef in (0.0, 0.1)] == [(), ()]
+    assert PPOLoss().signal() == ("advantages",)
+    assert WithKL(PPOLoss(), "k3").signal() == ()
+    assert [PPOLoss(PPOLoss.Config(entropy_coef=coef)).signal() for coef in (0.0, 0.1)] == [(), ()]
 
 
 def left_out(run: Finished) -> list[float]:

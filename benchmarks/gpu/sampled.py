@@ -19,7 +19,7 @@ from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_runtime.config.sections import SyncSection
-from rlhf_runtime.data.tokenizer import Decoder
+from rlhf_runtime.data.tokenizer import TokenDecoder
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 
@@ -36,7 +36,7 @@ def policy(model: Any, device: str, dtype: str) -> Role:
 
 
 def generator_spec(model: Any, dtype: str, max_tokens: int = 512) -> GeneratorSpec:
-    return GeneratorSpec((1,), Decoder(str(model), False), str(model), dtype, max_tokens=max_tokens)
+    return GeneratorSpec((1,), TokenDecoder(str(model), False), str(model), dtype, max_tokens=max_tokens)
 
 
 def requests(count: int, longest: int, new: int, temperature: float) -> list[GenerationRequest]:

@@ -16,7 +16,7 @@ from rlhf.types.examples import Example
 from rlhf_plugin_kto.twins import Labelled, twins
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.row_rules import Verdict
+from rlhf_runtime.data.row_rules import RowVerdict
 from row_cases import CASES, TEMPLATES, RowCase
 
 
@@ -44,7 +44,7 @@ def encoded(case: RowCase, work: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(case: RowCase, verdict: Verdict) -> dict[str, Any]:
+def _row(case: RowCase, verdict: RowVerdict) -> dict[str, Any]:
     if verdict.kind or verdict.example is None:
         return {"refused": verdict.kind, "why": verdict.text}
     held = sorted(verdict.example.sequences, key=lambda s: s.role)

@@ -1,30 +1,30 @@
 """The suite of commands, for the commands of this distribution that need no files."""
 
-from rlhf_cli.completion import Completion
-from rlhf_cli.data import Data
+from rlhf_cli.completion import CompletionCommand
+from rlhf_cli.data import DataCommand
 from rlhf_cli.doctor.command import Doctor
-from rlhf_cli.jobs.convert import Convert
-from rlhf_cli.jobs.eval import Eval
-from rlhf_cli.jobs.export import Export
-from rlhf_cli.jobs.generate import Generate
-from rlhf_cli.jobs.score import Score
+from rlhf_cli.jobs.convert import ConvertCommand
+from rlhf_cli.jobs.eval import EvalCommand
+from rlhf_cli.jobs.export import ExportCommand
+from rlhf_cli.jobs.generate import GenerateCommand
+from rlhf_cli.jobs.score import ScoreCommand
 from rlhf_cli.plan.command import PlanCommand
 from rlhf_cli.plugins import PluginsCommand
-from rlhf_cli.rewards.command import Rewards
-from rlhf_cli.train import Train
+from rlhf_cli.rewards.command import RewardsCommand
+from rlhf_cli.train import TrainCommand
 from rlhf_testing.command import CommandContract
 
 
 class TestCompletion(CommandContract):
-    command = Completion
+    command = CompletionCommand
 
 
 class TestConvert(CommandContract):
-    command = Convert
+    command = ConvertCommand
 
 
 class TestData(CommandContract):
-    command = Data
+    command = DataCommand
 
 
 class TestDoctor(CommandContract):
@@ -32,15 +32,15 @@ class TestDoctor(CommandContract):
 
 
 class TestEval(CommandContract):
-    command = Eval
+    command = EvalCommand
 
 
 class TestExport(CommandContract):
-    command = Export
+    command = ExportCommand
 
 
 class TestGenerate(CommandContract):
-    command = Generate
+    command = GenerateCommand
 
 
 class TestPlanCommand(CommandContract):
@@ -52,12 +52,12 @@ class TestPluginsCommand(CommandContract):
 
 
 class TestRewards(CommandContract):
-    command = Rewards
+    command = RewardsCommand
 
 
 class TestScore(CommandContract):
-    command = Score
+    command = ScoreCommand
 
 
 class TestTrain(CommandContract):
-    command = Train
+    command = TrainCommand

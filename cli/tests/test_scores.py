@@ -1,5 +1,5 @@
 from rlhf.types import Group, RewardResult, Row, Trajectory
-from rlhf_cli.jobs.score_answers import Scores
+from rlhf_cli.jobs.score_answers import ScoreTotals
 
 
 def test_the_score_of_an_answer_is_its_value_and_its_steps_together():
@@ -8,7 +8,7 @@ def test_the_score_of_an_answer_is_its_value_and_its_steps_together():
         {"prm": RewardResult(1.0, steps=((0, 1, 0.25), (0, 3, 0.5))), "math": RewardResult(2.0)},
         {"prm": RewardResult(None, steps=((0, 2, 0.25),)), "math": RewardResult(None)},
     ]
-    scores = Scores()
+    scores = ScoreTotals()
     scores.add([Group(row, 0, [Trajectory(row, [], (0, n), rewards=given) for n, given in enumerate(results)])])
     assert (scores.rows, scores.answers) == (1, 2)
     assert scores.sums == {"prm": [2.0, 2], "math": [2.0, 1]}

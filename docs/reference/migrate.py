@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhf_cli.migrate.find import FRAMEWORKS
-from rlhf_cli.migrate.rows import Row, table
+from rlhf_cli.migrate.rows import OptionRow, table
 
 FOLDER = Path(__file__).parent
 HEAD = """# From {name}
@@ -35,7 +35,7 @@ def page(key: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def line(row: Row) -> str:
+def line(row: OptionRow) -> str:
     name = f"`{row.name}`" + (f"<br>{', '.join(f'`{old}`' for old in row.old)}" if row.old else "")
     default = "" if row.default is None else code(row.default)
     default += "".join(f"<br>{entry}: {code(value)}" for entry, value in row.defaults.items())

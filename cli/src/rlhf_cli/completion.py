@@ -13,10 +13,10 @@ from rlhf.paths import path_argument
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 
-from rlhf_cli.data import ACTIONS, Data, action_command
+from rlhf_cli.data import ACTIONS, DataCommand, action_command
 from rlhf_cli.main import command_names, load_command, typed
 from rlhf_cli.one_line_help import one_line_help
-from rlhf_cli.rewards.command import Rewards, Try
+from rlhf_cli.rewards.command import RewardsCommand, RewardsTryCommand
 
 SHELLS = ("bash", "zsh")
 FLAG_KINDS = {"ALGO": "algorithm", "REWARD": "reward", "BACKEND": "backend", "ENV": "env"}
@@ -25,7 +25,7 @@ PLACES = ("policy", "generator")
 """Names that ``--placement.NAME`` is completed with."""
 
 
-class Completion(Command):
+class CompletionCommand(Command):
     """Write a script for completion in a shell: `rlhf completion bash > FILE`, which the shell then sources.
 
     The script holds every command, flag, option of the run file and name of a plugin that is installed now, so that a
@@ -64,9 +64,9 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
             command = load_command(plugins, name)
         except RlhfError:
             continue
-        if isinstance(command, Rewards):  # these two read the words of their actions themselves
-            words.fill(parser.add_subparsers().add_parser("try"), Try())
-        elif isinstance(command, Data):
+        if isinstance(command, RewardsCommand):  # these two read the words of their actions themselves
+            words.fill(parser.add_subparsers().add_parser("try"), RewardsTryCommand())
+        elif isinstance(command, DataCommand):
             actions = parser.add_subparsers()
             for action, (_, text) in ACTIONS.items():
                 words.fill(actions.add_parser(action, help=text), action_command(action))
@@ -157,4 +157,4 @@ def _takes_path(action: argparse.Action) -> bool:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Completion]
+    return [CompletionCommand]

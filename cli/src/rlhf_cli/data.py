@@ -12,16 +12,16 @@ from rlhf.interfaces import Command
 from rlhf_cli.main import run_command
 
 ACTIONS = {
-    "preview": ("Preview", "rows as the model will see them: tokens, trained tokens, rows left out and why"),
+    "preview": ("DataPreviewCommand", "rows as the model will see them: tokens, trained tokens, rows left out and why"),
     "export": (
-        "Export",
+        "DataExportCommand",
         "recorded samples as data: pairs, best of n, labels, demonstrations, scored and conditional rows",
     ),
 }
 """{name: (class in the module ``rlhf_cli.data_NAME``, help)}. The module is imported when its action is called."""
 
 
-class Data(Command):
+class DataCommand(Command):
     """Show rows as the model will see them, and turn recorded samples into data."""
 
     name = "data"
@@ -52,4 +52,4 @@ def action_command(name: str) -> Command:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Data]
+    return [DataCommand]

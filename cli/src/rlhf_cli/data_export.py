@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, type, str, str]] = {
 """{option: (form that uses it, type, name of its value in the help, help)}."""
 
 
-class Export(Command):
+class DataExportCommand(Command):
     """Turn recorded samples into data: `rlhf data export runs/latest --form pairs -o pairs.jsonl`.
 
     Sources are run directories, their rollouts/ folders, and files of `rlhf eval --save`, `generate --save` or `score`.

@@ -19,7 +19,7 @@ LONG = 600
 are shown."""
 
 
-class Preview(Command):
+class DataPreviewCommand(Command):
     """Show rows as the model will see them: `rlhf data preview run.toml`, or `--algo NAME --model PATH --data FILE`.
 
     The run file and flags are those of `rlhf train`. The tokenizer is loaded, but no model. The first rows of every

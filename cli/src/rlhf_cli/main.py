@@ -111,7 +111,7 @@ def load_command(plugins: Plugins, name: str) -> Command:
     return command
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         try:
             super().exit(status, message)
@@ -121,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
 
 def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     """Parse a command's words and run it; returns its exit code."""
-    parser = _Parser(
+    parser = _CommandParser(
         prog=prog,
         description=(inspect.getdoc(command) or "").split("\n\n")[0],
         epilog="--traceback shows where an error was raised",

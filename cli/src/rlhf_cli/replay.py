@@ -12,7 +12,7 @@ from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import dotted
 
 
-class Replay(Command):
+class ReplayCommand(Command):
     """Train again on the samples that a run trained on: `rlhf replay RUN --output FOLDER`.
 
     Nothing is sampled for training: tokens, log-probs, rewards and the order of batches are those in RUN's rollouts/.
@@ -56,4 +56,4 @@ class Replay(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Replay]
+    return [ReplayCommand]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rlhf_runtime.setup.prepare import Prepared
 
 
-class Train(Command):
+class TrainCommand(Command):
     """Run an algorithm: `rlhf train run.toml`, or `rlhf train --algo NAME --model PATH --data FILE [--reward REF] ...`.
 
     Every field of the run file is a dotted flag: `--algorithm.loss.clip_high 0.28`, `--reward.math.weight 2`. Flags
@@ -103,4 +103,4 @@ def _show_plan(prepared: Prepared) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Train]
+    return [TrainCommand]

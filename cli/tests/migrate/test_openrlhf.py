@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
 from rlhf_cli.migrate import openrlhf
-from rlhf_cli.migrate.command import Migrate
+from rlhf_cli.migrate.command import MigrateCommand
 from rlhf_cli.migrate.find import migrate
 from rlhf_cli.migrate.rows import matching, rows_of, table
 from rlhf_runtime.config.load import load
@@ -41,7 +41,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 class TestMigrate(CommandContract):
-    command = Migrate
+    command = MigrateCommand
     calls = [(["openrlhf", f"python -m openrlhf.cli.train_ppo_ray {RL}"], 0)]
 
 

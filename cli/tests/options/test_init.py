@@ -7,7 +7,7 @@ import tomllib
 import pytest
 from rlhf.plugins import Plugins
 from rlhf_cli.main import main
-from rlhf_cli.options.init import Init
+from rlhf_cli.options.init import InitCommand
 from rlhf_cli.options.run_file import toml
 from rlhf_runtime.config.components import Selections
 from rlhf_runtime.config.load import load
@@ -50,7 +50,7 @@ class Copying(Algorithm):
 
 
 class TestInit(CommandContract):
-    command = Init
+    command = InitCommand
     calls = [(["--algo", "sft"], 0)]
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from rlhf_cli.runs.list_runs import Runs
-from rlhf_cli.runs.show_run import Show
-from rlhf_cli.runs.show_samples import Samples
+from rlhf_cli.runs.list_runs import RunsCommand
+from rlhf_cli.runs.show_run import ShowCommand
+from rlhf_cli.runs.show_samples import SamplesCommand
 from rlhf_testing.command import CommandContract
 
 
@@ -22,12 +22,12 @@ def run(tmp_path_factory):
 
 
 class TestRuns(CommandContract):
-    command = Runs
+    command = RunsCommand
 
 
 class TestShow(CommandContract):
-    command = Show
+    command = ShowCommand
 
 
 class TestSamples(CommandContract):
-    command = Samples
+    command = SamplesCommand

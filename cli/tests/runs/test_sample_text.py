@@ -2,7 +2,7 @@ import pytest
 from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_cli.runs.sample_text import sample_text
 from rlhf_runtime.checkpoint.saved_groups import write_groups
-from rlhf_runtime.report.recorded_samples import Sample, read_samples
+from rlhf_runtime.report.recorded_samples import RecordedSample, read_samples
 from rlhf_testing.image_models import drawn
 
 
@@ -18,13 +18,13 @@ from rlhf_testing.image_models import drawn
     ids=["the whole reward", "one reward", "a reward that this sample lacks", "the length", "a reward called length"],
 )
 def test_what_samples_are_sorted_by(rewards, name, value):
-    sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, rewards, "complete", "", length=7)
+    sample = RecordedSample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, rewards, "complete", "", length=7)
     assert sample.value(name) == value
 
 
 def test_numbers_about_a_sample_are_shown():
     info = {"env/solved": 0.0, "rollout/calls/add": 2.0, "rollout/calls_unknown": 0.0}
-    sample = Sample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, {}, "ok", "", length=7, info=info)
+    sample = RecordedSample(1, 0, 0, "rows", 0, "1+1=", [], 2.0, {}, "ok", "", length=7, info=info)
     assert "\n  env/solved 0, rollout/calls/add 2\n" in sample_text(sample).plain
     assert "env/solved 0, rollout/calls/add 2, rollout/calls_unknown 0\n" in sample_text(sample, full=True).plain
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from rlhf.plugins import Plugins
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_reward.application import Limits
+from rlhf_cli.serve_reward.application import RequestLimits
 from rlhf_cli.serve_reward.serving import serve
 from rlhf_runtime.config.load import load
 from rlhf_runtime.loop.signals import StopRequest
@@ -60,7 +60,7 @@ def serving(
 
     def run() -> None:
         try:
-            allowed, limit = access or Access("127.0.0.1", port, token), Limits(**(USUAL | limits))
+            allowed, limit = access or Access("127.0.0.1", port, token), RequestLimits(**(USUAL | limits))
             serve(config, Plugins.discover(), allowed, limit, label, announce=ready.set_result, stop=stop)
             ended.set_result(None)
         except BaseException as error:

@@ -10,13 +10,13 @@ import sys
 import httpx
 import pytest
 from rlhf_cli.main import main
-from rlhf_cli.serve_reward.command import ServeReward
+from rlhf_cli.serve_reward.command import ServeRewardCommand
 from rlhf_testing.command import CommandContract
 from served import serving
 
 
 class TestCommand(CommandContract):
-    command = ServeReward
+    command = ServeRewardCommand
 
 
 @pytest.mark.parametrize(

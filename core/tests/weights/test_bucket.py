@@ -8,7 +8,7 @@ import torch
 from rlhf.errors import TrainingError
 from rlhf.weights.bucket import buckets
 from rlhf.weights.fingerprint import WORDS, marks
-from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.layout import BucketLayout
 
 BASE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 TENSORS = [
@@ -31,7 +31,7 @@ def over_the_store(bucket):
 
 
 def over_a_link(bucket):
-    layout = Layout.of(bucket)
+    layout = BucketLayout.of(bucket)
     flat = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.write(bucket, flat)
     return layout.read(flat)

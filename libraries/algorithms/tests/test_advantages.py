@@ -12,10 +12,10 @@ from rlhf_algorithms.advantages import (
     GAE,
     GDPO,
     OPO,
-    RLOO,
     BatchMean,
-    DrGRPO,
+    GroupMean,
     GroupNorm,
+    LeaveOneOut,
     MaxRL,
     PassAtK,
     Reinforce,
@@ -58,7 +58,7 @@ class TestReinforceBaseline(ReturnToGoStatement):
 
 
 class TestRLOO(ReturnToGoStatement):
-    advantage = RLOO
+    advantage = LeaveOneOut
 
     def statement_baseline(self, r_N, group_N, config):
         return per_trajectory(r_N, group_N, lambda r, g: r - (g.sum() - r) / (len(g) - 1))
@@ -77,7 +77,7 @@ class TestGroupNorm(ReturnToGoStatement):
 
 
 class TestDrGRPO(ReturnToGoStatement):
-    advantage = DrGRPO
+    advantage = GroupMean
 
     def statement_baseline(self, r_N, group_N, config):
         return per_trajectory(r_N, group_N, lambda r, g: r - g.mean())
@@ -184,12 +184,12 @@ def test_std_option_is_not_ignored():
 
 def test_by_hand():
     r_N, group_N = torch.tensor([1.0, 0.0, 0.0, 5.0, 3.0]).double(), torch.tensor([7, 7, 7, 2, 2])
-    assert RLOO().baseline(r_N, group_N).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
-    assert DrGRPO().baseline(r_N, group_N).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0])
+    assert LeaveOneOut().baseline(r_N, group_N).tolist() == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
+    assert GroupMean().baseline(r_N, group_N).tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0])
 
 
 def test_no_option_is_accepted_that_does_nothing():
     with pytest.raises(ValidationError, match="no_std_norm"):
         GroupNorm.Config(no_std_norm=True)
     with pytest.raises(ValidationError, match="normalise"):
-        RLOO.Config(normalise="whiten")
+        LeaveOneOut.Config(normalise="whiten")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import ConfigError
-from rlhf_algorithms.advantages import RLOO
+from rlhf_algorithms.advantages import LeaveOneOut
 from rlhf_algorithms.entropy import EntropyController
 from rlhf_algorithms.policy_gradient import PolicyGradient
 from rlhf_algorithms.policy_gradient_config import EntropyConfig, PolicyGradientConfig
-from rlhf_algorithms.policy_losses import PPO, PPOConfig
+from rlhf_algorithms.policy_losses import PPOConfig, PPOLoss
 from rlhf_testing import fabricate
 
 
@@ -36,8 +36,8 @@ class Bonus(PolicyGradient):
 
 
 def bonus(**entropy: float) -> Bonus:
-    loss = PPO(PPOConfig(entropy_coef=0.1))
-    return Bonus(PolicyGradientConfig(entropy=EntropyConfig(**entropy)), {"advantage": RLOO(), "loss": loss})
+    loss = PPOLoss(PPOConfig(entropy_coef=0.1))
+    return Bonus(PolicyGradientConfig(entropy=EntropyConfig(**entropy)), {"advantage": LeaveOneOut(), "loss": loss})
 
 
 def test_an_update_carries_the_factor_and_a_step_adapts_it() -> None:
@@ -56,7 +56,7 @@ def test_an_update_carries_the_factor_and_a_step_adapts_it() -> None:
 
 
 def test_a_target_without_a_bonus_is_refused() -> None:
-    parts = {"advantage": RLOO(), "loss": PPO()}
+    parts = {"advantage": LeaveOneOut(), "loss": PPOLoss()}
     with pytest.raises(ConfigError, match=r"entropy.target = 0.5 needs an entropy bonus"):
         Bonus(PolicyGradientConfig(entropy=EntropyConfig(target=0.5)), parts)
     with pytest.raises(ValidationError, match="set target too"):

@@ -12,7 +12,7 @@ from rlhf.ops.reduce import weigh
 from rlhf_algorithms.correction import CorrectionConfig
 from rlhf_algorithms.critic import Value
 from rlhf_algorithms.kl import WithKL
-from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
+from rlhf_algorithms.policy_losses import CISPO, GSPO, SAPO, PPOLoss, ReinforceLoss
 from rlhf_testing.loss import LossContract
 
 
@@ -90,18 +90,18 @@ CORRECTIONS = [
 
 
 class TestPPO(Statement):
-    loss = PPO
+    loss = PPOLoss
     without_effect = {
         "entropy_coef = 0.0": "reports only",
         "correction.low = 0.0": "a divergence has no lower end",
     }
     configs = (
-        PPO.Config(),
-        PPO.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.01),
-        PPO.Config(aggregation="seq_mean_token_mean", entropy_coef=0.0),
-        PPO.Config(aggregation="seq_mean_token_sum"),
-        PPO.Config(aggregation="seq_sum_constant", max_length=64, entropy_coef=0.1),
-        *(PPO.Config(correction=c) for c in CORRECTIONS),
+        PPOLoss.Config(),
+        PPOLoss.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, entropy_coef=0.01),
+        PPOLoss.Config(aggregation="seq_mean_token_mean", entropy_coef=0.0),
+        PPOLoss.Config(aggregation="seq_mean_token_sum"),
+        PPOLoss.Config(aggregation="seq_sum_constant", max_length=64, entropy_coef=0.1),
+        *(PPOLoss.Config(correction=c) for c in CORRECTIONS),
     )
 
     def values(self, x, c):
@@ -159,9 +159,9 @@ class TestMasks(TestPPO):
     """The loss of the selected tokens, divided by the number of all tokens."""
 
     configs = (
-        PPO.Config(top_entropy=0.2),
-        PPO.Config(top_entropy=0.5, entropy_coef=0.1, stale_mask=0.05, aggregation="seq_mean_token_mean"),
-        PPO.Config(stale_mask=0.01, correction=CORRECTIONS[0]),
+        PPOLoss.Config(top_entropy=0.2),
+        PPOLoss.Config(top_entropy=0.5, entropy_coef=0.1, stale_mask=0.05, aggregation="seq_mean_token_mean"),
+        PPOLoss.Config(stale_mask=0.01, correction=CORRECTIONS[0]),
     )
 
     def values(self, x, c):
@@ -194,12 +194,12 @@ class TestValue(LossContract):
 
 
 class TestKLBeside(Statement):
-    loss = PPO
-    configs = (PPO.Config(), PPO.Config(aggregation="seq_mean_token_sum"))
+    loss = PPOLoss
+    configs = (PPOLoss.Config(), PPOLoss.Config(aggregation="seq_mean_token_sum"))
     coef = {"kl": 0.3}
 
     def build(self, config):
-        return WithKL(PPO(config), "k3")
+        return WithKL(PPOLoss(config), "k3")
 
     def statement(self, x):
         d = x["logprobs"] - x["ref_logprobs"]
@@ -212,7 +212,7 @@ class TestUnbiasedKLBeside(TestKLBeside):
     """DeepSeek-V3.2: the estimate times the ratio, whose gradient counts."""
 
     def build(self, config):
-        return WithKL(PPO(config), "k3", unbiased=True)
+        return WithKL(PPOLoss(config), "k3", unbiased=True)
 
     def statement(self, x):
         d, rho = x["logprobs"] - x["ref_logprobs"], (x["logprobs"] - x["old_logprobs"]).exp()
@@ -256,7 +256,7 @@ def test_ppo_by_hand():
     log2 = 0.6931471805599453
     batch = one_sequence(4, old_logprobs=[-1.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0])
     lp = [-1 + log2, -1 + log2, -1 - log2, -1 - log2]
-    total, metrics = run(PPO(PPO.Config(clip_high=0.3)), batch, {"logprobs": lp})
+    total, metrics = run(PPOLoss(PPOLoss.Config(clip_high=0.3)), batch, {"logprobs": lp})
     assert total == pytest.approx((-1.3 + 2 - 0.5 + 0.8) / 4, abs=1e-6)
     assert metrics["clip_fraction"] == 0.5
     assert metrics["ratio"] == pytest.approx(1.25)
@@ -266,8 +266,8 @@ def test_ppo_by_hand():
 def test_dual_clip_by_hand():
     """rho = e^5, A = -1: plain loss 148.4, with c = 3 it is 3."""
     batch = one_sequence(1, old_logprobs=[-6.0], advantages=[-1.0])
-    assert run(PPO(), batch, {"logprobs": [-1.0]})[0] == pytest.approx(148.41316, rel=1e-5)
-    assert run(PPO(PPO.Config(dual_clip=3.0)), batch, {"logprobs": [-1.0]})[0] == pytest.approx(3.0)
+    assert run(PPOLoss(), batch, {"logprobs": [-1.0]})[0] == pytest.approx(148.41316, rel=1e-5)
+    assert run(PPOLoss(PPOLoss.Config(dual_clip=3.0)), batch, {"logprobs": [-1.0]})[0] == pytest.approx(3.0)
 
 
 def test_value_by_hand():
@@ -321,10 +321,10 @@ def test_the_least_certain_tokens_push_by_hand():
     """Entropies 0.1, 0.9, 0.5, 0.5, 0.3: a share of 0.4 begins at the quantile 0.6, 0.5, which two tokens have."""
     batch = one_sequence(5, old_logprobs=[-1.0] * 5, advantages=[1.0, 2.0, 4.0, 8.0, 16.0])
     batch = batch.with_column("tok", "uncertainty", torch.tensor([9.0, 0.1, 0.9, 0.5, 0.5, 0.3]))
-    loss = PPO(PPO.Config(top_entropy=0.4))
+    loss = PPOLoss(PPOLoss.Config(top_entropy=0.4))
     assert [(a.role, a.output, a.column) for a in loss.prepass()] == [("policy", "entropy", "uncertainty")]
     assert run(loss, batch, {"logprobs": [-1.0] * 5})[0] == pytest.approx(-(2 + 4 + 8) / 5)
-    assert PPO().prepass() == ()
+    assert PPOLoss().prepass() == ()
 
 
 @pytest.mark.parametrize("rounded", [0.5, 0.5 + 3e-7, 0.5 - 3e-7])
@@ -333,7 +333,8 @@ def test_equal_entropies_push_together_whatever_micro_batches_they_are_computed_
     differently."""
     batch = one_sequence(5, old_logprobs=[-1.0] * 5, advantages=[1.0, 2.0, 4.0, 8.0, 16.0])
     batch = batch.with_column("tok", "uncertainty", torch.tensor([9.0, 0.1, 0.9, 0.5, rounded, 0.3]))
-    assert run(PPO(PPO.Config(top_entropy=0.4)), batch, {"logprobs": [-1.0] * 5})[0] == pytest.approx(-(2 + 4 + 8) / 5)
+    total, _ = run(PPOLoss(PPOLoss.Config(top_entropy=0.4)), batch, {"logprobs": [-1.0] * 5})
+    assert total == pytest.approx(-(2 + 4 + 8) / 5)
 
 
 def test_stale_answers_with_negative_advantages_are_masked_by_hand():
@@ -341,25 +342,26 @@ def test_stale_answers_with_negative_advantages_are_masked_by_hand():
     columns = {"gen_logprobs": [-1.0, -1.0], "old_logprobs": [-1.2, -1.4], "advantages": [3.0, -5.0]}
     batch = one_sequence(2, **columns)
     for limit, expected, share in ((0.29, -1.5, 0.5), (0.31, 1.0, 0.0)):
-        total, metrics = run(PPO(PPO.Config(stale_mask=limit)), batch, {"logprobs": [-1.2, -1.4]})
+        total, metrics = run(PPOLoss(PPOLoss.Config(stale_mask=limit)), batch, {"logprobs": [-1.2, -1.4]})
         assert (total, metrics["stale_masked"]) == (pytest.approx(expected), share)
     without = one_sequence(2, **{**columns, "advantages": [3.0, 0.0]})
-    assert run(PPO(PPO.Config(stale_mask=0.29)), without, {"logprobs": [-1.2, -1.4]})[1]["stale_masked"] == 0.0
+    assert run(PPOLoss(PPOLoss.Config(stale_mask=0.29)), without, {"logprobs": [-1.2, -1.4]})[1]["stale_masked"] == 0.0
     del columns["gen_logprobs"]  # a generator without log-probs: those of the start of the update, which are now's
-    assert run(PPO(PPO.Config(stale_mask=0.1)), one_sequence(2, **columns), {"logprobs": [-1.2, -1.4]})[0] == 1.0
+    total, _ = run(PPOLoss(PPOLoss.Config(stale_mask=0.1)), one_sequence(2, **columns), {"logprobs": [-1.2, -1.4]})
+    assert total == 1.0
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     """rho = e^3 > 5: the weight is 5 and d loss / d lp = -5 A, where the clipped surrogate has none."""
     batch = one_sequence(1, old_logprobs=[-4.0], advantages=[2.0])
-    for loss, expected in ((CISPO(), -10.0), (PPO(), 0.0)):
+    for loss, expected in ((CISPO(), -10.0), (PPOLoss(), 0.0)):
         lp = torch.tensor([-1.0], requires_grad=True)
         total, _ = evaluate(loss, weigh(batch, loss.reduce()), {"logprobs": lp}, {}, {})
         total.backward()
         assert lp.grad.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), SAPO(), ReinforceLoss()])
+@pytest.mark.parametrize("loss", [PPOLoss(), GSPO(), CISPO(), SAPO(), ReinforceLoss()])
 def test_live_old_logprobs_give_the_policy_gradient(loss):
     """One optimizer step: old_logprobs is the live output, rho = 1, and every loss has the gradient -A / N."""
     batch = one_sequence(2, advantages=[2.0, 2.0])
@@ -372,7 +374,7 @@ def test_live_old_logprobs_give_the_policy_gradient(loss):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("far", [-1e4, 1e4])
-@pytest.mark.parametrize("loss", [PPO(), GSPO(), CISPO(), SAPO()])
+@pytest.mark.parametrize("loss", [PPOLoss(), GSPO(), CISPO(), SAPO()])
 def test_ratios_without_bounds_stay_finite(loss, far, sign):
     """The sequence ratio had no bound and became inf."""
     batch = one_sequence(2, old_logprobs=[-2e4, -2e4], advantages=[sign, sign])
@@ -381,7 +383,7 @@ def test_ratios_without_bounds_stay_finite(loss, far, sign):
     total.backward()
     assert torch.isfinite(total)
     assert torch.isfinite(lp.grad).all()
-    if isinstance(loss, PPO) and far > 0 and sign < 0:  # unclipped, drifting up against its advantage: still pushed
+    if isinstance(loss, PPOLoss) and far > 0 and sign < 0:  # unclipped, drifting up against its advantage: still pushed
         assert (lp.grad > 0).all()
     assert all(abs(v) < float("inf") for v in finish_sums(sums).values())
 
@@ -389,11 +391,11 @@ def test_ratios_without_bounds_stay_finite(loss, far, sign):
 def test_metrics_of_drift():
     """kl_old and kl_generator are k3 on the right side: e^-d - 1 + d with d = old - now, gen - old."""
     batch = one_sequence(1, old_logprobs=[-1.0], gen_logprobs=[-1.5], advantages=[1.0])
-    metrics = run(PPO(), batch, {"logprobs": [-1.2]})[1]
+    metrics = run(PPOLoss(), batch, {"logprobs": [-1.2]})[1]
     assert metrics["kl_old"] == pytest.approx(0.0187308, abs=1e-6)  # e^-0.2 - 1 + 0.2
     assert metrics["kl_generator"] == pytest.approx(0.1487213, abs=1e-6)  # e^0.5 - 1 - 0.5
     without = one_sequence(1, old_logprobs=[-1.0], advantages=[1.0])
-    assert "kl_generator" not in run(PPO(), without, {"logprobs": [-1.2]})[1]
+    assert "kl_generator" not in run(PPOLoss(), without, {"logprobs": [-1.2]})[1]
 
 
 def test_masked_tokens_do_not_make_the_others_louder():
@@ -406,15 +408,15 @@ def test_masked_tokens_do_not_make_the_others_louder():
 
 
 def test_needs_of_the_correction():
-    assert not PPO().generator_logprobs
-    assert PPO(PPO.Config(correction=CorrectionConfig(preset="tis"))).generator_logprobs
-    loss = PPO(PPO.Config(correction=CorrectionConfig(preset="tis")))
+    assert not PPOLoss().generator_logprobs
+    assert PPOLoss(PPOLoss.Config(correction=CorrectionConfig(preset="tis"))).generator_logprobs
+    loss = PPOLoss(PPOLoss.Config(correction=CorrectionConfig(preset="tis")))
     with pytest.raises(TrainingError, match="gen_logprobs"):
         run(loss, one_sequence(1, old_logprobs=[-1.0], advantages=[1.0]), {"logprobs": [-1.0]})
 
 
 def test_answers_beyond_the_constant_are_refused():
-    loss = PPO(PPO.Config(aggregation="seq_sum_constant", max_length=2))
+    loss = PPOLoss(PPOLoss.Config(aggregation="seq_sum_constant", max_length=2))
     batch = one_sequence(3, old_logprobs=[-1.0] * 3, advantages=[1.0] * 3)
     with pytest.raises(TrainingError, match=r"3 own tokens.*max_length = 2"):
         loss.prepare(batch)
@@ -423,9 +425,9 @@ def test_answers_beyond_the_constant_are_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PPO.Config(aggregation="seq_sum_constant"), "needs max_length"),
-        (lambda: PPO.Config(max_length=3), "do not read it"),
-        (lambda: PPO.Config(dual_clip=1.0), "greater than 1"),
+        (lambda: PPOLoss.Config(aggregation="seq_sum_constant"), "needs max_length"),
+        (lambda: PPOLoss.Config(max_length=3), "do not read it"),
+        (lambda: PPOLoss.Config(dual_clip=1.0), "greater than 1"),
         (lambda: GSPO.Config(aggregation="token_mean"), "seq_mean_token_mean"),
         (lambda: CISPO.Config(clip_low=0.0, clip_high=0.0), "use the loss 'reinforce'"),
         (lambda: CorrectionConfig(preset="tis", level="token"), "already says level, mode and statistic"),

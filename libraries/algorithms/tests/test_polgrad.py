@@ -12,7 +12,7 @@ import torch
 from rlhf.ops.loss_value import evaluate
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, PolicyLoss, ReinforceLoss
+from rlhf_algorithms.policy_losses import CISPO, GSPO, PolicyLoss, PPOLoss, ReinforceLoss
 from torch import Tensor
 
 pytest.importorskip("polgrad")
@@ -24,17 +24,17 @@ LENGTH = 12
 MEANS = {"aggregation": "seq_mean_token_mean"}
 CLIPS = {"clip_low": 0.2, "clip_high": 0.2}
 TWINS: dict[str, PolicyLoss] = {
-    "ppo": PPO(PPO.Config(**CLIPS)),
-    "grpo": PPO(PPO.Config(**CLIPS, **MEANS)),
-    "dr_grpo": PPO(PPO.Config(**CLIPS, aggregation="seq_sum_constant", max_length=LENGTH)),
-    "dapo": PPO(PPO.Config(clip_low=0.2, clip_high=0.28)),
+    "ppo": PPOLoss(PPOLoss.Config(**CLIPS)),
+    "grpo": PPOLoss(PPOLoss.Config(**CLIPS, **MEANS)),
+    "dr_grpo": PPOLoss(PPOLoss.Config(**CLIPS, aggregation="seq_sum_constant", max_length=LENGTH)),
+    "dapo": PPOLoss(PPOLoss.Config(clip_low=0.2, clip_high=0.28)),
     "gspo": GSPO(),
     "gspo_token": GSPO(),  # the same where an answer has one advantage
     "cispo": CISPO(CISPO.Config(clip_low=1.0, clip_high=0.2)),
     "rloo": ReinforceLoss(ReinforceLoss.Config(aggregation="seq_mean_token_sum")),
-    "reinforce_pp": PPO(PPO.Config(**CLIPS, **MEANS)),
+    "reinforce_pp": PPOLoss(PPOLoss.Config(**CLIPS, **MEANS)),
 }
-TIS = PPO(PPO.Config(**CLIPS, **MEANS, correction={"preset": "tis", "low": 0.0, "high": 10.0}))
+TIS = PPOLoss(PPOLoss.Config(**CLIPS, **MEANS, correction={"preset": "tis", "low": 0.0, "high": 10.0}))
 
 
 def ours(loss: PolicyLoss) -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_algorithms.advantages import GAE, RLOO, DrGRPO, GroupNorm, Reinforce, ReinforceBaseline
+from rlhf_algorithms.advantages import GAE, GroupMean, GroupNorm, LeaveOneOut, Reinforce, ReinforceBaseline
 from rlhf_algorithms.pipeline import KLPenalty, credit
 from rlhf_algorithms.policy_gradient_config import overlong_penalty
 
@@ -86,7 +86,7 @@ def test_kl_in_the_reward_shaping_and_clipping_are_beside_them():
 
 @pytest.mark.parametrize(
     ("estimator", "reads"),
-    [(GAE, True), (Reinforce, True), (ReinforceBaseline, False), (RLOO, False), (GroupNorm, False), (DrGRPO, False)],
+    [(GAE, True), (Reinforce, True), *((a, False) for a in (ReinforceBaseline, LeaveOneOut, GroupNorm, GroupMean))],
 )
 def test_which_advantages_support_rewards_at_tokens(estimator, reads):
     """Those without a group baseline: that baseline is over the rewards of whole trajectories."""

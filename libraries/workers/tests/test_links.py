@@ -28,14 +28,14 @@ KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
 from rlhf_workers.links.ends import connect_receiver
-from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.layout import BucketLayout
 from rlhf_workers.links.link import BucketHeader, Link
 link = Link(*json.loads(sys.argv[1]))
 receiver = connect_receiver(link, int(sys.argv[2]), torch.device("cpu"))
 print("connected", flush=True)
 for line in sys.stdin:
     number, tensors, marks, nbytes, error = json.loads(line)
-    layout = Layout(tuple((n, d, tuple(s), a, b) for n, d, s, a, b in tensors), tuple(marks), nbytes)
+    layout = BucketLayout(tuple((n, d, tuple(s), a, b) for n, d, s, a, b in tensors), tuple(marks), nbytes)
     with receiver.open(BucketHeader(number, layout, error)) as bucket:
         print(json.dumps(bucket.received()), flush=True)
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import ConfigError
 from rlhf.interfaces import GENERATOR, Place
-from rlhf_workers.placement import Node, allocate, bundles_of, check_fits, device_kind
+from rlhf_workers.placement import ClusterNode, allocate, bundles_of, check_fits, device_kind
 
 
-def nodes(*cpus_and_gpus: tuple[int, int]) -> list[Node]:
-    return [Node(f"id{n}", f"10.0.0.{n + 1}", {"CPU": c, "GPU": g}) for n, (c, g) in enumerate(cpus_and_gpus)]
+def nodes(*cpus_and_gpus: tuple[int, int]) -> list[ClusterNode]:
+    return [ClusterNode(f"id{n}", f"10.0.0.{n + 1}", {"CPU": c, "GPU": g}) for n, (c, g) in enumerate(cpus_and_gpus)]
 
 
 HYBRID = {"policy": Place(4), "critic": Place(4, share="policy"), GENERATOR: Place(2, 2, share="policy")}

@@ -15,7 +15,7 @@ from rlhf.interfaces import Env
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_runtime.config.sections import EnvSection
-from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.layouts import SourceLayout
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 
@@ -74,7 +74,7 @@ OF_THE_CORE = (
     "typing_inspection",
     "packaging",
 )
-ROW = Row({"prompt": "?"}, "unit", 0, Layout({}))
+ROW = Row({"prompt": "?"}, "unit", 0, SourceLayout({}))
 
 
 def distribution(folder: Path, name: str, metadata: str, module: str, text: str, points: str = "") -> None:

@@ -17,7 +17,7 @@ import pytest
 from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, Row
-from rlhf_runtime.calls.worker import Worker, WorkerPool
+from rlhf_runtime.calls.worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
@@ -62,7 +62,7 @@ def gone(pid: int) -> bool:
 
 
 async def call(resolved: Resolved, group, deadline: float = 20.0) -> Any:
-    worker = Worker(resolved, None, RewardError)
+    worker = PluginWorker(resolved, None, RewardError)
     try:
         await worker.start()
         return await worker.call("score", group, deadline=deadline)
@@ -92,8 +92,8 @@ def test_a_set_of_texts_has_the_same_order_in_every_worker(from_file, make_group
 def test_an_infinite_loop_is_killed_at_its_deadline(from_file, make_group) -> None:
     resolved = from_file("reward", REWARD)
 
-    async def scenario() -> tuple[Worker, float]:
-        worker = Worker(resolved, None, RewardError)
+    async def scenario() -> tuple[PluginWorker, float]:
+        worker = PluginWorker(resolved, None, RewardError)
         await worker.start()
         begin = time.monotonic()
         with pytest.raises(RewardError, match=r"score\(\) took longer than its deadline of 0.5 s; .* was killed"):
@@ -146,7 +146,7 @@ def test_processes_that_a_worker_started_in_another_session_end_with_it(from_fil
     resolved = from_file("reward", LEAVES.format(leaving=orphans.leaving(pids)))
 
     async def scenario() -> None:
-        worker = Worker(resolved, None, RewardError)
+        worker = PluginWorker(resolved, None, RewardError)
         try:
             await worker.start()
             await worker.call("score", make_group("2", act=act), deadline=60.0 if act == "return" else 2.0)
@@ -367,13 +367,13 @@ def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act:
 
 DRIVER = """
 import asyncio, sys
-from rlhf_runtime.calls.worker import Worker
+from rlhf_runtime.calls.worker import PluginWorker
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 async def main():
     reward, python = sys.argv[1:]
-    worker = Worker(Plugins.discover().resolve("reward", reward), None, RewardError, python=python or None)
+    worker = PluginWorker(Plugins.discover().resolve("reward", reward), None, RewardError, python=python or None)
     await worker.start()
     row = Row({"prompt": "1+1=", "act": "backtrack"}, "s", 0)
     turns = [Turn([1], sampled=False, text="1+1="), Turn([2], sampled=True, text="2", finish="stop")]

@@ -349,9 +349,9 @@ def test_line_numbers_of_nested_tables_lists_and_multi_line_text():
 
 
 def given(**options):
-    from rlhf_runtime.config.flag_values import Given
+    from rlhf_runtime.config.flag_values import PythonValue
 
-    return load(None, [(name.replace("__", "."), Given(value)) for name, value in options.items()])
+    return load(None, [(name.replace("__", "."), PythonValue(value)) for name, value in options.items()])
 
 
 def test_a_value_given_in_python_is_not_converted():

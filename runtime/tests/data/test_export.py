@@ -9,7 +9,7 @@ from rlhf.errors import ConfigError, DataError
 from rlhf.types import Row, Trajectory
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data import export
-from rlhf_runtime.data.recorded_answers import Answer
+from rlhf_runtime.data.recorded_answers import RecordedAnswer
 from rlhf_runtime.data.template import Template
 
 CHAT = [{"role": "user", "content": "q"}]
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "q"}]
 
 def group(*answers, prompt="q"):
     """(text, reward) each, numbered in order."""
-    return [Answer(n, prompt, text, reward) for n, (text, reward) in enumerate(answers)]
+    return [RecordedAnswer(n, prompt, text, reward) for n, (text, reward) in enumerate(answers)]
 
 
 def left_out(made):

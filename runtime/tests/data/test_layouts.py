@@ -9,7 +9,7 @@ from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.layouts import SourceLayout
 from rlhf_runtime.data.source_layouts import recognise
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
@@ -494,7 +494,7 @@ def test_a_layout_pickles(chars):
 
     layout = recognise("pairs", ["chosen", "rejected"], {"chosen": HH + " a", "rejected": HH + " b"})
     copy = pickle.loads(pickle.dumps(layout))
-    assert copy == layout == Layout({"chosen": "chosen", "rejected": "rejected"}, "dialogues")
+    assert copy == layout == SourceLayout({"chosen": "chosen", "rejected": "rejected"}, "dialogues")
     assert copy.read({"chosen": HH + " a", "rejected": HH + " b"})["prompt"] == HH
 
 

@@ -8,7 +8,7 @@ from rlhf.types import Group, Image, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_files import image_file
-from rlhf_runtime.data.recorded_answers import Answer, read_answers
+from rlhf_runtime.data.recorded_answers import RecordedAnswer, read_answers
 from rlhf_runtime.data.template import Template
 from rlhf_testing.image_models import drawn
 
@@ -38,9 +38,9 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
     second = write(run / "rollouts" / "step-000002.arrow", sample((2, 0), "\u2028d", reward=None))
     write(run / "rollouts" / "step-000001.arrow", sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"))
     expected = [
-        [Answer(0, "p0", "a", 0.5), Answer(1, "p0", "b", 0.5)],
-        [Answer(0, "p1", "c", 0.5)],
-        [Answer(0, "p2", "\u2028d", None)],
+        [RecordedAnswer(0, "p0", "a", 0.5), RecordedAnswer(1, "p0", "b", 0.5)],
+        [RecordedAnswer(0, "p1", "c", 0.5)],
+        [RecordedAnswer(0, "p2", "\u2028d", None)],
     ]
     for source in (run, run / "rollouts"):
         found = read_answers([source])
@@ -50,7 +50,7 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
 
 def test_prompts_may_be_messages(tmp_path):
     path = write(tmp_path / "f.jsonl", sample((0, 0)), prompt=lambda t: MESSAGES)
-    assert read_answers([path]).groups == [[Answer(0, MESSAGES, "yes", 0.5)]]
+    assert read_answers([path]).groups == [[RecordedAnswer(0, MESSAGES, "yes", 0.5)]]
 
 
 def test_answers_to_images_are_rows_with_these_images(tmp_path):

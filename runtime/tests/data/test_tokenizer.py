@@ -11,7 +11,7 @@ from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.text_tokens import TextTokens
-from rlhf_runtime.data.tokenizer import Decoder, check_ids, check_stops, load_tokenizer, tokens_of
+from rlhf_runtime.data.tokenizer import TokenDecoder, check_ids, check_stops, load_tokenizer, tokens_of
 from rlhf_testing.tiny import tiny_tokenizer
 
 
@@ -95,7 +95,7 @@ def test_stop_strings_with_special_tokens_are_refused(tmp_path):
     tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab<>eos|+", chat_template="default")))
     check_stops(("eos", "<eo", "\n\n"), tokenizer)
     for stop, token in (("<eos>", "<eos>"), ("a<|user|>", "<|user|>")):
-        assert Decoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
+        assert TokenDecoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
         with pytest.raises(ConfigError, match=re.escape(f"{stop!r} holds the special token {token!r}.")):
             check_stops((stop,), tokenizer)
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from rlhf.types import Snapshot, Update
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 
 
 def updates(step):
@@ -15,7 +15,7 @@ def updates(step):
 
 
 def test_every_step_of_the_run_is_planned_with_all_its_passes():
-    schedule = Schedule.of(SimpleNamespace(updates=updates), 5)
+    schedule = UpdateSchedule.of(SimpleNamespace(updates=updates), 5)
     assert schedule.planned == ({"critic": 6},) * 2 + ({"critic": 6, "policy": 4},) * 3
     assert schedule.total() == {"critic": 30, "policy": 12}
     assert schedule.snapshots == {"reference"}
@@ -23,9 +23,9 @@ def test_every_step_of_the_run_is_planned_with_all_its_passes():
 
 def test_two_updates_of_one_role_are_added():
     twice = SimpleNamespace(updates=lambda step: [Update("policy", "a"), Update("policy", "b", epochs=3)])
-    assert Schedule.of(twice, 1).planned == ({"policy": 4},)
+    assert UpdateSchedule.of(twice, 1).planned == ({"policy": 4},)
 
 
 def test_a_run_without_steps_plans_nothing():
-    assert Schedule.of(SimpleNamespace(updates=updates), 0) == Schedule()
-    assert Schedule().total() == {}
+    assert UpdateSchedule.of(SimpleNamespace(updates=updates), 0) == UpdateSchedule()
+    assert UpdateSchedule().total() == {}

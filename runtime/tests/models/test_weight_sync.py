@@ -16,7 +16,7 @@ from rlhf.interfaces import EnginePool, Generator, ModelSpec, Place, Proof, Slee
 from rlhf.types import Image, RoleSpec
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf_runtime.config.sections import SyncSection
-from rlhf_runtime.models.precompute import PrecomputedRole, Table
+from rlhf_runtime.models.precompute import PrecomputedRole, ValueTable
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.shared_devices import Phases
 from rlhf_runtime.models.weight_sync import WeightSync
@@ -441,7 +441,7 @@ def test_phases_give_memory_to_roles_and_generator_in_turn(made):
     frozen = Role(ModelSpec(RoleSpec("reference"), "m"), Local(frozen_trainer), 1)
     order = trainer.calls = generator.calls
     base = Role(ModelSpec(RoleSpec("base"), "m"), group, 1, view="base")
-    gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), Table())
+    gone = PrecomputedRole(ModelSpec(RoleSpec("gone"), "m"), ValueTable())
     roles = {"policy": trained, "reference": frozen, "base": base, "gone": gone}
     everywhere = {"policy": Place(), "reference": Place(), "generator": Place()}
     apart = Phases(generator, roles, everywhere, lambda: order.append("refresh"))

@@ -13,13 +13,13 @@ from rlhf.interfaces import ComponentConfig, Reward
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.config.components import component_config
-from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.layouts import SourceLayout
 from rlhf_runtime.python.components import reward_class, reward_entries
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 
 
 def group(*answers: str, prompt="1+1=", **columns) -> Group:
-    layout = Layout({"prompt": "prompt"})
+    layout = SourceLayout({"prompt": "prompt"})
     row = Row({"prompt": prompt, "answer": "2", **columns}, "unit", 7, layout)
     turns = [[Turn([1, 2], sampled=False, text="1+1="), Turn([3] * len(a), sampled=True, text=a)] for a in answers]
     return Group(row, 0, [Trajectory(row, each, (0, n)) for n, each in enumerate(turns)])

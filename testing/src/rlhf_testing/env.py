@@ -49,8 +49,8 @@ class EnvContract(Contract):
     def row(self, index: int) -> Any:
         return fabricate.row(self.rows[index], index)
 
-    def open(self, config: Any, index: int, seed: int) -> Episode:
-        return Episode(self, self.about(config), self.build(config), self.row(index), seed)
+    def open(self, config: Any, index: int, seed: int) -> CheckedEpisode:
+        return CheckedEpisode(self, self.about(config), self.build(config), self.row(index), seed)
 
     def play(self, config: Any, index: int, seed: int, first: int = 0) -> Answers:
         """A whole episode: the first observation and every step; ``first`` is the action it begins with."""
@@ -146,7 +146,7 @@ class EnvContract(Contract):
                 "close() gives back what reset() and step() opened",
             )
 
-    def _closed(self, config: Any, whole: bool) -> Episode:
+    def _closed(self, config: Any, whole: bool) -> CheckedEpisode:
         """An episode after its end. It is returned because a garbage-collected object may close its files by itself."""
         episode = self.open(config, 0, 0)
         for turn in range(self.max_turns if whole else 0):
@@ -157,7 +157,7 @@ class EnvContract(Contract):
         return episode
 
 
-class Episode:
+class CheckedEpisode:
     """One environment instance, checked at every answer."""
 
     def __init__(self, suite: EnvContract, about: str, env: Any, row: Any, seed: int) -> None:

@@ -34,7 +34,7 @@ EXTREME: dict[str, tuple[float, float, float]] = {
 
 
 @dataclass
-class Run:
+class BatchResult:
     """The result that the ranks would report for one optimizer batch."""
 
     total: float
@@ -155,7 +155,7 @@ class LossCase:
         """One micro-batch with every unit."""
         return [list(range(self.batch.units))]
 
-    def run(self, parts: Sequence[Sequence[int]], poison: bool = False) -> Run:
+    def run(self, parts: Sequence[Sequence[int]], poison: bool = False) -> BatchResult:
         """Evaluate micro-batches of these units. Gradients with respect to the leaves add up."""
         batch = self.batch
         if poison:
@@ -186,7 +186,7 @@ class LossCase:
                 gradients[name] += gradient
             total += float(value.detach())
             sums.append(metrics)
-        return Run(total, recorder.size, gradients, add_sums(sums))
+        return BatchResult(total, recorder.size, gradients, add_sums(sums))
 
     def _suggest_levels(self, error: Exception) -> None:
         """Explains an error about shapes: the suite may have made a column per token that is per sequence or unit."""

@@ -23,7 +23,7 @@ BESIDE = 100
 """Columns of a terminal from which on two answers are side by side."""
 
 
-class Chat(Command):
+class ChatCommand(Command):
     """Talk to a model: `rlhf chat MODEL_OR_RUN`, or to two at once: `rlhf chat RUN BASE`.
 
     /reset forgets the conversation, /template shows what the model was given last, /quit ends. Each line of a pipe is
@@ -212,4 +212,4 @@ def _write(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Chat]
+    return [ChatCommand]

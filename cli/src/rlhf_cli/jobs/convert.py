@@ -12,7 +12,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
 
-class Convert(Command):
+class ConvertCommand(Command):
     """Convert a model of another format: `rlhf convert MODEL.gguf FOLDER`, or `rlhf convert BIN_FOLDER FOLDER`.
 
     SOURCE is a GGUF file, or a folder with pickled weights (pytorch_model.bin). FOLDER becomes a folder with
@@ -56,4 +56,4 @@ def _note(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Convert]
+    return [ConvertCommand]

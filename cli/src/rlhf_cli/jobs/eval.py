@@ -14,7 +14,7 @@ from rlhf_runtime.config.command_line import add_run_file, overrides
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 
 
-class Eval(Command):
+class EvalCommand(Command):
     """Score a model's answers: `rlhf eval --model PATH --data FILE --reward plugin:math`, or `rlhf eval run.toml`.
 
     A run file's [eval], [sampling], rewards, rollout and environment are used; its algorithm is not. `--data` names the
@@ -51,4 +51,4 @@ class Eval(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Eval]
+    return [EvalCommand]

@@ -12,7 +12,7 @@ from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import dotted
 
 
-class Export(Command):
+class ExportCommand(Command):
     """Write a checkpoint's model in Hugging Face format: `rlhf export RUN --best --output FOLDER`.
 
     The run file is RUN's own; its trainer loads the checkpoint. If the run keeps a moving average of the weights, that
@@ -55,4 +55,4 @@ def _note(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Export]
+    return [ExportCommand]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NOT_HERE = ("algo", "reward", "eval-data", "output", "steps", "resume", "overwrite")
 
 
-class Generate(Command):
+class GenerateCommand(Command):
     """Sample answers: `rlhf generate --model PATH --prompt "47+38="`, or `--data FILE` for many.
 
     Each token is the most likely one; `--eval.temperature 0.7` samples tokens instead, and `--eval.samples 4` samples
@@ -82,4 +82,4 @@ def shown(prompt: str | Sequence[Mapping[str, Any]] | None, trajectory: Trajecto
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Generate]
+    return [GenerateCommand]

@@ -12,7 +12,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
 
-class Merge(Command):
+class MergeCommand(Command):
     """Merge an adapter in PEFT's form into its base: `rlhf merge ADAPTER FOLDER`.
 
     ADAPTER is a folder with adapter_config.json, such as model/adapter of a run with --trainer.lora.rank. Language
@@ -48,4 +48,4 @@ class Merge(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Merge]
+    return [MergeCommand]

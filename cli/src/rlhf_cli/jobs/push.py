@@ -11,7 +11,7 @@ from rlhf.interfaces import Command
 from rlhf.paths import path_argument
 
 
-class Push(Command):
+class PushCommand(Command):
     """Upload a model's folder to a hub: `rlhf push runs/1/model owner/name`.
 
     The hub's own client uploads it, with the token of HF_TOKEN or `hf auth login`. The repository is made where there
@@ -40,4 +40,4 @@ def _note(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Push]
+    return [PushCommand]

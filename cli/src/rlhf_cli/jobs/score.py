@@ -14,7 +14,7 @@ from rlhf_runtime.config.command_line import add_run_file, overrides
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 
 
-class Score(Command):
+class ScoreCommand(Command):
     """Score given answers: `rlhf score --data FILE --reward REF -o scored.jsonl`, with one reward or several.
 
     Rows hold a prompt and one answer or a list of answers, in a column that --answers names or that is called
@@ -81,4 +81,4 @@ def _note(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Score]
+    return [ScoreCommand]

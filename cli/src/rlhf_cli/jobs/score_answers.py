@@ -26,14 +26,14 @@ from rlhf_runtime.data.sources import Source
 from rlhf_runtime.jobs.scoring import place_rewards, start_scorer
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.rewards.scoring import Scorer
-from rlhf_runtime.setup.prepare import Placed
+from rlhf_runtime.setup.prepare import PlacedPlugins
 
 _AT_ONCE = 64
 """Rows whose answers are scored together. They are written to the disk before the next rows."""
 
 
 @dataclass(slots=True)
-class Scores:
+class ScoreTotals:
     """Counts and sums of the scored answers."""
 
     rows: int = 0
@@ -67,7 +67,7 @@ def score_answers(
     *,
     force: bool = False,
     note: Callable[[str], None] = lambda text: None,
-) -> Scores:
+) -> ScoreTotals:
     """Score every answer of ``data.eval`` and write one line per answer to ``output``, in the format of
     `rlhf eval --save`.
 
@@ -90,9 +90,9 @@ def score_answers(
     file = PartialFile(output, _about(placed, sources, answers.columns))
     if force:
         file.discard()
-    scores = Scores()
+    scores = ScoreTotals()
     for part in file.resume():
-        scores = Scores(part["rows"], part["answers"], part["sums"], Counter(part["left_out"]))
+        scores = ScoreTotals(part["rows"], part["answers"], part["sums"], Counter(part["left_out"]))
     if scores.rows:
         note(f"continuing after {scores.rows} of {total} rows, from {file.partial}")
     with ExitStack() as closing:
@@ -144,7 +144,7 @@ def _check(groups: Sequence[Group], file: PartialFile) -> None:
         )
 
 
-def _about(placed: Placed, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _about(placed: PlacedPlugins, sources: Sequence[Source], columns: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The facts that must be equal for a second call to continue the file of the first."""
     config = placed.config.model_dump(mode="json")
     data = {k: v for k, v in config["data"].items() if k not in ("train", "batch_size", "shuffle")}
@@ -159,7 +159,7 @@ def _about(placed: Placed, sources: Sequence[Source], columns: Mapping[str, Sequ
     }
 
 
-def prepare(config: RunFile, plugins: Plugins) -> tuple[Placed, TrainData]:
+def prepare(config: RunFile, plugins: Plugins) -> tuple[PlacedPlugins, TrainData]:
     """Check everything that needs no model, and read the rows. The roles are those of the rewards."""
     placed = place_rewards(config, plugins)
     policy = placed.config.policy

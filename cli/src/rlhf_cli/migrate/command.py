@@ -14,7 +14,7 @@ from rlhf.paths import path_argument
 FRAMEWORKS = ("openrlhf", "trl", "verl")
 
 
-class Migrate(Command):
+class MigrateCommand(Command):
     """Write a run file that does what a command of another framework does: `rlhf migrate openrlhf train.sh`.
 
     The source is a shell script or a whole command in quotes; for trl also a configuration or a Python script. Nothing
@@ -71,4 +71,4 @@ class Migrate(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Migrate]
+    return [MigrateCommand]

@@ -18,7 +18,7 @@ from rlhf_runtime.config.options import plugin_options, run_file_options
 from rlhf_runtime.config.runfile import LISTS, RunFile
 from rlhf_runtime.config.suggestions import Chosen
 
-from rlhf_cli.migrate.rows import Row, Source
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow
 from rlhf_cli.options.run_file import toml
 
 WIDTH = 120
@@ -31,7 +31,7 @@ BY_NAME = ("roles", "placement")
 class Draft:
     """A run file in the making."""
 
-    source: Source
+    source: FrameworkOptions
     values: dict[str, Any] = field(default_factory=dict)
     """{our option: value}."""
     causes: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Draft:
         """Set what needs no rule: the values as they are, or as the table translates them.
 
         Args:
-            conditions: what the run has, of ``Row.when``.
+            conditions: what the run has, of ``OptionRow.when``.
             without: {condition: why an option has no effect without it}.
         """
         for row in self.source.rows.values():
@@ -67,7 +67,7 @@ class Draft:
                 for path in row.to:
                     self.set(path, value, row.name)
 
-    def _translated(self, row: Row) -> Any:
+    def _translated(self, row: OptionRow) -> Any:
         value = self.source[row.name]
         if not row.values or value is None:
             return value

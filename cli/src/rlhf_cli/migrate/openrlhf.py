@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, scored_outside, supervised
-from rlhf_cli.migrate.rows import Given, Source, matching, rows_of, table, value_of
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, matching, rows_of, table, value_of
 from rlhf_cli.migrate.shell import Word, known_text
 
 NAME = "OpenRLHF"
@@ -93,13 +93,13 @@ CORRECTIONS = {"tis": "tis", "icepop": "icepop", "seq-mask-tis": "seq_mask_tis"}
 OF_LEVEL = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq_mask_tis"}
 
 
-def read(entry: str, words: Sequence[Word], where: str) -> Source:
+def read(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
     """The options of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
     if entry not in ENTRIES:
         reason = OTHERS.get(entry, f"known are {', '.join(ENTRIES)}")
         raise ConfigError(f"{where}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
     groups = table("openrlhf")
-    source = Source(rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry], NAME)
+    source = FrameworkOptions(rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry], NAME)
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -112,11 +112,11 @@ def read(entry: str, words: Sequence[Word], where: str) -> Source:
             values.append(known_text(rest.pop(0), where))
         for row in matching(source.rows, flag.removeprefix("--"), here, groups):
             words_of_flag = ["..."] if row.secret and values else values
-            source.given[row.name] = Given(value_of(row, values, here), " ".join([flag, *words_of_flag]), here)
+            source.given[row.name] = OptionValue(value_of(row, values, here), " ".join([flag, *words_of_flag]), here)
     return source
 
 
-def convert(source: Source) -> Draft:
+def convert(source: FrameworkOptions) -> Draft:
     """The run file for these options. Raises ConfigError for a value that has no counterpart."""
     draft = Draft(source)
     online = source.entry == "rl"
@@ -138,7 +138,7 @@ def convert(source: Source) -> Draft:
     return draft
 
 
-def _conditions(s: Source) -> set[str]:
+def _conditions(s: FrameworkOptions) -> set[str]:
     correction = s["algo.advantage.is_correction_enable"] or s["use_icepop"]
     correction = correction or s["algo.advantage.is_correction_level"] not in ("off", None)
     critic = s["algo.advantage.estimator"] == "gae"
@@ -215,7 +215,7 @@ def _algorithm(draft: Draft) -> None:
     _kl(draft)
 
 
-def _critic_model(s: Source) -> Any:
+def _critic_model(s: FrameworkOptions) -> Any:
     reward_model = s["reward.model_name_or_path"]
     return reward_model.split(",")[0] if reward_model and not s["reward.remote_url"] else s["actor.model_name_or_path"]
 

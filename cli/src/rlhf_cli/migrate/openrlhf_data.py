@@ -9,13 +9,13 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft, named
-from rlhf_cli.migrate.rows import Source
+from rlhf_cli.migrate.rows import FrameworkOptions
 
 NO_LIMIT = 100_000_000
 """A limit of rows that is not written."""
 
 
-def scored_outside(s: Source) -> bool:
+def scored_outside(s: FrameworkOptions) -> bool:
     return bool(s["reward.remote_url"] or s["train.agent_func_path"])
 
 
@@ -56,7 +56,7 @@ def rows_of_data(draft: Draft, online: bool) -> None:
         draft.unread["data.input_template"] = "not with a chat template, and not without a prompt's column"
 
 
-def _sources(s: Source, name: str, split: str) -> list[dict[str, Any]]:
+def _sources(s: FrameworkOptions, name: str, split: str) -> list[dict[str, Any]]:
     paths = [path.strip() for path in s[name].split(",")]
     if folders := [path for path in paths if "@" in path]:
         raise s.refused(name, f"{folders[0]!r} means a folder of a data set; name the files in it instead")

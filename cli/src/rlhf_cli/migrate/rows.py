@@ -16,7 +16,7 @@ TYPES = {bool: "switch", int: "integer", float: "number", str: "text", list: "nu
 
 
 @dataclass(frozen=True)
-class Row:
+class OptionRow:
     """What becomes of one option. The head of a table's file explains the fields."""
 
     name: str
@@ -32,23 +32,23 @@ class Row:
     secret: bool = False
 
 
-def table(framework: str) -> dict[str, list[Row]]:
+def table(framework: str) -> dict[str, list[OptionRow]]:
     """The rows of a framework by group."""
     text = files("rlhf_cli.migrate").joinpath(f"{framework}.toml").read_text(encoding="utf-8")
     return {group: [_row(name, row) for name, row in rows.items()] for group, rows in tomllib.loads(text).items()}
 
 
-def _row(name: str, fields: dict[str, Any]) -> Row:
+def _row(name: str, fields: dict[str, Any]) -> OptionRow:
     to = fields.pop("to", ())
     fields["to"] = (to,) if isinstance(to, str) else tuple(to)
     fields["old"] = tuple(fields.get("old", ()))
     examples = [fields["default"]] if "default" in fields else list(fields.get("defaults", {}).values())
     fields.setdefault("type", TYPES[type(examples[0])] if examples else "text")
-    return Row(name, **fields)
+    return OptionRow(name, **fields)
 
 
 @dataclass(frozen=True)
-class Given:
+class OptionValue:
     """An option as it was given."""
 
     value: Any
@@ -59,17 +59,17 @@ class Given:
 
 
 @dataclass
-class Source:
+class FrameworkOptions:
     """The options of one run in another framework: those that are given, and the framework's defaults.
 
     Args:
         entry: the entry point, for the defaults.
     """
 
-    rows: Mapping[str, Row]
+    rows: Mapping[str, OptionRow]
     entry: str
     framework: str
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, OptionValue] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.given:
@@ -84,12 +84,14 @@ class Source:
         return ConfigError(f"{label}: {reason}")
 
 
-def rows_of(groups: Mapping[str, Iterable[Row]], names: Sequence[str]) -> dict[str, Row]:
+def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> dict[str, OptionRow]:
     """The rows of these groups by name; a later group replaces a row of an earlier one."""
     return {row.name: row for name in names for row in groups[name]}
 
 
-def matching(rows: Mapping[str, Row], name: str, where: str, groups: Mapping[str, Iterable[Row]]) -> list[Row]:
+def matching(
+    rows: Mapping[str, OptionRow], name: str, where: str, groups: Mapping[str, Iterable[OptionRow]]
+) -> list[OptionRow]:
     """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none."""
     matches = [rows[name]] if name in rows else [row for row in rows.values() if name in row.old]
     if not matches:
@@ -100,7 +102,7 @@ def matching(rows: Mapping[str, Row], name: str, where: str, groups: Mapping[str
     return matches
 
 
-def value_of(row: Row, texts: Sequence[str], where: str) -> Any:
+def value_of(row: OptionRow, texts: Sequence[str], where: str) -> Any:
     """The value of an option from its words. Raises ConfigError where they are not of its type."""
     only = texts[0] if len(texts) == 1 else None
     try:
@@ -128,7 +130,7 @@ def value_of(row: Row, texts: Sequence[str], where: str) -> Any:
     raise ConfigError(f"{where}: the option {row.name} takes {row.type}, got {' '.join(texts) or 'nothing'}")
 
 
-def typed(row: Row, value: Any, where: str) -> Any:
+def typed(row: OptionRow, value: Any, where: str) -> Any:
     """The value of an option from a value of YAML or Python; None stays None, which is no default."""
     match row.type:
         case _ if value is None or row.type == "any":

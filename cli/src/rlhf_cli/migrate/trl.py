@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rlhf_cli.migrate.draft import Draft
-from rlhf_cli.migrate.rows import Source
+from rlhf_cli.migrate.rows import FrameworkOptions
 
 NAME = "TRL"
 FACTS = "The facts are those of TRL 1.16 with transformers 5."
@@ -63,7 +63,7 @@ PROMPT_ROOM = 2048
 """Tokens for prompts where TRL limits only answers."""
 
 
-def convert(source: Source, processes: int) -> Draft:
+def convert(source: FrameworkOptions, processes: int) -> Draft:
     """The run file for these fields. Raises ConfigError for a value that has no counterpart.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.errors import ConfigError
 
-from rlhf_cli.migrate.rows import Given, Row, Source, matching, rows_of, table, typed, value_of
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionRow, OptionValue, matching, rows_of, table, typed, value_of
 from rlhf_cli.migrate.shell import Word, known_text
 from rlhf_cli.migrate.trl import GROUPS, NAME
 
@@ -27,10 +27,10 @@ LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's defaults, which are not those of ModelConfig."""
 
 
-def of_command(entry: str, words: Sequence[Word], where: str) -> Source:
+def of_command(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
     """From ``trl grpo --flag value ...``. ``--config FILE`` is read too; flags have precedence."""
     source = _source(entry)
-    rest, options = list(words), dict[str, Given]()
+    rest, options = list(words), dict[str, OptionValue]()
     while rest:
         word = rest.pop(0)
         here = f"{where}, line {word.line}"
@@ -50,12 +50,12 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> Source:
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         for row in _matching(source, name, here):
-            options[row.name] = Given(value_of(row, values, here), flag + " ..." if row.secret else text, here)
+            options[row.name] = OptionValue(value_of(row, values, here), flag + " ..." if row.secret else text, here)
     source.given |= options
     return source
 
 
-def of_mapping_file(path: str) -> Source:
+def of_mapping_file(path: str) -> FrameworkOptions:
     """From a configuration in YAML or JSON, whose fields say which trainer it is for."""
     fields = _mapping(path)
     groups = table("trl")
@@ -68,7 +68,7 @@ def of_mapping_file(path: str) -> Source:
     return source
 
 
-def of_script(path: str, settings: Mapping[str, str]) -> Source:
+def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
     """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)`` and of the trainer's
     ``model``. The script is parsed, never executed."""
     where = Path(path).name
@@ -96,7 +96,7 @@ def of_script(path: str, settings: Mapping[str, str]) -> Source:
         elif kind == "LoraConfig":
             names = LORA
             for name, value in {"use_peft": True, **LORA_DEFAULTS}.items():
-                source.given[name] = Given(value, f"LoraConfig's {name}", f"{where}, line {call.lineno}")
+                source.given[name] = OptionValue(value, f"LoraConfig's {name}", f"{where}, line {call.lineno}")
         else:
             continue
         for keyword in call.keywords:
@@ -116,21 +116,21 @@ def of_script(path: str, settings: Mapping[str, str]) -> Source:
     return source
 
 
-def _source(entry: str) -> Source:
-    return Source(rows_of(table("trl"), GROUPS[entry]), entry, NAME)
+def _source(entry: str) -> FrameworkOptions:
+    return FrameworkOptions(rows_of(table("trl"), GROUPS[entry]), entry, NAME)
 
 
-def _matching(source: Source, name: str, where: str) -> list[Row]:
+def _matching(source: FrameworkOptions, name: str, where: str) -> list[OptionRow]:
     return matching(source.rows, name, where, table("trl"))
 
 
-def _give(source: Source, name: str, value: Any, text: str, where: str) -> None:
+def _give(source: FrameworkOptions, name: str, value: Any, text: str, where: str) -> None:
     for row in _matching(source, name, where):
         label = f"{name}: ..." if row.secret else text
-        source.given[row.name] = Given(typed(row, value, where), label, where)
+        source.given[row.name] = OptionValue(typed(row, value, where), label, where)
 
 
-def _take(source: Source, fields: Mapping[str, Any], where: str) -> None:
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> None:
     for name, value in fields.items():
         _give(source, name, value, f"{name}: {value}", where)
 

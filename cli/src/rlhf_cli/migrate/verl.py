@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft, named
-from rlhf_cli.migrate.rows import Given, Source, matching, rows_of, table, typed
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, matching, rows_of, table, typed
 from rlhf_cli.migrate.shell import UNKNOWN, Word, known_text
 
 NAME = "verl"
@@ -43,12 +43,12 @@ AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mea
 OBSERVERS = ("wandb", "tensorboard", "mlflow")
 
 
-def read(words: Sequence[Word], where: str) -> Source:
+def read(words: Sequence[Word], where: str) -> FrameworkOptions:
     """The overrides of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
     import yaml
 
     groups = table("verl")
-    source = Source(rows_of(groups, ("main_ppo",)), "main_ppo", NAME)
+    source = FrameworkOptions(rows_of(groups, ("main_ppo",)), "main_ppo", NAME)
     for word in words:
         if word.text in (f"{UNKNOWN}@{UNKNOWN}", f"{UNKNOWN}*{UNKNOWN}"):
             continue  # "$@": further words of the script's own command line
@@ -61,11 +61,11 @@ def read(words: Sequence[Word], where: str) -> Source:
                 value = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
-            source.given[row.name] = Given(typed(row, value, here), f"{key}={text}", here)
+            source.given[row.name] = OptionValue(typed(row, value, here), f"{key}={text}", here)
     return source
 
 
-def convert(source: Source) -> Draft:
+def convert(source: FrameworkOptions) -> Draft:
     """The run file for these keys. Raises ConfigError for a value that has no counterpart."""
     draft, s = Draft(source), source
     estimator = s["algorithm.adv_estimator"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WIDTH = 120
 
 
-class Explain(Command):
+class ExplainCommand(Command):
     """Explain options: `rlhf explain` lists the sections of the run file, `rlhf explain trainer` the options of one.
     `rlhf explain trainer.lr` says everything about one option.
 
@@ -131,4 +131,4 @@ def _write(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Explain]
+    return [ExplainCommand]

@@ -12,7 +12,7 @@ from rlhf.paths import path_argument
 from rlhf_runtime.config.command_line import add_short_flags, overrides
 
 
-class Init(Command):
+class InitCommand(Command):
     """Write a run file: `rlhf init --algo NAME --reward NAME -o run.toml`.
 
     Options that the run needs and those that the flags give are written as values. Other options that matter first are
@@ -57,4 +57,4 @@ class Init(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Init]
+    return [InitCommand]

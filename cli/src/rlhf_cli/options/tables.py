@@ -45,7 +45,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class OptionTable:
     """One table of the file."""
 
     heading: str
@@ -54,7 +54,7 @@ class Table:
     options: Sequence[Option]
 
 
-def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins) -> Iterator[Table]:
+def tables(run: RunFile, algorithm: Algorithm, values: Values, plugins: Plugins) -> Iterator[OptionTable]:
     """The tables of the file, in the order of the run file's sections.
 
     Args:
@@ -135,14 +135,14 @@ def _installed(plugins: Plugins, kind: str) -> str:
     return f"installed: {', '.join(dict.fromkeys(entry.name for entry in plugins.list(kind)))}"
 
 
-def _split(heading: str, where: str, options: Sequence[Option], algorithm: Algorithm) -> Iterator[Table]:
+def _split(heading: str, where: str, options: Sequence[Option], algorithm: Algorithm) -> Iterator[OptionTable]:
     """A table for the section itself, and one for each slot of the algorithm, but for losses that train nothing."""
     slots = {f"algorithm.{name}": slot for name, slot in algorithm.slots.items()} if where == "algorithm" else {}
     own = [o for o in options if not o.path.startswith(tuple(f"{path}." for path in slots))]
-    yield Table(heading, where, own)
+    yield OptionTable(heading, where, own)
     updates = [u for step in (0, MAX_STEPS - 1) for u in algorithm.updates(step) if isinstance(u, Update)]
     idle = [p for p, s in slots.items() if s.kind == "loss" and p not in {f"algorithm.{u.loss}" for u in updates}]
     for path in slots:
         part = [o for o in options if o.path.startswith(f"{path}.")]
         if part and path not in idle:
-            yield Table(f"[{path}]", path, part)
+            yield OptionTable(f"[{path}]", path, part)

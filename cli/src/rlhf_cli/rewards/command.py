@@ -17,7 +17,7 @@ from rlhf_cli.main import run_command
 NOT_HERE = ("algo", "eval-data", "output", "steps", "resume", "overwrite")
 
 
-class Rewards(Command):
+class RewardsCommand(Command):
     """Try rewards on answers: `rlhf rewards try --reward math --data FILE`."""
 
     name = "rewards"
@@ -30,10 +30,10 @@ class Rewards(Command):
     def run(self, args: argparse.Namespace) -> int:
         if args.action != "try":
             raise ConfigError(f"no action {args.action!r}; the one action is `rlhf rewards try`.")
-        return run_command("rlhf rewards try", Try(), args.arguments)
+        return run_command("rlhf rewards try", RewardsTryCommand(), args.arguments)
 
 
-class Try(Command):
+class RewardsTryCommand(Command):
     """Try rewards on answers: `rlhf rewards try --reward math --data FILE --model MODEL`, or `rlhf rewards try RUN`.
 
     Rows hold a prompt and one answer or a list of answers, as for `rlhf score`. RUN, the folder of a run, gives its
@@ -104,4 +104,4 @@ def _note(text: str) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Rewards]
+    return [RewardsCommand]

@@ -25,7 +25,7 @@ SCALED = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class TrialTable:
     """A table with a title. Texts of people and models are in it as they are."""
 
     title: str
@@ -34,13 +34,13 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def sections(trial: Trial) -> list[Section]:
+def sections(trial: Trial) -> list[TrialTable]:
     """The findings, the most important ones first."""
     summary = _summary(trial)
     probes, cheats = _probes(trial)
     notes = [*_constant_notes(trial), *cheats, *(f"left out: {n} {why}" for why, n in trial.left_out.items())]
     parts = [
-        Section("Rewards", ("reward", "answers", "mean", "std", "min", "max", "none", "failed", "constant groups"),
+        TrialTable("Rewards", ("reward", "answers", "mean", "std", "min", "max", "none", "failed", "constant groups"),
                 summary, notes),
         *(_distribution(trial, name) for name in trial.rewards),
         *_agreement(trial),
@@ -101,7 +101,7 @@ def _constant_notes(trial: Trial) -> list[str]:
     ]
 
 
-def _distribution(trial: Trial, name: str) -> Section:
+def _distribution(trial: Trial, name: str) -> TrialTable:
     values = _values(trial, name)
     different = sorted(set(values))
     if len(different) <= BINS:
@@ -112,10 +112,10 @@ def _distribution(trial: Trial, name: str) -> Section:
         bars = [(f"{_number(low + n * width)} to {_number(low + (n + 1) * width)}", numbers[n]) for n in range(BINS)]
     longest = max((count for _, count in bars), default=1)
     rows = [(label, str(count), "█" * math.ceil(BAR * count / longest)) for label, count in bars]
-    return Section(f"Distribution of {name}", ("value", "answers", ""), rows)
+    return TrialTable(f"Distribution of {name}", ("value", "answers", ""), rows)
 
 
-def _agreement(trial: Trial) -> Iterator[Section]:
+def _agreement(trial: Trial) -> Iterator[TrialTable]:
     """The correlation of every two rewards, and the answers of which two think most differently."""
     pairs = []
     examples: list[tuple[float, tuple[str, ...]]] = []
@@ -137,18 +137,18 @@ def _agreement(trial: Trial) -> Iterator[Section]:
         for (x, y), (a, b, group, trajectory) in zip(scaled, both, strict=True):
             text = (f"{first} {_number(a)}, {second} {_number(b)}", *_place(group, trajectory))
             examples.append((abs(x - y), text))
-    yield Section("Agreement", ("reward", "reward", "answers", "correlation"), pairs)
+    yield TrialTable("Agreement", ("reward", "reward", "answers", "correlation"), pairs)
     examples.sort(key=lambda example: -example[0])
     rows = [text for distance, text in examples[:MOST] if distance > 1]
     notes = ["compared by their distance from each reward's mean, in its standard deviations"] if rows else []
-    yield Section("Answers of which rewards think most differently", ("values", "row", "answer"), rows, notes)
+    yield TrialTable("Answers of which rewards think most differently", ("values", "row", "answer"), rows, notes)
 
 
 def _place(group: Group, trajectory: Trajectory) -> tuple[str, str]:
     return f"{group.row.source} {group.row.index}", trajectory.completion
 
 
-def _probes(trial: Trial) -> tuple[Section, list[str]]:
+def _probes(trial: Trial) -> tuple[TrialTable, list[str]]:
     """What answers that try to cheat get, beside the given answers of the same rows, and sentences on those that
     pay."""
     answers = {(group.row.source, group.row.index): group for group in trial.groups}
@@ -173,13 +173,13 @@ def _probes(trial: Trial) -> tuple[Section, list[str]]:
             notes.append(f"{reward}: {name}: {_number(value)} on average, and the given answers get {_number(mean)}")
     columns = ("reward", "answer", "mean", "given answers", "as good as the best of its row", "")
     about = [f"the right answer is the column {trial.truth!r}" if trial.truth else "the right answer is not known"]
-    return Section("Answers that try to cheat", columns, rows, about if rows else ()), notes
+    return TrialTable("Answers that try to cheat", columns, rows, about if rows else ()), notes
 
 
-def _slowest(trial: Trial) -> Section:
+def _slowest(trial: Trial) -> TrialTable:
     calls = sorted(trial.calls, key=lambda call: -call.seconds)[:MOST]
     rows = [(call.reward, f"{call.seconds:.3f}", *_samples(call)) for call in calls]
-    return Section("Slowest calls", ("reward", "seconds", "row", "answers", "first answer"), rows)
+    return TrialTable("Slowest calls", ("reward", "seconds", "row", "answers", "first answer"), rows)
 
 
 def _samples(call: RewardCall) -> tuple[str, str, str]:
@@ -187,7 +187,7 @@ def _samples(call: RewardCall) -> tuple[str, str, str]:
     return place, str(len(call.group.trajectories)), text
 
 
-def _failures(trial: Trial) -> Section:
+def _failures(trial: Trial) -> TrialTable:
     """Calls that failed, with one example of each message."""
     failures: dict[tuple[str, bool, str], list[RewardCall]] = {}
     for call in trial.calls:
@@ -202,7 +202,7 @@ def _failures(trial: Trial) -> Section:
     failed = sum(map(len, failures.values())) - expired
     notes = [f"{expired} calls took longer than their deadline, {failed} failed otherwise"] if rows else []
     columns = ("reward", "", "calls", "message", "first row", "first answer")
-    return Section("Calls without a result", columns, rows[: 2 * MOST], notes)
+    return TrialTable("Calls without a result", columns, rows[: 2 * MOST], notes)
 
 
 def _number(value: float | None) -> str:

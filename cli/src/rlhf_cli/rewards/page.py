@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from rlhf_cli.rewards.findings import Section
+from rlhf_cli.rewards.findings import TrialTable
 
 LONGEST = 60
 """Characters of a cell in a terminal. The page has whole texts."""
@@ -21,11 +21,11 @@ td { max-width: 40rem; overflow-wrap: anywhere; white-space: pre-wrap; font-vari
 """
 
 
-def as_text(parts: Sequence[Section]) -> str:
+def as_text(parts: Sequence[TrialTable]) -> str:
     return "\n".join(_table(part) for part in parts)
 
 
-def as_page(title: str, parts: Sequence[Section]) -> str:
+def as_page(title: str, parts: Sequence[TrialTable]) -> str:
     """A page of HTML. Every text is escaped, and the page may load nothing and run nothing."""
     body = [f"<h1>{html.escape(title)}</h1>"]
     for part in parts:
@@ -44,7 +44,7 @@ def as_page(title: str, parts: Sequence[Section]) -> str:
     )
 
 
-def _table(part: Section) -> str:
+def _table(part: TrialTable) -> str:
     rows = [part.columns, *part.rows] if part.rows else []
     cells = [[_cell(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]

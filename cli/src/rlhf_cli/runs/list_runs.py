@@ -12,7 +12,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
 
-class Runs(Command):
+class RunsCommand(Command):
     """List the runs below a folder, newest first: how far each one is, its last reward or loss, and its best value.
 
     A run is looked for in the folder itself and up to three folders below it. Its state is running, finished, stopped
@@ -106,4 +106,4 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Runs]
+    return [RunsCommand]

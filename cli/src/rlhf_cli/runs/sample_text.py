@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.text import Text
 from rlhf_runtime.observe.sample_lines import printable, shortened
-from rlhf_runtime.report.recorded_samples import Sample
+from rlhf_runtime.report.recorded_samples import RecordedSample
 
 from rlhf_cli.runs.curves import number
 
@@ -16,7 +16,7 @@ LONG = 1200
 INDENT = "  "
 
 
-def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
+def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -> Text:
     """The sample with its prompt and its turns.
 
     Args:
@@ -48,7 +48,7 @@ def sample_text(sample: Sample, heading: str = "", full: bool = False) -> Text:
     return text
 
 
-def _facts(sample: Sample) -> str:
+def _facts(sample: RecordedSample) -> str:
     """``reward 0.5 (mean of its group 0.25): math 1, length -0.2; truncated, 6 tokens``."""
     facts = f"{INDENT}reward {'none' if sample.reward is None else number(sample.reward)}"
     if sample.group_mean is not None:
@@ -59,7 +59,7 @@ def _facts(sample: Sample) -> str:
     return facts + f"; {sample.status}, {sample.length} tokens" + (f" in {turns} turns" if turns > 1 else "")
 
 
-def _numbers(sample: Sample, full: bool) -> str:
+def _numbers(sample: RecordedSample, full: bool) -> str:
     """``env/right 1, rollout/sequences 2``."""
     numbers = {k: v for k, v in sample.info.items() if full or v or not k.startswith("rollout/")}
     return ", ".join(f"{printable(name)} {number(value)}" for name, value in numbers.items())

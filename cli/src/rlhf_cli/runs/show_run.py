@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
 
-class Show(Command):
+class ShowCommand(Command):
     """Show a run: `rlhf show runs/3`, or two of them side by side: `rlhf show runs/3 runs/4`.
 
     For one run it shows the options that were set, plugins with their versions, progress, metrics with curves,
@@ -50,4 +50,4 @@ class Show(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Show]
+    return [ShowCommand]

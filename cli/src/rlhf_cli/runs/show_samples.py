@@ -13,13 +13,13 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
 if TYPE_CHECKING:
-    from rlhf_runtime.report.recorded_samples import Sample
+    from rlhf_runtime.report.recorded_samples import RecordedSample
 
 FIRST = 5
 """Number of samples that are shown by default."""
 
 
-class Samples(Command):
+class SamplesCommand(Command):
     """Show samples of a step of a run: `rlhf samples runs/latest --step 12 --worst 5`.
 
     Each sample is shown with its prompt, its completion (or the turns of the policy and of the environment), the reward
@@ -89,12 +89,14 @@ def _why_no_samples(record: Any) -> str:
     return "They were deleted: the run sampled, and its folder rollouts/ has no files."
 
 
-def _selections(samples: Sequence[Sample], args: argparse.Namespace) -> list[tuple[str, Sequence[Sample]]]:
+def _selections(
+    samples: Sequence[RecordedSample], args: argparse.Namespace
+) -> list[tuple[str, Sequence[RecordedSample]]]:
     """[(what they are, samples)]."""
     from rlhf_runtime.report.recorded_samples import draw_samples, extreme
 
     by = f" by {args.sort_by}" if args.sort_by else ""
-    selections: list[tuple[str, Sequence[Sample]]] = []
+    selections: list[tuple[str, Sequence[RecordedSample]]] = []
     if args.worst is not None:
         selections.append((f"worst{by}", extreme(samples, args.worst, args.sort_by, best=False)))
     if args.best is not None:
@@ -106,7 +108,7 @@ def _selections(samples: Sequence[Sample], args: argparse.Namespace) -> list[tup
     return selections
 
 
-def _print_json(selections: Sequence[tuple[str, Sequence[Sample]]]) -> None:
+def _print_json(selections: Sequence[tuple[str, Sequence[RecordedSample]]]) -> None:
     from dataclasses import asdict
 
     from rlhf_runtime.checkpoint.json_values import dumps
@@ -117,8 +119,8 @@ def _print_json(selections: Sequence[tuple[str, Sequence[Sample]]]) -> None:
 
 
 def _print(
-    all_samples: Sequence[Sample],
-    selections: Sequence[tuple[str, Sequence[Sample]]],
+    all_samples: Sequence[RecordedSample],
+    selections: Sequence[tuple[str, Sequence[RecordedSample]]],
     path: Path,
     args: argparse.Namespace,
 ) -> None:
@@ -153,4 +155,4 @@ def _number(text: str) -> int:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Samples]
+    return [SamplesCommand]

@@ -11,7 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 
 
-class Report(Command):
+class ReportCommand(Command):
     """Write a page about a run: `rlhf report runs/3`, or about several, over each other: `rlhf report runs/3 runs/4`.
 
     One HTML file, which opens without a network and without a server: curves, the time of a step, the timeline, samples
@@ -46,4 +46,4 @@ class Report(Command):
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [Report]
+    return [ReportCommand]

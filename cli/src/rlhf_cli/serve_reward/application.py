@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """``bytes`` of a request, ``samples`` under way, ``seconds`` of a request; ``batch`` samples that a model reads at
     once, and ``wait``, how many seconds it waits for them."""
 
@@ -73,7 +73,7 @@ class Metrics:
 class Application:
     """Answers once :attr:`answer` is set."""
 
-    def __init__(self, access: Access, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, access: Access, limits: RequestLimits, metrics: Metrics) -> None:
         self._access, self._limits, self._metrics = access, limits, metrics
         self.answer: Answer | None = None
         self.stopping = False

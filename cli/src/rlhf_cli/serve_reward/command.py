@@ -14,7 +14,7 @@ from rlhf_runtime.config.command_line import add_run_file, overrides
 NOT_HERE = ("algo", "data", "eval-data", "output", "steps", "resume", "overwrite", "model")
 
 
-class ServeReward(Command):
+class ServeRewardCommand(Command):
     """Serve rewards over HTTP: `rlhf serve-reward --reward math`, `--reward model:PATH`, or those of a run file.
 
     The protocol is that of OpenRLHF's remote reward models, which the reward `http` speaks. The server listens on this
@@ -60,7 +60,7 @@ class ServeReward(Command):
         from rlhf_runtime.config.load import load, look_for_models
 
         from rlhf_cli.serve_reward.access import Access
-        from rlhf_cli.serve_reward.application import Limits
+        from rlhf_cli.serve_reward.application import RequestLimits
         from rlhf_cli.serve_reward.serving import serve
 
         access = Access.checked(args.host, args.port, args.token_env)
@@ -71,7 +71,7 @@ class ServeReward(Command):
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to serve. Set --reward plugin:NAME.")
         look_for_models(config)
-        limits = Limits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
+        limits = RequestLimits(args.max_mb * 2**20, args.queue, args.timeout, args.batch, args.wait)
         serve(config, Plugins.discover(), access, limits, args.label, announce=_say)
         return 0
 
@@ -99,4 +99,4 @@ def _seconds(text: str) -> float:
 
 @hookimpl
 def rlhf_register_command() -> list[type[Command]]:
-    return [ServeReward]
+    return [ServeRewardCommand]

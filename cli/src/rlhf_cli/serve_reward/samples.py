@@ -27,7 +27,7 @@ class Unscored(Exception):
         self.causes = causes
 
 
-class Samples:
+class SampleGroups:
     """Makes groups of questions. The samples of a question that have one prompt and one label are a group.
 
     A sample is a prompt and one answer. Its row has the columns ``prompt`` and, if labels were sent, the column of the

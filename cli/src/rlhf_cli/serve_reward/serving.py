@@ -22,9 +22,9 @@ from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_reward.application import PATH, Answer, Application, Limits, Metrics
+from rlhf_cli.serve_reward.application import PATH, Answer, Application, Metrics, RequestLimits
 from rlhf_cli.serve_reward.questions import Question
-from rlhf_cli.serve_reward.samples import Samples, answer_of
+from rlhf_cli.serve_reward.samples import SampleGroups, answer_of
 
 _LOG = logging.getLogger(__name__)
 END = 5.0
@@ -39,7 +39,7 @@ def serve(
     config: RunFile,
     plugins: Plugins,
     access: Access,
-    limits: Limits,
+    limits: RequestLimits,
     label: str | None,
     *,
     announce: Callable[[str], None],
@@ -78,7 +78,7 @@ def serve(
             passed = metrics.passes.observe
             scorer = start_scorer(placed, main, closing, wait=limits.wait, largest=limits.batch, passed=passed)
         tokenizer = None if placed is None else placed.tokenizer
-        samples = Samples(tokenizer, label, config.data.add_eos, config.data.max_tokens)
+        samples = SampleGroups(tokenizer, label, config.data.add_eos, config.data.max_tokens)
         stop.then = lambda: main.from_main(server.stop.set)
         application.answer = _answer(scorer, samples)
         announce(f"serving {', '.join(reward.name for reward in rewards)} at {url}")
@@ -90,7 +90,7 @@ def _at_once() -> None:
     raise KeyboardInterrupt
 
 
-def _answer(scorer: Scorer, samples: Samples) -> Answer:
+def _answer(scorer: Scorer, samples: SampleGroups) -> Answer:
     names = [reward.name for reward in scorer.rewards]
 
     async def answer(question: Question) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Connection(web.RequestHandler):
 class _Server:
     """The sockets. Its methods run on the event loop."""
 
-    def __init__(self, application: Application, access: Access, limits: Limits) -> None:
+    def __init__(self, application: Application, access: Access, limits: RequestLimits) -> None:
         self.stop = asyncio.Event()
         self._application, self._access = application, access
         self._runner = web.AppRunner(

@@ -13,23 +13,23 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
         GAE,
         GDPO,
         OPO,
-        RLOO,
         BatchMean,
-        DrGRPO,
+        GroupMean,
         GroupNorm,
+        LeaveOneOut,
         MaxRL,
         PassAtK,
         Reinforce,
         ReinforceBaseline,
     )
 
-    return [GAE, Reinforce, ReinforceBaseline, BatchMean, RLOO, GroupNorm, DrGRPO, GDPO, MaxRL, OPO, PassAtK]
+    return [GAE, Reinforce, ReinforceBaseline, BatchMean, LeaveOneOut, GroupNorm, GroupMean, GDPO, MaxRL, OPO, PassAtK]
 
 
 @hookimpl
 def rlhf_register_loss() -> list[type[Loss]]:
     from rlhf_algorithms.critic import Value
-    from rlhf_algorithms.policy_losses import CISPO, GSPO, PPO, SAPO, ReinforceLoss
+    from rlhf_algorithms.policy_losses import CISPO, GSPO, SAPO, PPOLoss, ReinforceLoss
     from rlhf_algorithms.trust_regions import DPPO, GMPO, VESPO, Covariance
 
-    return [PPO, ReinforceLoss, GSPO, CISPO, SAPO, DPPO, VESPO, GMPO, Covariance, Value]
+    return [PPOLoss, ReinforceLoss, GSPO, CISPO, SAPO, DPPO, VESPO, GMPO, Covariance, Value]

@@ -97,7 +97,7 @@ class ReinforceBaseline(ReturnToGo):
         return group_center(r_N, group_N)
 
 
-class RLOO(ReturnToGo):
+class LeaveOneOut(ReturnToGo):
     """Reward minus the mean of the other samples of the group."""
 
     name = "rloo"
@@ -129,7 +129,7 @@ class GroupNorm(ReturnToGo):
         return centred_N / (group_std(r_N, one_group_N) + 1e-9)
 
 
-class DrGRPO(ReturnToGo):
+class GroupMean(ReturnToGo):
     """Reward minus the mean of the group, without dividing by the standard deviation: nearly solved prompts do not get
     a larger weight."""
 

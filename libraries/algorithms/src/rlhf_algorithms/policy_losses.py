@@ -190,7 +190,7 @@ class PPOConfig(PolicyLossConfig):
     """Bounds the loss of tokens with a negative advantage at this many times the advantage."""
 
 
-class PPO(PolicyLoss):
+class PPOLoss(PolicyLoss):
     """-min(rho A, clip(rho, 1 - low, 1 + high) A) per token."""
 
     name = "ppo"

@@ -19,7 +19,7 @@ from rlhf.types import Annotation
 from torch import Tensor
 
 from rlhf_algorithms.correction import divergence
-from rlhf_algorithms.policy_losses import PPO, Metrics, PolicyLoss, PolicyLossConfig, PPOConfig
+from rlhf_algorithms.policy_losses import Metrics, PolicyLoss, PolicyLossConfig, PPOConfig, PPOLoss
 from rlhf_algorithms.ratios import LOG_RATIO_BOUND, bounded, token_ratio
 
 NOW, SELECTED = "live_logprobs", "covariance_selected"
@@ -180,7 +180,7 @@ class CovarianceConfig(PPOConfig):
         return self
 
 
-class Covariance(PPO):
+class Covariance(PPOLoss):
     """PPO's loss with another treatment of the few tokens whose covariance (log q - mean)(A - mean) is high: likely
     tokens that are pushed up, and unlikely ones that are pushed down, lower the entropy most.
 

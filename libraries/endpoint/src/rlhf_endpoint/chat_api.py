@@ -10,8 +10,8 @@ from rlhf.interfaces import RolloutContext
 from rlhf_endpoint.api_error import invalid
 from rlhf_endpoint.chat_request import (
     MOST_CHOICES,
+    ChatChoice,
     ChatRequest,
-    Choice,
     read_flag,
     read_model,
     read_sampling,
@@ -45,7 +45,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     return {
@@ -64,7 +64,7 @@ def answer(
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
     head = _head(request, name, now, "chat.completion.chunk")
@@ -89,7 +89,7 @@ def chunks(
         yield {**head, "choices": [], "usage": usage(choices)}
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, int]:
+def usage(choices: Sequence[ChatChoice]) -> dict[str, int]:
     prompt, completion = choices[0].context, sum(len(c.turn.ids) for c in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
@@ -98,14 +98,14 @@ def _head(request: ChatRequest, name: str, now: int, kind: str) -> dict[str, Any
     return {"id": f"chatcmpl-{name}", "object": kind, "created": now, "model": request.model}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
+def _message(choice: ChatChoice) -> dict[str, Any]:
     message = dict(choice.message)
     if message.get("tool_calls") and not message["content"]:
         message["content"] = None
     return message
 
 
-def _logprobs(choice: Choice) -> dict[str, Any]:
+def _logprobs(choice: ChatChoice) -> dict[str, Any]:
     """The log-probs of an answer. Tokens are written as ids, because different tokens may have equal texts."""
     values = zip(choice.turn.ids, choice.turn.logprobs or (), strict=False)
     content: list[dict[str, Any]] = [

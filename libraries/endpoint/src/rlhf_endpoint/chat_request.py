@@ -33,7 +33,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChatChoice:
     """An answer."""
 
     turn: Turn

@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 
 from rlhf_endpoint.api_error import ApiError, invalid
-from rlhf_endpoint.chat_request import ChatRequest, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.chat_request import ChatChoice, ChatRequest, read_flag, read_model, read_sampling, read_tools
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 
@@ -38,7 +38,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     [choice] = choices
@@ -57,7 +57,7 @@ def answer(
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
     whole = answer(request, choices, body, name, now)

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 
 from rlhf_endpoint.api_error import ApiError, invalid
-from rlhf_endpoint.chat_request import ChatRequest, Choice, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.chat_request import ChatChoice, ChatRequest, read_flag, read_model, read_sampling, read_tools
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 
@@ -36,14 +36,14 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
 
 
 def answer(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> dict[str, Any]:
     """The answer to a request that is not streamed."""
     return _response(request, choices[0], body, name, now, _output(choices[0].message, name))
 
 
 def chunks(
-    request: ChatRequest, choices: Sequence[Choice], body: Mapping[str, Any], name: str, now: int
+    request: ChatRequest, choices: Sequence[ChatChoice], body: Mapping[str, Any], name: str, now: int
 ) -> Iterator[dict[str, Any]]:
     """The events of a streamed answer."""
     [choice] = choices
@@ -156,7 +156,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _response(
-    request: ChatRequest, choice: Choice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
+    request: ChatRequest, choice: ChatChoice, body: Mapping[str, Any], name: str, now: int, output: list[dict[str, Any]]
 ) -> dict[str, Any]:
     cut = choice.finish == "length"
     output_tokens = len(choice.turn.ids)

@@ -14,7 +14,7 @@ from rlhf.interfaces import RolloutContext
 from rlhf.types import Turn
 
 from rlhf_endpoint.api_error import ApiError
-from rlhf_endpoint.chat_request import ChatRequest, Choice
+from rlhf_endpoint.chat_request import ChatChoice, ChatRequest
 from rlhf_endpoint.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Session:
             task.add_done_callback(self._finished)
         return await asyncio.shield(task)
 
-    async def answer(self, request: ChatRequest) -> list[Choice]:
+    async def answer(self, request: ChatRequest) -> list[ChatChoice]:
         """Sample the answers to a conversation. Raises ApiError."""
         async with self._lock:  # a sample's turns are generated one at a time
             try:
@@ -82,7 +82,7 @@ class Session:
                 begins = "again", "another answer to the same request"
                 message = self._message(turn, request)
                 self._tree.add(node, context, turn, messages, message, request.tools)
-                choices.append(Choice(turn, message, length))
+                choices.append(ChatChoice(turn, message, length))
             return choices
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:

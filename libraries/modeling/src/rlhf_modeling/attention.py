@@ -30,7 +30,7 @@ from rlhf_modeling import flash_attention
 from rlhf_modeling.flash_attention import Lines
 from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.matmul_attention import LONGEST, Buckets, lay_out, matmul_attention
-from rlhf_modeling.sdpa_attention import Options, Runs, collect, sdpa_attention
+from rlhf_modeling.sdpa_attention import Options, SequenceRuns, collect, sdpa_attention
 from rlhf_modeling.shared_prefixes import Shared, Stretch
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class PackedAttention:
         else:
             self._stretches, self.tokens = shared.stretches, int(shared.ids_M.numel())
         self._place = None if shared is None else shared.place_N
-        self._plans: dict[int, tuple[Buckets | None, Runs | None]] = {}
+        self._plans: dict[int, tuple[Buckets | None, SequenceRuns | None]] = {}
         self._without_flash: dict[torch.dtype, bool] = {}
 
     def __call__(
@@ -264,7 +264,7 @@ class PackedAttention:
                 "its mask; set trainer.shared_prefixes = false"
             )
 
-    def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, Runs | None]:
+    def _plan(self, short: int, device: torch.device) -> tuple[Buckets | None, SequenceRuns | None]:
         """(sequences of up to ``short`` tokens, longer sequences)."""
         if short not in self._plans:
             small = [s for s in self._stretches if s.length <= short]

@@ -16,7 +16,7 @@ from rlhf_modeling.kernels import check_kernels
 from rlhf_modeling.precision import choose_device, precision_of
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.quantized import require_quantization
-from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.schedule import RateSchedule
 from rlhf_modeling.skeleton import check_model
 from rlhf_modeling.stored import check_storage
 
@@ -67,7 +67,7 @@ def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device:
             "leave it out."
         )
     if spec.role.trained and spec.total_updates:
-        Schedule(config, spec.total_updates)
+        RateSchedule(config, spec.total_updates)
     check_adapter(spec, config.lora if spec.role.trained else None)
     check_model(config, spec)
     if device is None:

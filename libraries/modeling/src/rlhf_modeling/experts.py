@@ -20,7 +20,7 @@ from rlhf.errors import CapabilityError, TrainingError
 from rlhf.ops.batch import Batch
 from torch import Tensor, nn
 
-from rlhf_modeling.token_parts import Part
+from rlhf_modeling.token_parts import RowPart
 
 TOKEN_SHARE = "weight/tokens"
 """Unit column: tokens of the unit, as a share of the optimizer batch's."""
@@ -58,7 +58,7 @@ class ExpertBalance:
         finally:
             self._last, self._seen = self._seen, None
 
-    def loss(self, batch: Batch, part: Part | None = None) -> Tensor:
+    def loss(self, batch: Batch, part: RowPart | None = None) -> Tensor:
         """fp32 []: the micro-batch's part of the optimizer batch's loss, without the coefficient.
 
         Args:
@@ -72,7 +72,7 @@ class ExpertBalance:
         return load_balance(layers, part) * batch.unit[TOKEN_SHARE].sum()
 
 
-def load_balance(layers: list[tuple[Tensor, Tensor]], part: Part | None = None) -> Tensor:
+def load_balance(layers: list[tuple[Tensor, Tensor]], part: RowPart | None = None) -> Tensor:
     """fp32 []: the auxiliary loss of (logits [N, E], chosen experts [N, k]) of each layer."""
     experts = layers[0][0].shape[-1]
     chosen_E = torch.stack([torch.bincount(chosen.reshape(-1), minlength=experts) for _, chosen in layers]).sum(0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rlhf_modeling.shared_prefixes import take_rows
-from rlhf_modeling.token_parts import Part
+from rlhf_modeling.token_parts import RowPart
 
 LAST_TOKEN = "last_token"
 
@@ -44,7 +44,7 @@ def compute(
     tempered: bool,
     chunk: int,
     head_fp32: bool,
-    part: Part | None = None,
+    part: RowPart | None = None,
 ) -> dict[str, Tensor]:
     """{head name: [A, ...]}, fp32, with gradient where ``hidden_NH`` has one.
 

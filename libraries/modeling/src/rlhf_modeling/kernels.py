@@ -21,7 +21,7 @@ AGREE, AGREE_IN_BF16 = 1e-3, 2e-2
 layers on a CPU differ by 5e-3."""
 
 
-class Loaded(Protocol):
+class KernelModel(Protocol):
     """A :class:`rlhf_modeling.model.LoadedModel`."""
 
     module: PreTrainedModel
@@ -43,7 +43,7 @@ def check_kernels(kernels: Kernels, device: str) -> None:
         raise CapabilityError(f"trainer.kernels = 'liger' is not available: {problem}. Leave it out.")
 
 
-def use_kernels(loaded: Loaded, kernels: Kernels, bf16: bool = False) -> None:
+def use_kernels(loaded: KernelModel, kernels: Kernels, bf16: bool = False) -> None:
     """Give the layers of a whole model the chosen kernels, where they compute the same as transformers' own code.
 
     Args:
@@ -64,7 +64,7 @@ def use_kernels(loaded: Loaded, kernels: Kernels, bf16: bool = False) -> None:
 
 
 @torch.no_grad()
-def check_liger(loaded: Loaded, modules: list[nn.Module], bf16: bool) -> None:
+def check_liger(loaded: KernelModel, modules: list[nn.Module], bf16: bool) -> None:
     """Compare a model whose ``modules`` compute with Liger's kernels with the same one without them, in fp32 and, if it
     will be computed in ``bf16``, in bf16. CapabilityError where the hidden states differ."""
     forwards = [module.forward for module in modules]
@@ -85,7 +85,7 @@ def check_liger(loaded: Loaded, modules: list[nn.Module], bf16: bool) -> None:
 
 
 @torch.no_grad()
-def _fuse(loaded: Loaded) -> bool:
+def _fuse(loaded: KernelModel) -> bool:
     """Fuse the layers where that gives the same hidden states of one packed row. Returns whether all layers are
     fused."""
     if loaded.layout == "alone":
@@ -98,7 +98,7 @@ def _fuse(loaded: Loaded) -> bool:
     return len(layers) == loaded.module.config.get_text_config().num_hidden_layers
 
 
-def _probe(loaded: Loaded, bf16: bool = False) -> Tensor:
+def _probe(loaded: KernelModel, bf16: bool = False) -> Tensor:
     """fp32 [7, hidden], of two sequences."""
     device = _device(loaded)
     ids_N = torch.arange(7, device=device) % loaded.vocabulary
@@ -106,5 +106,5 @@ def _probe(loaded: Loaded, bf16: bool = False) -> Tensor:
         return loaded.hidden(ids_N, torch.tensor([0, 1, 2, 3, 0, 1, 2], device=device), [4, 3]).float()
 
 
-def _device(loaded: Loaded) -> torch.device:
+def _device(loaded: KernelModel) -> torch.device:
     return next(loaded.module.parameters()).device

@@ -30,7 +30,7 @@ from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
 from rlhf_modeling.shared_prefixes import Shared, share_prefixes
 from rlhf_modeling.stored import head_product
-from rlhf_modeling.token_parts import Part, PartAttention, TokenGroup
+from rlhf_modeling.token_parts import PartAttention, RowPart, TokenGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +78,7 @@ class LoadedModel:
     divided_over: TokenGroup | None = None
     """The ranks that divide the tokens of every row among them; None: a rank computes whole rows. Set after all
     comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
-    part: Part | None = None
+    part: RowPart | None = None
     """This rank's part of the latest row; None if rows are whole."""
     images: ImageInputs | None = None
     """Set where the model reads images."""
@@ -189,7 +189,7 @@ class LoadedModel:
                 ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
                 position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
                 lens = self.computing = [*lens, lacking]
-        self.part = part = Part(among, len(ids_M))
+        self.part = part = RowPart(among, len(ids_M))
         with attend_with(PartAttention(part, lens, shared, self.attention)):
             out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
         return out.last_hidden_state[0], None if shared is None else shared.place_N

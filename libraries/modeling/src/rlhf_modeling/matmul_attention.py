@@ -33,7 +33,7 @@ def padded(length: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Sequences of one padded length whose query rows start at the same position."""
 
     first: int
@@ -52,7 +52,7 @@ class Bucket:
 class Buckets:
     """All short sequences of a packed row."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[LengthBucket, ...]
     row_N: Tensor | None
     """int64: the query row of each token, over all buckets one after another; None: they are in order."""
     elsewhere_N: Tensor | None
@@ -81,7 +81,7 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None = No
         if place is not None:
             keys_GP = place[keys_GP]
         own_GQ = ((position_P >= skip_G1) & (position_P < length_G1))[:, first:]
-        bucket = Bucket(first, keys_GP, None if bool(own_GQ.all()) else own_GQ)
+        bucket = LengthBucket(first, keys_GP, None if bool(own_GQ.all()) else own_GQ)
         number_GQ = torch.arange(rows, rows + own_GQ.numel()).view_as(own_GQ)
         row_N[bucket.rows_GQ[own_GQ]] = number_GQ[own_GQ]
         rows += own_GQ.numel()
@@ -111,7 +111,7 @@ class _MatmulAttention(torch.autograd.Function):
         ctx: Any, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Buckets, scaling: float, window: int | None
     ) -> Tensor:
         key_heads = k_NKD.shape[1]
-        outputs = _Rows(where, q_NHD)
+        outputs = _QueryRows(where, q_NHD)
         saved: list[Tensor] = []
         for bucket in where.buckets:
             q = _gather(q_NHD, bucket.rows_GQ, key_heads)
@@ -139,7 +139,7 @@ class _MatmulAttention(torch.autograd.Function):
         tokens, _, size = grad_NHD.shape
         dtype = torch.float32 if where.shared else grad_NHD.dtype  # a key's gradients are added without rounding
         dk_NKD, dv_NKD = (grad_NHD.new_zeros((tokens, key_heads, size), dtype=dtype) for _ in "kv")
-        queries = _Rows(where, grad_NHD)
+        queries = _QueryRows(where, grad_NHD)
         for i, bucket in enumerate(where.buckets):
             q, k, v, p = saved[4 * i : 4 * i + 4]
             do = _gather(grad_NHD, bucket.rows_GQ, key_heads, bucket.own_GQ)
@@ -172,14 +172,14 @@ def _gather(x_NHD: Tensor, index_GL: Tensor, key_heads: int, own_GL: Tensor | No
     return rows.permute(0, 2, 3, 1, 4).reshape(count * key_heads, heads // key_heads * length, size)
 
 
-def _add(sum_NKD: Tensor, x: Tensor, bucket: Bucket) -> None:
+def _add(sum_NKD: Tensor, x: Tensor, bucket: LengthBucket) -> None:
     """Add [G K, P, D] to the tokens of its keys. Values at padding are exactly zero."""
     count, length = bucket.keys_GP.shape
     x = x.view(count, -1, length, x.shape[-1]).transpose(1, 2).to(sum_NKD.dtype).reshape(count * length, -1)
     sum_NKD.view(len(sum_NKD), -1).index_add_(0, bucket.keys_GP.view(-1), x)
 
 
-class _Rows:
+class _QueryRows:
     """Results at all query rows, bucket after bucket, and then by token."""
 
     def __init__(self, where: Buckets, like_NHD: Tensor) -> None:
@@ -187,7 +187,7 @@ class _Rows:
         rows = sum(bucket.rows_GQ.numel() for bucket in where.buckets)
         self.rows = like_NHD.new_empty((rows, *like_NHD.shape[1:]))
 
-    def add(self, bucket: Bucket, x: Tensor, key_heads: int) -> None:
+    def add(self, bucket: LengthBucket, x: Tensor, key_heads: int) -> None:
         """``x`` [G K, R Q, D], the inverse of :func:`_gather`."""
         count, length = bucket.rows_GQ.shape
         heads, size = self.rows.shape[1:]

@@ -14,7 +14,7 @@ ENDLESS = ("constant", "inverse_sqrt")
 """Schedules that do not depend on the length of the run."""
 
 
-class Schedule:
+class RateSchedule:
     """``factor(step)`` in [0, 1] multiplies the peak rate; ``step`` counts optimizer steps from 0.
 
     Skipped steps count, and so do steps that the run had scheduled but did not take (``Trainer.skip_updates``). So the

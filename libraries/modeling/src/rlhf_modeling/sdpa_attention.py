@@ -30,7 +30,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SequenceRun:
     """Neighbouring sequences with the same length and the same length of the prefix."""
 
     count: int
@@ -42,10 +42,10 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class SequenceRuns:
     """All long sequences of a packed row."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[SequenceRun, ...]
     queries: Tensor | None
     """int64: the tokens whose queries are used, run after run; None: all N in order."""
     keys: Tensor | None
@@ -55,7 +55,7 @@ class Runs:
     masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
-def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> Runs:
+def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> SequenceRuns:
     """Runs of these sequences; the arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`."""
     every_N = torch.arange(tokens, device=device)
     runs: list[list[Stretch]] = []
@@ -68,16 +68,16 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
     for run in runs:
         length, skip = run[0].length, run[0].skip
         first = skip if device.type == "cpu" and length - skip < MASKED * length else 0
-        groups.append(Run(len(run), length, skip, first))
+        groups.append(SequenceRun(len(run), length, skip, first))
         for s in run:
             where = every_N[s.at : s.at + length] if place is None else place[s.at : s.at + length]
             keys.append(where)
             queries.append(where[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
-    return Runs(tuple(groups), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
+    return SequenceRuns(tuple(groups), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
 
 
-def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Runs, options: Options) -> Tensor:
+def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: SequenceRuns, options: Options) -> Tensor:
     """[N, H, D] -> [L, H, D] at ``where.own_L``."""
     q_sizes = [r.count * (r.length - r.first) for r in where.runs]
     k_sizes = [r.count * r.length for r in where.runs]
@@ -103,7 +103,7 @@ def _taken(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else take_rows(x, index)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, where: Runs, options: Options) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, where: SequenceRuns, options: Options) -> Tensor:
     """[G, H, Q, D]; the queries are the last ones of the sequences, k and v [G, K, T, D]."""
     queries, length = q.shape[2], k.shape[2]
     window = options.window if options.window is not None and options.window < length else None
@@ -141,7 +141,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (k, v) if groups == 1 else (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
 
 
-def _band(where: Runs, length: int, window: int | None, q: Tensor) -> Tensor:
+def _band(where: SequenceRuns, length: int, window: int | None, q: Tensor) -> Tensor:
     """bool [Q, T]: token i sees j where i - window < j <= i."""
     key = (length, window or length)
     if key not in where.masks:

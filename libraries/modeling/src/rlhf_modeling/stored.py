@@ -66,11 +66,11 @@ def widen(module: nn.Module) -> None:
 
 
 def _rows(embedding: nn.Embedding, ids: Tensor) -> Tensor:
-    rows: Tensor = _Rows.apply(ids, embedding.weight, embedding.padding_idx)
+    rows: Tensor = _TableRows.apply(ids, embedding.weight, embedding.padding_idx)
     return rows
 
 
-class _Rows(torch.autograd.Function):
+class _TableRows(torch.autograd.Function):
     """fp32 rows of a bf16 table. Gradients of a row are added in fp32 and rounded once."""
 
     @staticmethod

@@ -5,8 +5,8 @@ feed-forward layers and heads. Only attention reads other tokens. Around it, one
 some heads, and a second one gives all heads of its own tokens back (DeepSpeed-Ulysses, Jacobs et al. 2023,
 arXiv:2309.14509). So the attention function sees a whole row, with the lengths of its sequences, and fewer heads.
 
-Each rank computes the same loss from the outputs of all tokens (:meth:`Part.assemble`), whose backward pass takes the
-gradients of its own tokens. So a rank's gradients of weights are parts of a sum over the ranks of the group.
+Each rank computes the same loss from the outputs of all tokens (:meth:`RowPart.assemble`), whose backward pass takes
+the gradients of its own tokens. So a rank's gradients of weights are parts of a sum over the ranks of the group.
 
 Shape suffixes: M computed tokens of the row, P <= M tokens of this rank's part, R ranks, H query heads, K key heads, D
 head size, F width of what one rank gets of a token's queries, keys and values, A outputs.
@@ -43,7 +43,7 @@ class TokenGroup:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """This rank's part of one row: neighbouring tokens, on every rank at least one."""
 
     among: TokenGroup
@@ -117,7 +117,7 @@ class PartAttention(PackedAttention):
     """The attention of a row that is divided over ranks: :class:`rlhf_modeling.attention.PackedAttention` of all
     tokens, for this rank's heads."""
 
-    def __init__(self, part: Part, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
+    def __init__(self, part: RowPart, lens: Sequence[int], shared: Shared | None = None, kernel: str = "auto") -> None:
         super().__init__(lens, shared, kernel)
         self.part = part
 

@@ -38,7 +38,7 @@ POLICY = "policy"
 
 
 @dataclass(frozen=True)
-class Placed:
+class ReservedDevices:
     """The devices of a run, once they are reserved."""
 
     calls: Calls
@@ -58,7 +58,7 @@ class WorkerLauncher(Launcher):
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        self._placed: Placed | None = None
+        self._placed: ReservedDevices | None = None
         self._reports = Path.cwd()
         """Folder for reports about stalls."""
         self._link: Kind | None = None
@@ -164,7 +164,7 @@ class WorkerLauncher(Launcher):
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _reserved(self, *roles: str) -> Placed:
+    def _reserved(self, *roles: str) -> ReservedDevices:
         """The reserved devices; CapabilityError if one of ``roles`` was not placed."""
         for role in roles:
             if self._placed is None or role not in self._placed.allocations:

@@ -24,7 +24,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ClusterNode:
     """A living node of the cluster, or this machine."""
 
     id: str
@@ -48,7 +48,7 @@ class Allocation:
         return len(self.slots)
 
 
-def device_kind(nodes: Sequence[Node]) -> str:
+def device_kind(nodes: Sequence[ClusterNode]) -> str:
     """``GPU`` if any node has one, else ``CPU``."""
     return "GPU" if any(node.resources.get("GPU", 0) > 0 for node in nodes) else "CPU"
 
@@ -64,7 +64,7 @@ def bundles_of(places: Mapping[str, Place], kind: str) -> list[Bundle]:
 
 
 def check_fits(
-    places: Mapping[str, Place], nodes: Sequence[Node], strategy: str = "PACK", label: str = "the cluster"
+    places: Mapping[str, Place], nodes: Sequence[ClusterNode], strategy: str = "PACK", label: str = "the cluster"
 ) -> None:
     """Raises ConfigError, with the arithmetic, if even empty ``nodes`` could not hold the placement, or if GPUs would
     stay idle.
@@ -93,7 +93,7 @@ def check_fits(
         raise ConfigError("\n".join(lines))
 
 
-def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) -> str:
+def _problem(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: str) -> str:
     """Why no layout exists, or empty. The largest bundles are placed first, each on the first node with room. A layout
     that this greedy order misses is one that schedulers miss too."""
     free = [dict(node.resources) for node in nodes]
@@ -115,8 +115,8 @@ def _problem(bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str) ->
 
 
 def _layout(
-    bundles: Sequence[Bundle], nodes: Sequence[Node], strategy: str = "PACK"
-) -> Iterator[tuple[int, Node | None]]:
+    bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], strategy: str = "PACK"
+) -> Iterator[tuple[int, ClusterNode | None]]:
     """(position of a bundle, its node, or None if no node has room)."""
     free = [dict(node.resources) for node in nodes]
     for index in sorted(range(len(bundles)), key=lambda i: -bundles[i].devices):
@@ -133,13 +133,13 @@ def _layout(
             yield index, None
 
 
-def assign(bundles: Sequence[Bundle], nodes: Sequence[Node]) -> list[str]:
+def assign(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[str]:
     """The node id of each bundle, for launchers that choose nodes by themselves, after :func:`check_fits`."""
     nodes_of = {index: node.id for index, node in _layout(bundles, nodes) if node is not None}
     return [nodes_of[index] for index in range(len(bundles))]
 
 
-def _held(nodes: Sequence[Node], kind: str) -> str:
+def _held(nodes: Sequence[ClusterNode], kind: str) -> str:
     each = ", ".join(f"{node.address} has {node.resources.get(kind, 0):g}" for node in nodes)
     return f"{sum(node.resources.get(kind, 0) for node in nodes):g} {kind}s: {each}"
 

@@ -1,7 +1,7 @@
 """The conformance suites of algorithms and losses."""
 
 import torch
-from rlhf_plugin_reward_model import Pairwise, RewardModel
+from rlhf_plugin_reward_model import PairwiseLoss, RewardModel
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.loss import LossContract
 
@@ -13,18 +13,18 @@ class TestRewardModel(AlgorithmContract):
 
 class TestCentred(AlgorithmContract):
     algorithm = RewardModel
-    parts = {"loss": lambda: Pairwise(Pairwise.Config(loss_type="logexp", center_coef=0.01))}
+    parts = {"loss": lambda: PairwiseLoss(PairwiseLoss.Config(loss_type="logexp", center_coef=0.01))}
 
 
 class TestPairwise(LossContract):
-    loss = Pairwise
+    loss = PairwiseLoss
     data = "pairs"
     levels = {"margin": "unit"}
     configs = (
-        Pairwise.Config(),
-        Pairwise.Config(loss_type="logexp"),
-        Pairwise.Config(center_coef=0.5),
-        Pairwise.Config(loss_type="logexp", center_coef=0.01),
+        PairwiseLoss.Config(),
+        PairwiseLoss.Config(loss_type="logexp"),
+        PairwiseLoss.Config(center_coef=0.5),
+        PairwiseLoss.Config(loss_type="logexp", center_coef=0.01),
     )
 
     def statement(self, x_BT):

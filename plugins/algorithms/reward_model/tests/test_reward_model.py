@@ -11,7 +11,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
-from rlhf_plugin_reward_model import Pairwise, RewardModel
+from rlhf_plugin_reward_model import PairwiseLoss, RewardModel
 from rlhf_testing.algorithm import AlgorithmContract
 
 
@@ -33,7 +33,7 @@ BATCH = make().assemble([pair()])[0]
 
 def loss_of(scores, examples, **config):
     """(loss, gradient per score, metrics) of the pairs, chosen and rejected score after one another."""
-    loss = Pairwise(Pairwise.Config(**config))
+    loss = PairwiseLoss(PairwiseLoss.Config(**config))
     batch = make().assemble(examples)[0]
     scores_B = torch.tensor(scores, requires_grad=True)
     total, sums = evaluate(loss, weigh(batch, loss.reduce()), {"scores": scores_B}, {}, {})

@@ -9,7 +9,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_modeling.embedding_noise import EmbeddingNoise
 from rlhf_modeling.model import load_model
-from rlhf_modeling.token_parts import Part, TokenGroup
+from rlhf_modeling.token_parts import RowPart, TokenGroup
 from rlhf_testing.tiny import tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import neftune_post_forward_hook
@@ -56,7 +56,7 @@ def test_a_rank_that_computes_a_part_of_a_row_scales_by_whole_sequences(loaded, 
     noise, loaded.computing = EmbeddingNoise(loaded, 5.0), LENS
     plain, parts = table(batch.ids_N[None])[0], []
     for rank in range(3):
-        loaded.part = Part(TokenGroup(None, rank, 3), batch.tokens)
+        loaded.part = RowPart(TokenGroup(None, rank, 3), batch.tokens)
         with noise.added():
             parts.append(table(loaded.part.of(batch.ids_N)[None])[0])
     assert [len(part) for part in parts] == [21, 21, 22]

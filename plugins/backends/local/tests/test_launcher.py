@@ -12,7 +12,7 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_modeling import precision
-from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.schedule import RateSchedule
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
@@ -63,7 +63,7 @@ def test_hooks_return_classes_named_like_their_entry_points():
 
 
 def factors(total, **options):
-    schedule = Schedule(TorchTrainerConfig(**options), total)
+    schedule = RateSchedule(TorchTrainerConfig(**options), total)
     return [round(schedule.factor(i), 4) for i in range(total)]
 
 
@@ -78,17 +78,17 @@ def test_schedules_have_the_documented_shapes():
     assert factors(20, schedule="wsd") == [1] * 19 + [0.5]
     assert factors(5, schedule="inverse_sqrt") == [1, 0.7071, 0.5774, 0.5, 0.4472]
     assert factors(6, schedule="inverse_sqrt", warmup_steps=2) == [0.3333, 0.6667, 1, 0.866, 0.7746, 0.7071]
-    assert Schedule(TorchTrainerConfig(schedule="wsd"), 9).factor(9) == 0.0
-    assert Schedule(TorchTrainerConfig(schedule="inverse_sqrt"), 0).factor(3) == 0.5
+    assert RateSchedule(TorchTrainerConfig(schedule="wsd"), 9).factor(9) == 0.0
+    assert RateSchedule(TorchTrainerConfig(schedule="inverse_sqrt"), 0).factor(3) == 0.5
     with pytest.raises(ConfigError, match="4 of warm-up and 6 of decay are more than that"):
-        Schedule(TorchTrainerConfig(schedule="wsd", warmup_steps=4, decay_ratio=0.6), 9)
+        RateSchedule(TorchTrainerConfig(schedule="wsd", warmup_steps=4, decay_ratio=0.6), 9)
     assert factors(6, schedule="linear", warmup_steps=2) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
     assert factors(6, schedule="linear", warmup_ratio=0.3) == [0.3333, 0.6667, 1, 0.75, 0.5, 0.25]
-    assert Schedule(TorchTrainerConfig(schedule="linear"), 4).factor(9) == 0.0
+    assert RateSchedule(TorchTrainerConfig(schedule="linear"), 4).factor(9) == 0.0
     with pytest.raises(ConfigError, match="schedule = 'cosine' needs the number of optimizer steps"):
-        Schedule(TorchTrainerConfig(schedule="cosine"), 0)
+        RateSchedule(TorchTrainerConfig(schedule="cosine"), 0)
     with pytest.raises(ConfigError, match=r"warmup_ratio = 0.1 needs"):
-        Schedule(TorchTrainerConfig(warmup_ratio=0.1), 0)
+        RateSchedule(TorchTrainerConfig(warmup_ratio=0.1), 0)
 
 
 def test_the_wsd_schedule_equals_that_of_transformers():

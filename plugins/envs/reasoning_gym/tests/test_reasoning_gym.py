@@ -9,7 +9,7 @@ from rlhf.errors import EnvError
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_plugin_reasoning_gym import ReasoningGym
-from rlhf_plugin_reasoning_gym.task import Entry
+from rlhf_plugin_reasoning_gym.task import GymEntry
 
 TASKS = sorted(set(DATASETS) - {"composite"})
 NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -35,7 +35,7 @@ def test_it_is_found_by_name() -> None:
 def test_every_task_is_drawn_and_its_own_answer_scores_1_and_another_less() -> None:
     assert len(TASKS) == 105
     for task in TASKS:
-        entry = Entry(task, {}, 2**31 - 1)
+        entry = GymEntry(task, {}, 2**31 - 1)
         assert entry.question
         assert (entry.answer is None) == (task in NO_ANSWER), task
         if entry.answer is not None:
@@ -49,11 +49,11 @@ def test_the_seed_chooses_the_question_and_a_row_may_choose_its_own() -> None:
         return ReasoningGym(ReasoningGym.Config(task="chain_sum")).reset(row(**columns), sample)
 
     assert opening(2**62 + 1) == opening(2**62 + 1) != opening(2**62 + 2)
-    assert opening(1, seed=9) == opening(2, seed=9) == Entry("chain_sum", {}, 9).question
+    assert opening(1, seed=9) == opening(2, seed=9) == GymEntry("chain_sum", {}, 9).question
 
 
 def test_a_tag_or_the_whole_turn_is_the_answer() -> None:
-    right = Entry("chain_sum", {}, 0).answer
+    right = GymEntry("chain_sum", {}, 0).answer
     said = f"It is <answer>0</answer>, no, <answer> {right} </answer>."
     assert answer(said, task="chain_sum") == EnvStep(
         reward=1.0, done=True, info={"task": "chain_sum", "answered": True}
@@ -64,15 +64,15 @@ def test_a_tag_or_the_whole_turn_is_the_answer() -> None:
 
 
 def test_a_mixture_draws_from_its_parts_by_weight() -> None:
-    drawn = [Entry("composite", MIX, seed).task for seed in range(40)]
+    drawn = [GymEntry("composite", MIX, seed).task for seed in range(40)]
     assert drawn.count("chain_sum") > drawn.count("gcd") > 0
-    right = Entry("composite", MIX, 3).answer
+    right = GymEntry("composite", MIX, 3).answer
     assert answer(right, seed=3, task="composite", task_config=MIX, answer="text").reward == 1.0
 
 
 def test_rows_may_name_the_task_and_its_config() -> None:
     columns = {"task": "gcd", "task_config": {"max_numbers": 2}, "seed": 1}
-    right = Entry("gcd", {"max_numbers": 2}, 1).answer
+    right = GymEntry("gcd", {"max_numbers": 2}, 1).answer
     for config in ({}, {"task": "chain_sum", "task_config": {"max_terms": 3}}):
         assert answer(right, columns=columns, answer="text", **config).reward == 1.0
 

@@ -13,7 +13,7 @@ from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_reasoning_gym import ReasoningGymReward
 from rlhf_plugin_reasoning_gym.__main__ import rows
-from rlhf_plugin_reasoning_gym.task import Entry
+from rlhf_plugin_reasoning_gym.task import GymEntry
 
 
 def score(columns, *answers: str, **config) -> list[float | None]:
@@ -61,7 +61,7 @@ def test_wrong_words_of_the_command_are_refused(words, message, monkeypatch, cap
 
 def test_answers_are_scored_by_the_task_of_the_row() -> None:
     [columns] = rows("gcd", {"max_numbers": 2}, range(7, 8))
-    right = Entry("gcd", {"max_numbers": 2}, 7).answer
+    right = GymEntry("gcd", {"max_numbers": 2}, 7).answer
     assert score(columns, f"<answer>{right}</answer>", "<answer>x</answer>", str(right)) == [1.0, 0.0, 0.0]
     assert score(columns, str(right), answer="text") == [1.0]
     assert score({**columns, "prompt": f"Think.\n{columns['prompt']}"}, str(right), answer="text") == [1.0]

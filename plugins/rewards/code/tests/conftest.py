@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for groups
 
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
+from rlhf_plugin_code.launcher import SandboxLauncher
 
 NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -19,14 +19,14 @@ NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap 
 @pytest.fixture(scope="session", params=[pytest.param("bwrap", marks=NO_BWRAP), "sandlock"])
 def launcher(request):
     """One sandbox after the other."""
-    one = Launcher(request.param, interpreter(None), LIMITS)
+    one = SandboxLauncher(request.param, interpreter(None), LIMITS)
     yield one
     one.close()
 
 
 @pytest.fixture(scope="session")
 def unisolated():
-    one = Launcher("limits", interpreter(None), LIMITS)
+    one = SandboxLauncher("limits", interpreter(None), LIMITS)
     yield one
     one.close()
 

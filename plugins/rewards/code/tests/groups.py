@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_plugin_code.limits import MIB, Limits
+from rlhf_plugin_code.limits import MIB, ProgramLimits
 
-LIMITS = Limits(cpu_seconds=1, wall_seconds=30.0, memory=256 * MIB, disk=MIB, output=100_000)
+LIMITS = ProgramLimits(cpu_seconds=1, wall_seconds=30.0, memory=256 * MIB, disk=MIB, output=100_000)
 
 
 def group(tests, *answers: str) -> Group:

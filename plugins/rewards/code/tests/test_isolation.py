@@ -16,7 +16,7 @@ import psutil
 import pytest
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
+from rlhf_plugin_code.launcher import SandboxLauncher
 
 ATTEMPT = """
 try:
@@ -76,7 +76,7 @@ def test_no_network(run) -> None:
 def test_a_pair_of_sockets_reaches_each_other_only(run, launcher, tmp_path: Path) -> None:
     """A socket of a pair could be connected to a socket in a folder that is shown, such as the interpreter's."""
     path = str(tmp_path / "socket")
-    shown = Launcher(
+    shown = SandboxLauncher(
         launcher.sandbox, replace(interpreter(None), paths=(*interpreter(None).paths, str(tmp_path))), LIMITS
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
@@ -128,7 +128,7 @@ def test_no_process_is_started(run) -> None:
 @pytest.fixture
 def impatient(launcher):
     """The sandbox with a short limit of wall time."""
-    one = Launcher(launcher.sandbox, interpreter(None), replace(LIMITS, wall_seconds=1.5))
+    one = SandboxLauncher(launcher.sandbox, interpreter(None), replace(LIMITS, wall_seconds=1.5))
     yield one
     one.close()
 

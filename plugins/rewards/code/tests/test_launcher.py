@@ -20,7 +20,7 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext
 from rlhf_plugin_code import sandboxes
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
+from rlhf_plugin_code.launcher import SandboxLauncher
 from rlhf_plugin_code.reward import CodeReward
 from rlhf_plugin_code.sandboxes import NAMES, probe
 from rlhf_plugin_code.seccomp import seccomp_filter
@@ -36,7 +36,7 @@ async def until(condition) -> None:
             await asyncio.sleep(0.005)
 
 
-def programs(one: Launcher) -> list[psutil.Process]:
+def programs(one: SandboxLauncher) -> list[psutil.Process]:
     process = one._process
     assert process is not None
     found = psutil.Process(process._process.pid).children(recursive=True)
@@ -45,7 +45,7 @@ def programs(one: Launcher) -> list[psutil.Process]:
 
 @pytest.fixture
 def fresh(launcher):
-    one = Launcher(launcher.sandbox, interpreter(None), LIMITS)
+    one = SandboxLauncher(launcher.sandbox, interpreter(None), LIMITS)
     yield one
     one.close()
 
@@ -95,7 +95,7 @@ def test_no_program_outlives_a_launcher_process_that_is_killed(sandbox: str) -> 
         "for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
         "print('ready', file=sys.stderr, flush=True)\ntime.sleep(600)"
     )
-    one = Launcher(sandbox, interpreter(None), replace(LIMITS, wall_seconds=60.0))
+    one = SandboxLauncher(sandbox, interpreter(None), replace(LIMITS, wall_seconds=60.0))
 
     async def scenario() -> list[psutil.Process]:
         task = asyncio.create_task(one.run(program))
@@ -119,8 +119,8 @@ import asyncio, sys
 from dataclasses import replace
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
-asyncio.run(Launcher(sys.argv[1], interpreter(None), replace(LIMITS, wall_seconds=600.0)).run(sys.argv[2]))
+from rlhf_plugin_code.launcher import SandboxLauncher
+asyncio.run(SandboxLauncher(sys.argv[1], interpreter(None), replace(LIMITS, wall_seconds=600.0)).run(sys.argv[2]))
 """
 
 
@@ -226,7 +226,7 @@ def test_an_interpreter_that_is_none(python: str, why: str) -> None:
 
 def test_packages_of_another_interpreter(launcher) -> None:
     program = "try:\n    import pluggy\nexcept ImportError:\n    print('none')\nelse:\n    print('imported')"
-    other = Launcher(launcher.sandbox, interpreter(sys.executable), LIMITS)
+    other = SandboxLauncher(launcher.sandbox, interpreter(sys.executable), LIMITS)
     try:
         assert asyncio.run(other.run(program)).out == "imported\n"
     finally:
@@ -248,11 +248,11 @@ def test_the_filter_needs_a_known_machine() -> None:
 AS_NOBODY = """
 import asyncio
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
-from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.limits import ProgramLimits
 from rlhf_plugin_code.sandboxes import probe
-limits = Limits(5, 30.0, 2**28, 2**20, 2**20)
-launcher = Launcher({sandbox!r}, interpreter(None), limits)
+limits = ProgramLimits(5, 30.0, 2**28, 2**20, 2**20)
+launcher = SandboxLauncher({sandbox!r}, interpreter(None), limits)
 print(asyncio.run(probe(launcher, limits.memory)))
 ended = asyncio.run(launcher.run({threads!r}))
 print(ended.end, ended.out)

@@ -128,10 +128,10 @@ def test_what_a_program_leaves_in_another_session_is_killed(lab, program, wire):
 DRIVER = """
 import asyncio, sys
 from rlhf_plugin_agent.config import AgentConfig
-from rlhf_plugin_agent.program import Program
+from rlhf_plugin_agent.program import AgentProgram
 
 async def main():
-    program = Program(AgentConfig(command=(sys.executable, "-c", sys.argv[1])), {}, "http://x/v1", "key", 0)
+    program = AgentProgram(AgentConfig(command=(sys.executable, "-c", sys.argv[1])), {}, "http://x/v1", "key", 0)
     await program.start()
     await asyncio.sleep(600)
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from rlhf_plugin_replay import Replay
+from rlhf_plugin_replay import ReplayRollout
 from rlhf_testing import fabricate
 from rlhf_testing.rollout import RolloutContract
 
@@ -19,10 +19,10 @@ def line(number: int = 0, sample: int = 0, index: int = 0) -> str:
 
 
 class TestReplay(RolloutContract):
-    rollout = Replay
+    rollout = ReplayRollout
 
     @pytest.fixture(autouse=True)
     def recording(self, tmp_path):
         path = tmp_path / "samples.jsonl"
         path.write_text(line(index=fabricate.row({}).index) + "\n")
-        type(self).configs = (Replay.Config(path=str(path)),)
+        type(self).configs = (ReplayRollout.Config(path=str(path)),)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rlhf.errors import ConfigError, RolloutError
 from rlhf.types import Group, Image, Row, Trajectory, Turn
-from rlhf_plugin_replay import Replay
+from rlhf_plugin_replay import ReplayRollout
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
 
 ANSWER = {"ids": [3, 1], "sampled": True, "logprobs": [-0.5, -1.5], "versions": ((0, 4),), "finish": "stop"}
@@ -24,7 +24,7 @@ def group(number, samples, index):
 
 
 def play(folder, number, sample, index=5, source="train"):
-    rollout = Replay(Replay.Config(path=str(folder)))
+    rollout = ReplayRollout(ReplayRollout.Config(path=str(folder)))
     return asyncio.run(rollout.run(Row({}, source, index), 0, SimpleNamespace(index=(number, sample))))
 
 

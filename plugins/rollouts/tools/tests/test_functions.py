@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, PluginImportFailed, RolloutError
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
 
@@ -25,12 +25,12 @@ def named(name: str) -> str:
 
 
 def function(name: str) -> PythonFunction:
-    return PythonFunction(Source.of(named(name)))
+    return PythonFunction(FunctionSource.of(named(name)))
 
 
 def toolbox(*names: str, **options) -> Toolbox:
     config = ToolsConfig(functions=tuple(map(named, names)), **options)
-    return Toolbox(config, {source: PythonFunction(source) for source in map(Source.of, config.functions)})
+    return Toolbox(config, {source: PythonFunction(source) for source in map(FunctionSource.of, config.functions)})
 
 
 def calls(*asked: tuple[str, str]) -> list[dict]:
@@ -95,12 +95,12 @@ def test_a_function_that_cannot_be_a_tool_is_refused(name, message) -> None:
 
 def test_references_are_checked(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"'add' is no function; write 'file:PATH.py:NAME'"):
-        Source.of("add")
+        FunctionSource.of("add")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        Source.of(f"file:{tmp_path}/none.py:add")
+        FunctionSource.of(f"file:{tmp_path}/none.py:add")
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(PluginImportFailed, match="ZeroDivisionError"):
-        PythonFunction(Source.of(f"file:{tmp_path}/broken.py:add"))
+        PythonFunction(FunctionSource.of(f"file:{tmp_path}/broken.py:add"))
     with pytest.raises(ValidationError, match="there is no tool"):
         ToolsConfig()
     with pytest.raises(ValidationError, match="names the same function twice"):
@@ -197,11 +197,11 @@ def test_a_call_over_its_timeout_is_killed_with_what_it_started_and_told(tmp_pat
 
 DRIVER = """
 import asyncio, sys
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import PythonFunction, FunctionSource
 from rlhf_plugin_tools.workers import PlainFunction, Workers
 
 async def main():
-    source = Source.of(sys.argv[1])
+    source = FunctionSource.of(sys.argv[1])
     workers = Workers([source], 1000)
     await workers.start()
     await PlainFunction(PythonFunction(source), workers).call("{}", 600.0, 1000)
@@ -264,7 +264,7 @@ def test_a_worker_that_cannot_start_is_a_failed_sample(tmp_path) -> None:
     file = tmp_path / "tool.py"
     file.write_text(f'import os\nassert os.getpid() == {os.getpid()}\n\ndef f() -> int:\n    """F."""\n    return 1\n')
     config = ToolsConfig(functions=(f"file:{file}:f",))
-    source = Source.of(config.functions[0])
+    source = FunctionSource.of(config.functions[0])
 
     async def run() -> None:
         with pytest.raises(RolloutError, match=r"worker process of rollout.functions cannot start.*AssertionError"):
@@ -290,6 +290,6 @@ def test_functions_of_one_name_are_refused(tmp_path) -> None:
 
     async def run() -> None:
         with pytest.raises(ConfigError, match=r"functions_under_test.py:add and .*other.py:add both have a tool 'add'"):
-            await Toolbox(config, {s: PythonFunction(s) for s in map(Source.of, config.functions)}).start()
+            await Toolbox(config, {s: PythonFunction(s) for s in map(FunctionSource.of, config.functions)}).start()
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ import uvicorn
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, RolloutError
 from rlhf_plugin_tools import mcp_server
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import McpServer, ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
 from server_under_test import FROZEN
@@ -55,7 +55,7 @@ def over_http(mode: str):
 @asynccontextmanager
 async def opened(functions: tuple[str, ...] = (), timeout: float = 30.0, **servers: McpServer):
     config = ToolsConfig(functions=functions, mcp=servers, timeout=timeout, max_result=50)
-    box = Toolbox(config, {s: PythonFunction(s) for s in map(Source.of, functions)})
+    box = Toolbox(config, {s: PythonFunction(s) for s in map(FunctionSource.of, functions)})
     await box.start()
     try:
         yield box

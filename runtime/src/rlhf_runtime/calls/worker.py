@@ -46,14 +46,14 @@ KEPT_LINES = 12
 MOST_BYTES = 1 << 30
 """Maximum bytes of one answer. A larger answer means that the plugin wrote to the socket itself, or would fill the
 memory of the run."""
-_alive: weakref.WeakSet[Worker] = weakref.WeakSet()
+_alive: weakref.WeakSet[PluginWorker] = weakref.WeakSet()
 
 
 class WorkerDied(Exception):
     """The process ended without an answer, or sent an invalid one."""
 
 
-class Worker:
+class PluginWorker:
     """One process that serves one plugin. After a failure of the process itself the worker stays dead, and the pool
     starts another one.
 
@@ -220,12 +220,12 @@ class WorkerPool:
     ) -> None:
         self.resolved, self.config, self.error, self.label, self.python = resolved, config, error, label, python
         self._free = size
-        self._idle: list[Worker] = []
-        self._workers: list[Worker] = []
+        self._idle: list[PluginWorker] = []
+        self._workers: list[PluginWorker] = []
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> AsyncIterator[Worker]:
+    async def worker(self) -> AsyncIterator[PluginWorker]:
         """A worker for exclusive use. The time spent waiting for it is not part of any deadline."""
         worker = await self.acquire()
         try:
@@ -233,7 +233,7 @@ class WorkerPool:
         finally:
             self.release(worker)
 
-    async def acquire(self) -> Worker:
+    async def acquire(self) -> PluginWorker:
         """A started worker that belongs to the caller until :meth:`release`."""
         await self._permit()
         try:
@@ -243,7 +243,7 @@ class WorkerPool:
                     return worker
                 worker.kill()  # it died while idle, which is not a failure of this call
                 self._workers.remove(worker)
-            worker = Worker(self.resolved, self.config, self.error, self.label, self.python)
+            worker = PluginWorker(self.resolved, self.config, self.error, self.label, self.python)
             self._workers.append(worker)
             try:
                 await worker.start()
@@ -256,7 +256,7 @@ class WorkerPool:
             self._pass_on()
             raise
 
-    def release(self, worker: Worker) -> None:
+    def release(self, worker: PluginWorker) -> None:
         """Return a worker to the pool. A dead one is replaced when the next one is needed."""
         if worker.alive:
             self._idle.append(worker)
@@ -298,7 +298,7 @@ MOST_COPIED = 64 << 20
 """Maximum bytes of a class defined in this process, with everything that it uses, when it is copied to a worker."""
 
 
-class _Pickler(pickle.Pickler):
+class _RequestPickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table | {Row: lambda row: (Row, (row.columns, row.source, row.index))}
 
 
@@ -306,7 +306,7 @@ def request(method: str, arguments: tuple[Any, ...]) -> bytes:
     """The bytes of a call. Rows are sent without their layout: only the run reads it, and another Python cannot import
     its class."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump((method, arguments))
+    _RequestPickler(buffer).dump((method, arguments))
     return buffer.getvalue()
 
 

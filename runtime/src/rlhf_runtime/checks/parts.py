@@ -34,7 +34,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.layouts import TOOLS
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import special_tokens_in
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
@@ -117,7 +117,7 @@ def unread_sections(plugins_of_run: RunPlugins) -> list[str]:
     return problems
 
 
-def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], schedule: Schedule) -> None:
+def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, int], schedule: UpdateSchedule) -> None:
     """Raises ConfigError where a trained role would never be updated, weights cannot be copied from role to role, or a
     role cannot be precomputed or lend its head.
 

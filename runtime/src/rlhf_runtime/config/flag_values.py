@@ -53,7 +53,7 @@ class FlagText(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PythonValue:
     """A value that was given in Python in place of a flag's text. It is not converted."""
 
     value: Any

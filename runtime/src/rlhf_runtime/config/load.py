@@ -25,7 +25,7 @@ from rlhf_hub.hub import Commits, hub_name, known
 from rlhf_hub.published import pinned, require_folder
 
 from rlhf_runtime.config.components import chosen_by, dumped, option_problems
-from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, Given, plain, read
+from rlhf_runtime.config.flag_values import ALONE, PYTHON_BOOLEANS, FlagText, PythonValue, plain, read
 from rlhf_runtime.config.overrides import RUNTIME, Override, Overrides
 from rlhf_runtime.config.problems import describe, origin, raise_problems, type_and_value
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile, expand, long_form
@@ -198,7 +198,7 @@ def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Ove
     """Replace ``--backend NAME`` by the three flags of its launcher, trainer and generator."""
     expanded: list[Override] = []
     for key, raw in overrides:
-        value = raw.value if isinstance(raw, Given) else raw
+        value = raw.value if isinstance(raw, PythonValue) else raw
         if key != "backend" or value is None:
             expanded.append((key, raw))
             continue

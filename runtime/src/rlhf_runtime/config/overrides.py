@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhf.errors import did_you_mean
 
-from rlhf_runtime.config.flag_values import ALONE, FlagText, Given, item_of, model_of, toml_value
+from rlhf_runtime.config.flag_values import ALONE, FlagText, PythonValue, item_of, model_of, toml_value
 from rlhf_runtime.config.problems import leaves, origin
 from rlhf_runtime.config.runfile import LISTS, SINGLE, RunFile
 from rlhf_runtime.config.sections import Choice, label_of
@@ -18,7 +18,7 @@ RUNTIME = ("launcher", "trainer", "generator")
 """Sections whose plugin may be replaced without dropping its options: the new plugin reads the options of the old one
 (every trainer has a learning rate), and refuses those that it does not have."""
 
-Override = tuple[str, str | Given | None]
+Override = tuple[str, str | PythonValue | None]
 """(dotted path, the flag's text; None of a flag without a value; or a value given in Python)."""
 
 
@@ -39,8 +39,8 @@ class Overrides:
 
     def apply(self, overrides: Sequence[Override]) -> None:
         """Apply whole lists first, then ``use``, then single fields, whatever their order on the command line."""
-        lists: dict[str, list[str | Given]] = {}
-        fields: dict[str, str | Given | None] = {}
+        lists: dict[str, list[str | PythonValue]] = {}
+        fields: dict[str, str | PythonValue | None] = {}
         for key, raw in overrides:
             if raw is None and (key in LIST_PATHS or key in SINGLE or key.endswith(".use")):
                 placeholder = "PATH" if key.startswith("data.") else "NAME"
@@ -54,7 +54,7 @@ class Overrides:
         for key in sorted(fields, key=lambda k: (not k.endswith(".use"), k.count("."))):
             self._set(key, fields[key], fields)
 
-    def _replace_list(self, key: str, texts: Sequence[str | Given]) -> None:
+    def _replace_list(self, key: str, texts: Sequence[str | PythonValue]) -> None:
         field = LIST_PATHS[key]
         section, _, name = key.rpartition(".")
         parent = self.data.setdefault(section, {}) if section else self.data
@@ -72,7 +72,7 @@ class Overrides:
                 )
         entries: list[Any] = []
         for text in texts:
-            if isinstance(text, Given):
+            if isinstance(text, PythonValue):
                 listed = text.value if isinstance(text.value, list | tuple) else [text.value]
                 entries += [
                     {field: v} if isinstance(v, str) else dict(v) if isinstance(v, Mapping) else v for v in listed
@@ -86,7 +86,7 @@ class Overrides:
             del self.origins[path]
         self.origins[key] = _origin(key, texts[-1])
 
-    def _set(self, key: str, raw: str | Given | None, flags: Collection[str]) -> None:
+    def _set(self, key: str, raw: str | PythonValue | None, flags: Collection[str]) -> None:
         parts = key.split(".")
         if not all(parts):
             self.problems.append(f"--{key}: a flag is a path of names joined by single dots, e.g. --run.seed")
@@ -104,10 +104,10 @@ class Overrides:
             return
         last = parts[-1]
         full = f"{path}.{last}" if path else last
-        new = raw.value if isinstance(raw, Given) else raw
+        new = raw.value if isinstance(raw, PythonValue) else raw
         if last == "use" and path and isinstance(new, str):
             self._check_replaced(node, path, new, flags)
-        if isinstance(raw, Given):
+        if isinstance(raw, PythonValue):
             node[last] = raw.value
         else:
             node[last] = ALONE if raw is None else str(raw) if last == "use" else FlagText(raw)
@@ -167,9 +167,9 @@ class Overrides:
                 )
 
 
-def _origin(key: str, raw: str | Given | None) -> str:
+def _origin(key: str, raw: str | PythonValue | None) -> str:
     """Origin of a value, for messages."""
-    return f"option {key!r}" if isinstance(raw, Given) else f"flag --{key}"
+    return f"option {key!r}" if isinstance(raw, PythonValue) else f"flag --{key}"
 
 
 def _is_section(key: str) -> bool:

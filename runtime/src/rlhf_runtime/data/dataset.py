@@ -20,7 +20,7 @@ from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.loading import load_source
 from rlhf_runtime.data.order import ChosenOrder, RowOrder, UsableRows
 from rlhf_runtime.data.row_images import NO_IMAGES, has_images
-from rlhf_runtime.data.row_rules import Verdict, check_labels, judge
+from rlhf_runtime.data.row_rules import RowVerdict, check_labels, judge
 from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.template import Template
@@ -80,7 +80,7 @@ class TrainData:
         """Number of training rows left out so far because they cannot be trained on."""
         self.eval_dropped = self.eval_bad_rows = 0
         self._held_out: list[Row] | None = None
-        self._why = Verdict()
+        self._why = RowVerdict()
         self._examples: dict[tuple[str, int], Example] = {}
 
     @property
@@ -189,7 +189,7 @@ class TrainData:
             )
         return usable
 
-    def judge(self, row: Row, answered: bool = False) -> Verdict:
+    def judge(self, row: Row, answered: bool = False) -> RowVerdict:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
         return judge(row, self.form, self.template, self.section, answered)
 
@@ -260,7 +260,7 @@ class TrainData:
         self._require_wanted(row, sources, why)
         return not why.kind
 
-    def _require_wanted(self, row: Row, sources: Sequence[Source], why: Verdict) -> None:
+    def _require_wanted(self, row: Row, sources: Sequence[Source], why: RowVerdict) -> None:
         """Raises DataError if a row cannot be used and such rows are not left out."""
         if why.kind and getattr(self.section, why.kind) == "error":
             advice = (

@@ -16,28 +16,28 @@ from typing import Any
 
 from rlhf.errors import ConfigError, DataError
 
-from rlhf_runtime.data.recorded_answers import Answer, Prompt
+from rlhf_runtime.data.recorded_answers import Prompt, RecordedAnswer
 
-Groups = Sequence[Sequence[Answer]]
+Groups = Sequence[Sequence[RecordedAnswer]]
 
 CONDITION = "{prompt} <rm_score>: {reward:.2f} "
 """Default position of the reward in the prompt, as in OpenRLHF."""
 
 
 @dataclass(slots=True)
-class Export:
+class ExportedRows:
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
 
-def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
+def pairs(groups: Groups, min_gap: float = 0.0) -> ExportedRows:
     """The best and the worst answer of each prompt (of equal ones, the lower sample number): ``prompt``, ``chosen``,
     ``rejected``, ``score_chosen``, ``score_rejected``.
 
     Left out: prompts with fewer than two scored answers, prompts whose scores differ by no more than ``min_gap`` (by
     default: tie), and pairs of equal texts.
     """
-    export = Export()
+    export = ExportedRows()
     for group in _scored(groups, export):
         if len(group) < 2:
             export.left_out["prompts with fewer than two scored answers"] += 1
@@ -54,13 +54,13 @@ def pairs(groups: Groups, min_gap: float = 0.0) -> Export:
     return export
 
 
-def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> Export:
+def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> ExportedRows:
     """The ``keep`` best answers of each prompt (of equal ones, the lower sample numbers): ``prompt``, ``completion``,
     ``reward``. Equal texts count as one answer. Answers below ``min_reward`` are not kept."""
-    export = Export()
+    export = ExportedRows()
     for group in _scored(groups, export):
         passing = [a for a in group if min_reward is None or _score(a) >= min_reward]
-        answers: dict[str, Answer] = {}
+        answers: dict[str, RecordedAnswer] = {}
         for answer in _ranked(passing):
             answers.setdefault(answer.completion, answer)
         if group and not answers:
@@ -69,26 +69,26 @@ def best(groups: Groups, keep: int = 1, min_reward: float | None = None) -> Expo
     return export
 
 
-def labels(groups: Groups, threshold: float = 1.0) -> Export:
+def labels(groups: Groups, threshold: float = 1.0) -> ExportedRows:
     """Every scored answer: ``prompt``, ``completion``, ``label`` (whether its reward is at least ``threshold``)."""
-    export = Export()
+    export = ExportedRows()
     export.rows = [{**_row(a), "label": _score(a) >= threshold} for group in _scored(groups, export) for a in group]
     return export
 
 
-def demonstrations(groups: Groups) -> Export:
+def demonstrations(groups: Groups) -> ExportedRows:
     """Every answer, scored or not: ``prompt``, ``completion``."""
-    return Export([_row(a) for group in groups for a in group])
+    return ExportedRows([_row(a) for group in groups for a in group])
 
 
-def scored(groups: Groups) -> Export:
+def scored(groups: Groups) -> ExportedRows:
     """Every scored answer: ``prompt``, ``completion``, ``reward``."""
-    export = Export()
+    export = ExportedRows()
     export.rows = [{**_row(a), "reward": _score(a)} for group in _scored(groups, export) for a in group]
     return export
 
 
-def conditional(groups: Groups, condition: str = CONDITION) -> Export:
+def conditional(groups: Groups, condition: str = CONDITION) -> ExportedRows:
     """Every scored answer, with its reward written into the prompt: ``prompt``, ``completion``, ``reward``.
 
     Rewards are z-scores over all answers, with the unbiased standard deviation. ``condition`` says where the reward is
@@ -96,7 +96,7 @@ def conditional(groups: Groups, condition: str = CONDITION) -> Export:
 
     Raises ConfigError (the condition) or DataError (fewer than two rewards, or all rewards are equal).
     """
-    export = Export()
+    export = ExportedRows()
     answers = [a for group in _scored(groups, export) for a in group]
     rewards = [_score(a) for a in answers]
     if len(set(rewards)) < 2:
@@ -135,25 +135,25 @@ def conditioned(prompt: Prompt, reward: float, condition: str = CONDITION) -> Pr
     return [{"role": "system", "content": text}, *prompt]
 
 
-def _scored(groups: Groups, export: Export) -> list[list[Answer]]:
+def _scored(groups: Groups, export: ExportedRows) -> list[list[RecordedAnswer]]:
     export.left_out["answers without a reward"] = sum(a.reward is None for group in groups for a in group)
     return [[a for a in group if a.reward is not None] for group in groups]
 
 
-def _ranked(group: Sequence[Answer]) -> list[Answer]:
+def _ranked(group: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
     return sorted(group, key=lambda a: (-_score(a), a.sample))
 
 
-def _score(answer: Answer) -> float:
+def _score(answer: RecordedAnswer) -> float:
     assert answer.reward is not None
     return answer.reward
 
 
-def _row(answer: Answer) -> dict[str, Any]:
+def _row(answer: RecordedAnswer) -> dict[str, Any]:
     return {"prompt": answer.prompt, "completion": _completion(answer)}
 
 
-def _completion(answer: Answer) -> str | list[dict[str, str]]:
+def _completion(answer: RecordedAnswer) -> str | list[dict[str, str]]:
     if isinstance(answer.prompt, str):
         return answer.completion
     return [{"role": "assistant", "content": answer.completion}]

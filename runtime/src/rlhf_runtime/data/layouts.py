@@ -32,7 +32,7 @@ def named_columns(section: DataSection) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SourceLayout:
     """How the rows of a source are read: {field: column}, then a conversion of the values in these columns."""
 
     columns: Mapping[str, str]

@@ -11,7 +11,7 @@ from rlhf.types.examples import Example
 
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_files import image_size
-from rlhf_runtime.data.row_rules import Verdict
+from rlhf_runtime.data.row_rules import RowVerdict
 from rlhf_runtime.data.sources import Source
 from rlhf_runtime.data.tokenizer import decoder_of
 
@@ -114,7 +114,7 @@ def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[
     return entry
 
 
-def _status(data: TrainData, verdict: Verdict) -> dict[str, str]:
+def _status(data: TrainData, verdict: RowVerdict) -> dict[str, str]:
     if not verdict.kind:
         return {"status": "ok", "why": ""}
     dropped = getattr(data.section, verdict.kind) == "drop"

@@ -23,7 +23,7 @@ from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of, with_images, with_text
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.input_template import fill, template_columns
-from rlhf_runtime.data.layouts import DEFAULTS, TOOLS, Layout, named_columns
+from rlhf_runtime.data.layouts import DEFAULTS, TOOLS, SourceLayout, named_columns
 from rlhf_runtime.data.messages import Messages, as_api_writes, as_people_read, as_template_reads
 from rlhf_runtime.data.row_fields import Cells, Message
 from rlhf_runtime.data.row_images import NO_IMAGES, RowImages, with_urls
@@ -71,7 +71,7 @@ class Prompts:
             self._row_tools = RowTools(self.chat)
         if section.input_template is not None:
             template_columns(section.input_template)
-        self.layout = Layout({**DEFAULTS, TOOLS: TOOLS, **named_columns(section)}, chat=self.chat is not None)
+        self.layout = SourceLayout({**DEFAULTS, TOOLS: TOOLS, **named_columns(section)}, chat=self.chat is not None)
         """How rows without a layout are read."""
         self.tokens = TextTokens(tokenizer)
         self.require_text = False
@@ -218,7 +218,7 @@ class Prompts:
     # -------------------------------------------------------------------------------------- inside
 
     def _cells(self, row: Row) -> Cells:
-        layout = cast(Layout | None, row.layout)  # TrainData gave it to the row
+        layout = cast(SourceLayout | None, row.layout)  # TrainData gave it to the row
         return Cells(row, layout or self.layout)
 
     def _chat_of(self, cells: Cells) -> ChatTemplate:

@@ -25,7 +25,7 @@ SUCH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """One sampled answer to a prompt."""
 
     sample: int
@@ -37,17 +37,17 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordedAnswers:
     """Answers by prompt, in the order of the files, and counts of samples that are not answers."""
 
-    groups: list[list[Answer]] = field(default_factory=list)
+    groups: list[list[RecordedAnswer]] = field(default_factory=list)
     answers: int = 0
     """Number of recorded samples, including those left out."""
     left_out: Counter[str] = field(default_factory=Counter)
     """{reason: samples}."""
 
 
-def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorded:
+def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> RecordedAnswers:
     """The answers in run directories, their ``rollouts`` folders, or single files of samples.
 
     An answer is one sampled turn after the prompt of a data row. Samples are left out and counted if they failed, are
@@ -59,9 +59,9 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
 
     Raises DataError naming file and line.
     """
-    record = Recorded()
+    record = RecordedAnswers()
     for path in (file for source in sources for file in _files(source)):
-        groups: dict[int, list[Answer]] = {}
+        groups: dict[int, list[RecordedAnswer]] = {}
         where = str(path)
         try:
             for place, line in recorded(path):
@@ -75,7 +75,7 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
                     record.left_out[why] += 1
                     continue
                 prompt = _with_images(line["prompt"], line["turns"][0])
-                members.append(Answer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
+                members.append(RecordedAnswer(line["sample"], prompt, line["turns"][1]["text"], line["reward"]))
         except CheckpointError as cause:
             raise DataError(f"{cause}. {SUCH}") from cause
         except (KeyError, IndexError, TypeError) as cause:

@@ -10,7 +10,7 @@ from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
 
 from rlhf_runtime.data.conversions import is_turns, turns
-from rlhf_runtime.data.layouts import TOOLS, Layout
+from rlhf_runtime.data.layouts import TOOLS, SourceLayout
 from rlhf_runtime.data.messages import read_messages
 from rlhf_runtime.data.strict_json import STRICT
 
@@ -27,7 +27,7 @@ class Cells:
     The constructor and every method raise DataError with the value, its column and the allowed values.
     """
 
-    def __init__(self, row: Row, layout: Layout) -> None:
+    def __init__(self, row: Row, layout: SourceLayout) -> None:
         self.row, self.layout = row, layout
         try:
             self.values = layout.read(row.columns)

@@ -18,7 +18,7 @@ from rlhf_runtime.data.template import Template
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RowVerdict:
     """Whether a row can be used."""
 
     kind: Literal["", "too_long", "bad_rows"] = ""
@@ -32,7 +32,7 @@ class Verdict:
     """Number of tokens of its longest sequence."""
 
 
-def judge(row: Row, form: DataForm, template: Template, section: DataSection, answered: bool = False) -> Verdict:
+def judge(row: Row, form: DataForm, template: Template, section: DataSection, answered: bool = False) -> RowVerdict:
     """Whether a row can be used, and its tokens.
 
     Args:
@@ -46,12 +46,12 @@ def judge(row: Row, form: DataForm, template: Template, section: DataSection, an
                 example = template.encode_demonstration(row)
                 long, tokens = check_example(example, section), len(example.sequences[0].ids)
                 template.answer_span(row, example.sequences[0])
-            return Verdict("too_long" if long else "", long, tokens=tokens)
+            return RowVerdict("too_long" if long else "", long, tokens=tokens)
         example = template.encode(form, row)
         long = check_example(example, section)
     except DataError as error:
-        return Verdict("bad_rows", str(error), error=error)
-    return Verdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
+        return RowVerdict("bad_rows", str(error), error=error)
+    return RowVerdict("too_long" if long else "", long, example, tokens=max(len(s.ids) for s in example.sequences))
 
 
 def check_prompt(tokens: int, section: DataSection) -> str:

@@ -14,7 +14,7 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data import conversions as convert
 from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, Layout, named_columns
+from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, SourceLayout, named_columns
 from rlhf_runtime.data.row_fields import as_label
 from rlhf_runtime.data.row_images import image_folder, with_image_files
 from rlhf_runtime.data.sources import Source
@@ -75,7 +75,7 @@ def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> li
     ]
 
 
-def _layout(source: Source, form: DataForm, answered: bool, section: DataSection, template: Template) -> Layout:
+def _layout(source: Source, form: DataForm, answered: bool, section: DataSection, template: Template) -> SourceLayout:
     """The layout of a source. ``answered``: the policy answers its prompts."""
     chat = template.chat is not None
     whole = section.loss_on == "all" and not chat
@@ -102,7 +102,7 @@ def _layout(source: Source, form: DataForm, answered: bool, section: DataSection
     return layout
 
 
-def _converted(columns: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, Any]:
     """{field: value} of a row; empty if it cannot be read, which is reported when the row is used."""
     try:
         return layout.read(columns)
@@ -128,7 +128,7 @@ def recognise(
     names: Mapping[str, str] | None = None,
     chat: bool = False,
     prompt: Literal["needed", "optional", "made"] = "needed",
-) -> Layout:
+) -> SourceLayout:
     """The layout of a source, by the names of its columns and the values of its first row.
 
     Columns that the run file names come first, then columns with default names, then names that are common in data sets
@@ -147,7 +147,7 @@ def recognise(
     case = _Case(form, columns, row, dict(names or {}), chat, prompt)
     layouts = _widest(list(case.layouts()))
     if not layouts and case.text():
-        layouts = [Layout({"text": "text"}, given=False)]
+        layouts = [SourceLayout({"text": "text"}, given=False)]
     if len(layouts) == 1:
         return _with_tools(_with_images(_with_system(layouts[0], case), case), case)
     if layouts:
@@ -168,7 +168,7 @@ class _Case:
     chat: bool
     prompt: str
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[SourceLayout]:
         if self.form == "prompts":
             yield from self._join([*self._prompts()])
             if "prompt" not in self.columns:
@@ -218,7 +218,7 @@ class _Case:
 
     # ------------------------------------------------------------------------------------- forms
 
-    def _pairs(self) -> Iterator[Layout]:
+    def _pairs(self) -> Iterator[SourceLayout]:
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", ()), self._choices("rejected", ()))
@@ -247,7 +247,7 @@ class _Case:
                 for layout in self._join([*self._prompts()], [both.columns]):
                     yield replace(layout, whole=self.chat and "prompt" not in self.named)
 
-    def _steps(self) -> Iterator[Layout]:
+    def _steps(self) -> Iterator[SourceLayout]:
         for column in self._choices("steps", ("steps", "input")):
             value = self.row.get(column)
             if convert.is_rated(value):
@@ -261,7 +261,7 @@ class _Case:
         if convert.is_prm800k(self.row.get("question"), self.row.get("label")) and "steps" not in self.named:
             yield from self._join([{"prompt": "question", "steps": "label"}], how="prm800k")
 
-    def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Layout]:
+    def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         """A prompt with an answer, or a whole conversation."""
         if "messages" not in self.named:
             answers = [{"response": c} for c in self._choices("response", RESPONSES)]
@@ -271,7 +271,7 @@ class _Case:
         if "messages" in self.named or not self._defaults("prompt", "response"):
             yield from self._conversations(label)
 
-    def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Layout]:
+    def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         if not self.chat:
             return
         for column in self._choices("messages", ("messages", "conversation", "conversations")):
@@ -319,7 +319,7 @@ class _Case:
     def _is_label(self, column: str) -> bool:
         return self._certain("label", column) or as_label(self.row.get(column)) is not None
 
-    def _join(self, *parts: Sequence[Mapping[str, str]], how: str = "") -> Iterator[Layout]:
+    def _join(self, *parts: Sequence[Mapping[str, str]], how: str = "") -> Iterator[SourceLayout]:
         """A layout for every combination of one choice from each part. No column is used for two fields."""
         for chosen in product(*parts):
             columns = {f: c for part in chosen for f, c in part.items()}
@@ -327,7 +327,7 @@ class _Case:
                 continue
             conversion = how or ("context" if {"context", "history"} & set(columns) else "")
             is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
-            yield Layout(columns, conversion, self.chat, given=is_default and not conversion)
+            yield SourceLayout(columns, conversion, self.chat, given=is_default and not conversion)
 
     def _as_chat(self) -> tuple[Any, ...]:
         return self.form, self.columns, self.row, self.named, True, self.prompt
@@ -336,14 +336,14 @@ class _Case:
         return f"columns present: {', '.join(self.columns)}."
 
 
-def _widest(layouts: Sequence[Layout]) -> list[Layout]:
+def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
     """The layouts without duplicates, and without those whose columns are a subset of another's."""
     layouts = [layout for i, layout in enumerate(layouts) if layout not in layouts[:i]]
     sets = [set(layout.columns.values()) for layout in layouts]
     return [layout for layout, mine in zip(layouts, sets, strict=True) if not any(mine < other for other in sets)]
 
 
-def _with_system(layout: Layout, case: _Case) -> Layout:
+def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
     """The layout with a column of system messages, if the run file names no columns and the source has one."""
     texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
     present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
@@ -354,7 +354,7 @@ def _with_system(layout: Layout, case: _Case) -> Layout:
     return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
 
 
-def _with_images(layout: Layout, case: _Case) -> Layout:
+def _with_images(layout: SourceLayout, case: _Case) -> SourceLayout:
     """The layout with the column of images, if the source has one.
 
     Raises DataError: the run file names a column that the source has not.
@@ -368,7 +368,7 @@ def _with_images(layout: Layout, case: _Case) -> Layout:
     return layout
 
 
-def _with_tools(layout: Layout, case: _Case) -> Layout:
+def _with_tools(layout: SourceLayout, case: _Case) -> SourceLayout:
     """The layout with the column of tools, if the source has one and the template of chats may show them."""
     free = case.chat and TOOLS in case.columns and TOOLS not in layout.columns.values()
     if not free or "text" in layout.columns or layout.conversion in ("marked_steps", "prm800k"):
@@ -376,5 +376,5 @@ def _with_tools(layout: Layout, case: _Case) -> Layout:
     return replace(layout, columns={**layout.columns, TOOLS: TOOLS})
 
 
-def _flags(layout: Layout) -> str:
+def _flags(layout: SourceLayout) -> str:
     return " ".join(f"--data.{f} {c}" for f, c in layout.columns.items() if f in FIELDS)

@@ -14,7 +14,7 @@ from typing import Any
 from rlhf.types import Row
 
 from rlhf_runtime.config.data_section import SourceSection
-from rlhf_runtime.data.layouts import Layout
+from rlhf_runtime.data.layouts import SourceLayout
 
 
 class Source(ABC):
@@ -28,7 +28,7 @@ class Source(ABC):
         content = f"{fingerprint} {section.max_rows}"
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         """SHA-256 (hexadecimal) of the content. Equal data has an equal fingerprint."""
-        self.layout: Layout | None = None
+        self.layout: SourceLayout | None = None
         """How the columns of its rows are read; None: as the run file names them."""
 
     @property

@@ -116,7 +116,7 @@ def decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
-    """Refuse stop strings with special tokens, because the text of an answer does not contain them (:class:`Decoder`).
+    """Refuse stop strings with special tokens, because :class:`TokenDecoder` leaves them out of the text of an answer.
 
     Raises ConfigError.
     """
@@ -130,7 +130,7 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
 
 
 def special_tokens_in(text: str, tokenizer: Any) -> list[str]:
-    """The special tokens in a text. The text of an answer has none of them (:class:`Decoder`)."""
+    """The special tokens in a text. The text of an answer has none of them (:class:`TokenDecoder`)."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(token for token in {*special, *tokenizer.all_special_tokens} if token in text)
 
@@ -142,7 +142,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 @dataclass
-class Decoder:
+class TokenDecoder:
     """``decode(ids) -> text`` without special tokens; pickles as the tokenizer's path, so that it works in other
     processes."""
 

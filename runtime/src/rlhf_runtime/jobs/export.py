@@ -24,7 +24,7 @@ from rlhf_runtime.data.template import Template
 from rlhf_runtime.data.tokenizer import load_tokenizer, tokens_of
 from rlhf_runtime.loop.model_card import write_card
 from rlhf_runtime.loop.saves import ADAPTER, ModelFiles
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.setup.prepare import on_processor, total_steps
@@ -108,7 +108,7 @@ def loaded_policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tupl
     tokenizer = load_tokenizer(parts.model("policy"), parts.config.policy.trust_remote_code)
     parts.algorithm.use_tokens(tokens_of(tokenizer))
     template = Template(tokenizer, parts.config.data)
-    schedule = Schedule.of(parts.algorithm, steps)
+    schedule = UpdateSchedule.of(parts.algorithm, steps)
     place = replace(parts.places_on(device_here())["policy"], share=None)
     spec = parts.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
     spec = on_processor({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]

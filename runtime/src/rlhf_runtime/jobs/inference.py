@@ -30,7 +30,7 @@ PARTS = ("launcher", "trainer", "rollout", GENERATOR, "env")
 """The plugins of a job beside the rewards."""
 
 
-class Answer(Job):
+class AnswerJob(Job):
     """Answers prompts. It holds the policy only."""
 
     name = "answer"
@@ -43,7 +43,7 @@ class Answer(Job):
 def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampler]]:
     """Load the policy (and reward models) of a run file, whatever its algorithm, ready to answer evaluation rows."""
     scored, commits = bool(config.reward) or config.env is not None, Commits(last_start(config).get("hub"))
-    run = job_plugins(_rows_to_answer(config), plugins, Answer(), PARTS, scored, commits)
+    run = job_plugins(_rows_to_answer(config), plugins, AnswerJob(), PARTS, scored, commits)
     check(run, ANSWERS)
     prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:

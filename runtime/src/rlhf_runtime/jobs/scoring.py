@@ -18,24 +18,24 @@ from rlhf_runtime.checks.run import Job, device_here, job_plugins
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.tokenizer import check_ids, check_vocabularies, load_tokenizer
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.rewards.reward_models import read_role, score_with_role, together
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.setup.launch import launch_roles, make_scorer
-from rlhf_runtime.setup.prepare import Placed, on_processor
+from rlhf_runtime.setup.prepare import PlacedPlugins, on_processor
 
 PARTS = ("launcher", "trainer", "rollout", GENERATOR, "curriculum")
 """The plugins whose options are checked beside those of the rewards."""
 
 
-class Score(Job):
+class ScoreJob(Job):
     """Scores answers. Only rewards have roles."""
 
     name = "score"
     data = "demonstrations"
 
 
-def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
+def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     """Check everything that needs no model. The roles are those of the rewards. What only training reads is ignored. No
     row of the data is read.
 
@@ -45,7 +45,7 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
         raise ConfigError(f"env {config.env.use!r} is set, but given answers use no environment. Remove [env].")
     rows = config.data.eval or (SourceSection(path="answers"),)  # the checks ask for data, where answers come later
     data = config.data.model_copy(update={"train": rows, "eval": rows, "loss_on": "completion"})
-    run = job_plugins(config.model_copy(update={"data": data}), plugins, Score(), PARTS, scored=True)
+    run = job_plugins(config.model_copy(update={"data": data}), plugins, ScoreJob(), PARTS, scored=True)
     model = config.policy.model or next((run.model(name) for name in run.roles), None)
     if model is None:
         raise ConfigError(
@@ -69,18 +69,18 @@ def place_rewards(config: RunFile, plugins: Plugins) -> Placed:
     check_parts(run, places, specs, here=True)
     check_vocabularies(replace(run, roles={"policy": RoleSpec("policy")}).spec("policy"), tokenizer, specs.values())
     used = [*(s.resolved for s in run.parts.values()), *(r.resolved for r in run.rewards)]
-    return Placed(
+    return PlacedPlugins(
         **vars(run),
         tokenizer=tokenizer,
         specs=specs,
-        schedule=Schedule(),
+        schedule=UpdateSchedule(),
         plugins=list({(r.kind, r.ref): r for r in used}.values()),
         places=places,
     )
 
 
 def start_scorer(
-    placed: Placed,
+    placed: PlacedPlugins,
     main: MainThread,
     closing: ExitStack,
     *,

@@ -128,7 +128,7 @@ class SavedRecordedStream(Saved):
     taken: Counter
 
 
-class SavedBest(Saved):
+class SavedBestTracker(Saved):
     """The state of a :class:`rlhf_runtime.loop.best_value.BestTracker`."""
 
     metric: str | None
@@ -144,7 +144,7 @@ class SavedState(Saved):
     components: dict[str, dict[str, Any]]
     stream: SavedStream | None = None
     data: SavedData | None = None
-    best: SavedBest | None = None
+    best: SavedBestTracker | None = None
     changed: dict[str, Any] = {}
     """:attr:`rlhf_runtime.loop.control.Control.changed`."""
     unevaluated: str | None = None

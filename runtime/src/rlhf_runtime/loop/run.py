@@ -25,7 +25,7 @@ from rlhf_runtime.loop.evaluate import Evaluation
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.reports import Reports
 from rlhf_runtime.loop.saves import Saves
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress
@@ -47,7 +47,7 @@ class Run:
     roles: Mapping[str, Role]
     data: TrainData
     total_steps: int
-    schedule: Schedule
+    schedule: UpdateSchedule
     first_step: int
     """Number of finished steps when this process started: 0, or that of the checkpoint from which the run continues."""
     sampler: Sampler | None

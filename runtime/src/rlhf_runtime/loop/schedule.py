@@ -11,7 +11,7 @@ from rlhf.types import Update
 
 
 @dataclass(frozen=True)
-class Schedule:
+class UpdateSchedule:
     """The results of ``Algorithm.updates`` for every step of the run, computed before the first step."""
 
     planned: tuple[Mapping[str, int], ...] = ()
@@ -23,7 +23,7 @@ class Schedule:
     """Roles whose weights are read for that."""
 
     @classmethod
-    def of(cls, algorithm: Algorithm, steps: int) -> Schedule:
+    def of(cls, algorithm: Algorithm, steps: int) -> UpdateSchedule:
         """Ask the algorithm for each of ``steps`` steps."""
         planned: list[Mapping[str, int]] = []
         different: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}  # equal steps share one object

@@ -35,7 +35,7 @@ _KEY = 16  # bytes; two of 2^40 sequences share one with a probability of 2^-49
 
 
 @dataclass
-class Table:
+class ValueTable:
     """{key of a sequence: its values, in the order of its tokens}, float32."""
 
     values: dict[bytes, Tensor] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Table:
             temporary.unlink(missing_ok=True)
 
     @classmethod
-    def load(cls, path: Path, model: str) -> Table:
+    def load(cls, path: Path, model: str) -> ValueTable:
         """The table that :meth:`save` wrote; empty if there is none, or if it belongs to another model. Raises
         SafetensorError for a damaged file."""
         if not path.is_file():
@@ -90,7 +90,7 @@ class Table:
 class PrecomputedRole(Role):
     """A role without a model. It reads its outputs from a table."""
 
-    def __init__(self, spec: ModelSpec, table: Table) -> None:
+    def __init__(self, spec: ModelSpec, table: ValueTable) -> None:
         self.spec, self.view, self.table = spec, "live", table
         self.facts = TrainerFacts()
 
@@ -123,10 +123,10 @@ def precompute(
     """
     model = identity(spec)
     try:
-        table = Table.load(path, model)
+        table = ValueTable.load(path, model)
     except SafetensorError as error:  # of a copy that broke off, or after a loss of power
         note(f"{path} is damaged ({error}), and is computed again")
-        table = Table()
+        table = ValueTable()
     annotations = [a for a in algorithm.annotations(0) if a.role == spec.role.name]
 
     def batches() -> Iterator[Batch]:

@@ -15,7 +15,7 @@ from rlhf.errors import ConfigError, shown
 from rlhf.plugins import Plugins
 
 from rlhf_runtime.checkpoint import read_json
-from rlhf_runtime.config.flag_values import Given
+from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.overrides import Override
 from rlhf_runtime.config.runfile import SINGLE, RunFile
@@ -210,7 +210,7 @@ def _overrides(arguments: Mapping[str, Any], options: Mapping[str, Any]) -> list
             raise ConfigError(f"options: a name is text like 'trainer.lr', got {shown(key)}")
         if key in arguments:
             raise ConfigError(f"options: {key!r} is given as an argument too. Leave one of them out.")
-    return [(key, Given(value)) for key, value in {**arguments, **options}.items()]
+    return [(key, PythonValue(value)) for key, value in {**arguments, **options}.items()]
 
 
 def _is_path(value: object) -> bool:

@@ -22,7 +22,7 @@ _FILE = re.compile(r"step-(\d{6,})\.arrow")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RecordedTurn:
     """Consecutive tokens after the prompt, from the policy or from the environment."""
 
     who: str
@@ -38,7 +38,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RecordedSample:
     """One recorded sample, as text."""
 
     step: int | None
@@ -49,7 +49,7 @@ class Sample:
     row: int
     prompt: Any
     """Text, or messages if a chat template was used."""
-    turns: list[Turn]
+    turns: list[RecordedTurn]
     reward: float | None
     rewards: dict[str, float | None]
     """By the name of the reward, before its weight; None if it did not apply."""
@@ -78,14 +78,14 @@ def recorded_steps(run: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
 
 
-def read_samples(path: Path, step: int | None) -> list[Sample]:
+def read_samples(path: Path, step: int | None) -> list[RecordedSample]:
     """The samples in a file. Raises DataError naming a line that is not a sample."""
     return _with_group_means([sample for sample, _ in samples_with_values(path, step)])
 
 
 def samples_with_values(
     path: Path, step: int | None, rows: Collection[int] | None = None
-) -> Iterator[tuple[Sample, Mapping[str, Any]]]:
+) -> Iterator[tuple[RecordedSample, Mapping[str, Any]]]:
     """(sample, everything that is recorded of it) for each row of a file, or for these rows, counted from 0.
 
     Raises DataError naming a line that is not a sample.
@@ -103,7 +103,7 @@ def samples_with_values(
         raise DataError(f"{where} is not a recorded sample: {why}. {SUCH}") from cause
 
 
-def select(samples: Sequence[Sample], source: str | None, group: int | None) -> list[Sample]:
+def select(samples: Sequence[RecordedSample], source: str | None, group: int | None) -> list[RecordedSample]:
     """The samples of one data source and one group. Raises ConfigError if there are none."""
     for name, choice in (("source", source), ("group", group)):
         if choice is not None:
@@ -114,20 +114,20 @@ def select(samples: Sequence[Sample], source: str | None, group: int | None) -> 
     return list(samples)
 
 
-def check_sort(samples: Sequence[Sample], name: str | None) -> None:
+def check_sort(samples: Sequence[RecordedSample], name: str | None) -> None:
     """Raises ConfigError if no sample has a reward of that name."""
     names = sorted({reward for sample in samples for reward in sample.rewards} | {LENGTH})
     if name is not None and name not in names:
         raise ConfigError(f"--sort-by {name}: allowed here are {', '.join(names)}.{did_you_mean(name, names)}")
 
 
-def extreme(samples: Sequence[Sample], count: int, by: str | None, best: bool) -> list[Sample]:
+def extreme(samples: Sequence[RecordedSample], count: int, by: str | None, best: bool) -> list[RecordedSample]:
     """The ``count`` best or worst of the samples that have the value. Equal samples keep the order of the file."""
     valued = [(value, sample) for sample in samples if (value := sample.value(by)) is not None]
     return [sample for _, sample in sorted(valued, key=lambda pair: -pair[0] if best else pair[0])[:count]]
 
 
-def draw_samples(samples: Sequence[Sample], count: int, seed: int) -> list[Sample]:
+def draw_samples(samples: Sequence[RecordedSample], count: int, seed: int) -> list[RecordedSample]:
     """``count`` samples drawn without replacement, in the order of the file; the same ones for the same seed."""
     numbers = random.Random(seed).sample(range(len(samples)), min(count, len(samples)))
     return [samples[number] for number in sorted(numbers)]
@@ -143,7 +143,7 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
+def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
     turns = line["turns"]
     first = next((number for number, turn in enumerate(turns) if turn["sampled"]), len(turns))
     prompt = line.get("prompt")
@@ -154,7 +154,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         prompt = _with_sizes(prompt, [size for turn in turns[:first] for size in _sizes(turn)])
     else:
         prompt = "".join(_sizes(turns[0])) + prompt if turns else prompt
-    return Sample(
+    return RecordedSample(
         step=step,
         group=line["group"],
         sample=line["sample"],
@@ -162,7 +162,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> Sample:
         row=line["row"]["index"],
         prompt=prompt,
         turns=[
-            Turn(
+            RecordedTurn(
                 "policy" if turn["sampled"] else "environment",
                 _text(turn),
                 len(turn["ids"]),
@@ -221,7 +221,7 @@ def _reward(value: Any) -> float | None:
     return number
 
 
-def _with_group_means(samples: Sequence[Sample]) -> list[Sample]:
+def _with_group_means(samples: Sequence[RecordedSample]) -> list[RecordedSample]:
     rewards: defaultdict[int, list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:

@@ -23,7 +23,7 @@ STATES = ("running", "finished", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestEvaluation:
     """The best evaluation of a run."""
 
     metric: str
@@ -140,7 +140,7 @@ class RunRecord:
         return step if isinstance(step, int) else 0
 
     @cached_property
-    def best(self) -> Best | None:
+    def best(self) -> BestEvaluation | None:
         """The best evaluation by ``eval.metric`` and ``eval.mode``; None if there is none yet."""
         tracker = BestTracker(self.option("eval.metric"), self.option("eval.mode", "auto"))
         for number, raw in enumerate(self.lines):
@@ -152,7 +152,7 @@ class RunRecord:
                     continue
         if tracker.value is None or tracker.step is None or tracker.metric is None:
             return None
-        return Best(tracker.metric, tracker.value, tracker.step)
+        return BestEvaluation(tracker.metric, tracker.value, tracker.step)
 
     @property
     def state(self) -> tuple[str, str]:

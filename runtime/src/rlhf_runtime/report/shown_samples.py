@@ -16,7 +16,7 @@ from rlhf_hub.published import model_folder
 
 from rlhf_runtime.checkpoint.sample_table import read_columns
 from rlhf_runtime.observe.sample_lines import shortened
-from rlhf_runtime.report.recorded_samples import Sample, recorded_steps, samples_with_values
+from rlhf_runtime.report.recorded_samples import RecordedSample, recorded_steps, samples_with_values
 from rlhf_runtime.report.run_record import RunRecord
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ others are drawn at random."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedGroup:
     """A group in a file of a step."""
 
     step: int
@@ -95,7 +95,7 @@ class ShownSamples:
             "texts": token_texts(record, sorted(ids)) if ids else {},
         }
 
-    def _values(self, sample: Sample, line: Mapping[str, Any], with_tokens: bool) -> dict[str, Any]:
+    def _values(self, sample: RecordedSample, line: Mapping[str, Any], with_tokens: bool) -> dict[str, Any]:
         of_tokens = {name: _short(values) for name, values in (line.get("token_values") or {}).items()}
         advantages = [value for value in of_tokens.get("advantages", ()) if value is not None]
         sampled = (turn for turn in line["turns"] if turn["sampled"])
@@ -122,9 +122,9 @@ class ShownSamples:
         return {**values, **{name: value for name, value in more.items() if value not in ({}, "", None)}}
 
 
-def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[Recorded], Counter[str]]:
+def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[RecordedGroup], Counter[str]]:
     """The groups of these steps, and the errors of failed samples with their numbers."""
-    groups: list[Recorded] = []
+    groups: list[RecordedGroup] = []
     errors: Counter[str] = Counter()
     for step in steps:
         path = record.path / "rollouts" / f"step-{step:06d}.arrow"
@@ -138,25 +138,25 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[Recor
         for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
             if columns["sample"][first] is not None:
                 prompt = (str(columns["source"][first]), columns["row"][first])
-                groups.append(Recorded(step, prompt, range(first, last), "failed" in statuses[first:last]))
+                groups.append(RecordedGroup(step, prompt, range(first, last), "failed" in statuses[first:last]))
         errors.update(
             str(e).split("\n")[0][:300] for e, s in zip(columns["error"], statuses, strict=True) if s == "failed"
         )
     return groups, errors
 
 
-def chosen(groups: Sequence[Recorded], most: int) -> list[Recorded]:
+def chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
     """All groups, or about ``most`` samples of them (:data:`SHARES`), always the same ones."""
     if sum(len(group.rows) for group in groups) <= most:
         return list(groups)
     shuffled = random.Random(0).sample(groups, len(groups))
-    by_prompt: defaultdict[tuple[str, int], list[Recorded]] = defaultdict(list)
+    by_prompt: defaultdict[tuple[str, int], list[RecordedGroup]] = defaultdict(list)
     for group in groups:
         by_prompt[group.prompt].append(group)
     apart = sorted(by_prompt.values(), key=lambda same: same[0].step - same[-1].step)
     ends = [group for group in shuffled if group.step in (groups[0].step, groups[-1].step)]
     again = [group for same in apart if same[0].step != same[-1].step for group in (same[0], same[-1])]
-    result: dict[Recorded, None] = {}
+    result: dict[RecordedGroup, None] = {}
     left = most
     for part, share in zip((ends, again, [g for g in shuffled if g.failed], shuffled), (*SHARES, 1.0), strict=True):
         quota = min(left, int(share * most))

@@ -15,7 +15,7 @@ from rlhf.types import EnvStep, Row
 from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.calls.isolation import check_python
 from rlhf_runtime.calls.returned_values import InvalidResult, check_observation, check_step, step_from_json
-from rlhf_runtime.calls.worker import Worker, WorkerPool
+from rlhf_runtime.calls.worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
 
@@ -94,7 +94,7 @@ class Episode(Env):
         self._resolved, self._config, self._section, self._pool = resolved, config, section, pool
         self._sample = sample
         self._env: Env | None = None
-        self._worker: Worker | None = None
+        self._worker: PluginWorker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
         self.numbers: dict[str, float] = {}
         """The numbers in the steps' ``info``, of each key the last one."""

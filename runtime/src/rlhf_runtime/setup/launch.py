@@ -23,7 +23,7 @@ from rlhf.interfaces import (
 
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.placement import neighbours
-from rlhf_runtime.data.tokenizer import Decoder, tokens_of
+from rlhf_runtime.data.tokenizer import TokenDecoder, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role, lend
 from rlhf_runtime.models.shared_devices import Phases
@@ -34,11 +34,11 @@ from rlhf_runtime.rewards.reward_models import read_role, score_with_role
 from rlhf_runtime.rewards.scoring import Scorer
 from rlhf_runtime.samples.rollouts import Rollouts
 from rlhf_runtime.samples.sampling import NoGenerator, Sampler
-from rlhf_runtime.setup.prepare import Placed, Prepared
+from rlhf_runtime.setup.prepare import PlacedPlugins, Prepared
 
 
 def launch_roles(
-    prepared: Placed,
+    prepared: PlacedPlugins,
     launcher: Launcher,
     precomputed: Callable[[ModelSpec, Callable[[], Role]], Role] | None = None,
     reports: Path | None = None,
@@ -66,14 +66,14 @@ def launch_roles(
     return roles
 
 
-def _launch_role(name: str, prepared: Placed, launcher: Launcher) -> Role:
+def _launch_role(name: str, prepared: PlacedPlugins, launcher: Launcher) -> Role:
     trainer, spec = prepared.trainer(name), prepared.specs[name]
     with phase(f"loading {name}: {spec.path}"):
         group = launcher.launch_trainer(trainer.resolved.cls, trainer.config, spec)
     return Role(spec, group, prepared.section(name).micro_tokens)
 
 
-def _base_of(name: str, prepared: Placed, roles: Mapping[str, Role]) -> Role | None:
+def _base_of(name: str, prepared: PlacedPlugins, roles: Mapping[str, Role]) -> Role | None:
     """The other role whose model, with its adapters disabled, serves as this frozen role. None where this role needs a
     model of its own."""
     source = roles.get(prepared.base_of(name, prepared.places) or "")
@@ -102,7 +102,7 @@ def launch_sampler(
     policy, config, template, episodes = roles["policy"], prepared.config, prepared.data.template, prepared.episodes
     spec = GeneratorSpec(
         tuple(dict.fromkeys((*policy.facts.eos_token_ids, *template.end_token_ids))),
-        Decoder(policy.spec.path, policy.spec.trust_remote_code),
+        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code),
         policy.spec.path,
         policy.facts.dtype,
         policy.spec.trust_remote_code,
@@ -170,7 +170,7 @@ def _shares_devices(prepared: Prepared, launcher: Launcher) -> bool:
     return GENERATOR in places and ("in_process" in launcher.capabilities or bool(neighbours(places, GENERATOR)))
 
 
-def make_scorer(prepared: Placed, score: ScoreWithRole, reader: ReadRole) -> Scorer:
+def make_scorer(prepared: PlacedPlugins, score: ScoreWithRole, reader: ReadRole) -> Scorer:
     """The run's rewards.
 
     Args:

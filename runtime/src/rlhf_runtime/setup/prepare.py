@@ -37,7 +37,7 @@ from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.image_tokens import ImageTokens, check_image_tokens, image_tokens
 from rlhf_runtime.data.tokenizer import check_ids, check_stops, check_vocabularies, load_tokenizer, tokens_of
 from rlhf_runtime.loop.evaluate import check_metric
-from rlhf_runtime.loop.schedule import Schedule
+from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.output.run_directory import RunDirectory
 from rlhf_runtime.output.run_folder import default_folder
@@ -45,13 +45,13 @@ from rlhf_runtime.samples.episodes import Episodes
 
 
 @dataclass(frozen=True)
-class Placed(RunPlugins):
+class PlacedPlugins(RunPlugins):
     """Checked plugins with the models that they need and where: enough to load the models and start the rewards."""
 
     tokenizer: Any
     specs: Mapping[str, ModelSpec]
     """What the trainer loads, by role."""
-    schedule: Schedule
+    schedule: UpdateSchedule
     plugins: Sequence[Resolved]
     """Every plugin that is used."""
     places: Mapping[str, Place]
@@ -59,7 +59,7 @@ class Placed(RunPlugins):
 
 
 @dataclass(frozen=True)
-class Prepared(Placed):
+class Prepared(PlacedPlugins):
     """A checked run, with everything that is decided before a model is loaded."""
 
     data: TrainData
@@ -138,7 +138,7 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     curriculum: Curriculum | None = parts["curriculum"].build() if "curriculum" in parts else None
     if curriculum is not None:
         data.choose_by(curriculum, steps)
-    schedule = Schedule.of(algorithm, steps)
+    schedule = UpdateSchedule.of(algorithm, steps)
     updates = schedule.total()
     check_roles(plugins_of_run, steps, updates, schedule)
     places = plugins_of_run.places_on(device_here())

@@ -41,7 +41,7 @@ class Count:
 
 
 @dataclass(slots=True)
-class Row:
+class ImageRow:
     arguments: dict[str, Tensor]
     """``input_ids`` [1, N], ``position_ids`` ([1, N], or [4, 1, N] where positions have three axes: text, time, height,
     width) and the pixels."""
@@ -105,7 +105,7 @@ class ImageInputs:
         lens: Sequence[int],
         images_B: Sequence[tuple[Image, ...]],
         shared: Shared | None = None,
-    ) -> Row:
+    ) -> ImageRow:
         """The row of sequences with these lengths.
 
         Args:
@@ -155,10 +155,10 @@ class ImageInputs:
             "position_ids": position_N[..., None, :],
             **joined([values for _, values in placed], ids_N.device),
         }
-        return Row(arguments, lens, deltas, [count for count, _ in placed], plain_N)
+        return ImageRow(arguments, lens, deltas, [count for count, _ in placed], plain_N)
 
     @contextmanager
-    def placed(self, row: Row) -> Iterator[None]:
+    def placed(self, row: ImageRow) -> Iterator[None]:
         """Inside, the model computes ``row``. A placeholder outside of the images, which a policy may sample, keeps its
         own embedding; the model would look for an image."""
         hook = None
@@ -187,7 +187,7 @@ class ImageInputs:
         return kind_T, counts
 
     def _positions(self, ids_T: Tensor, position_T: Tensor, kind_T: Tensor, pixels: list[Pixels]) -> tuple[Tensor, int]:
-        """([T] or [4, T], :attr:`Row.deltas`)."""
+        """([T] or [4, T], :attr:`ImageRow.deltas`)."""
         if self._rope is None:
             return position_T, 0
         if not pixels:

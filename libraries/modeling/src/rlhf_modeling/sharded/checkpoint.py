@@ -55,7 +55,7 @@ def load(trainer: ShardedWeights, path: Path) -> None:
     _check(trainer, facts, path)
     partition = trainer.partition
     shapes = {name: trainer.tensors.shapes[name] for name in trainer.parameters}
-    saved = checkpoint_files.SavedState(path, facts["ranks"], shapes, trainer.split)
+    saved = checkpoint_files.RankFiles(path, facts["ranks"], shapes, trainer.split)
     saved.check(checkpoint_files.WEIGHT)
     saved.restore(checkpoint_files.WEIGHT, partition.flats, [flat.data for flat in partition.flats])
     if trainer.average is not None:
@@ -130,7 +130,7 @@ def _optimizer_state(trainer: ShardedWeights, owner: Tensor) -> dict[str, Tensor
     return {key: value for key, value in trainer.base.state.get(owner, {}).items() if isinstance(value, Tensor)}
 
 
-def _restore_optimizer(trainer: ShardedWeights, saved: checkpoint_files.SavedState) -> None:
+def _restore_optimizer(trainer: ShardedWeights, saved: checkpoint_files.RankFiles) -> None:
     assert trainer.base is not None
     optimizer = trainer.base
     optimizer.state.clear()

@@ -88,7 +88,7 @@ class _Stored:
     """Number of the part, where the parameter was divided (``tensor_parallel``)."""
 
 
-class SavedState:
+class RankFiles:
     """The files of all ranks of a saved run, opened for reading slices.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_modeling.sharded.partition import Partition
 
 
-class Topology(Protocol):
+class RankTopology(Protocol):
     """The ranks of a role as replicas x parts: the ranks of a replica divide every layer among them, the ranks of a
     part hold the same weights and compute different units."""
 
@@ -35,7 +35,7 @@ class Split:
     """How one model is divided over the ranks of a replica. Here every parameter is whole; a trainer that divides
     layers overrides this class."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: RankTopology) -> None:
         self.topology = topology
 
     def dim(self, name: str) -> int | None:

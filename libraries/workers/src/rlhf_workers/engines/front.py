@@ -15,7 +15,7 @@ from rlhf.interfaces import EnginePool, Generator, GeneratorSpec, Proof, Sleeps,
 from rlhf.types import GenerationRequest, Image, Turn
 
 from rlhf_workers.engines.pool import EngineWorkers
-from rlhf_workers.engines.single_requests import SingleRequests
+from rlhf_workers.engines.single_requests import EngineRequests
 from rlhf_workers.engines.weight_link import WeightLink
 from rlhf_workers.process.payload import pack
 
@@ -52,7 +52,7 @@ class EngineGroup(Sleeps, EnginePool):
         self._sleeps = issubclass(generator, Sleeps)
         self._reloads = 0
         self._proofs: list[Proof] = []
-        self._single: SingleRequests | None = None
+        self._single: EngineRequests | None = None
         """Calls the engines from the first :meth:`answer` on."""
 
     # ---------------------------------------------------------------------------------- generation
@@ -100,7 +100,7 @@ class EngineGroup(Sleeps, EnginePool):
                     yield busy[number][position], turn
 
     def _generate_beside(
-        self, requests: Sequence[GenerationRequest], single: SingleRequests
+        self, requests: Sequence[GenerationRequest], single: EngineRequests
     ) -> Iterator[tuple[int, Turn]]:
         """Generate while single requests are under way."""
         finished: queue.SimpleQueue[tuple[int, Turn | Exception]] = queue.SimpleQueue()
@@ -123,7 +123,7 @@ class EngineGroup(Sleeps, EnginePool):
 
     async def answer(self, request: GenerationRequest) -> Turn:
         if self._single is None:
-            self._single = SingleRequests(self.pool)
+            self._single = EngineRequests(self.pool)
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Turn] = loop.create_future()
 

@@ -49,7 +49,7 @@ class _Open:
     """The engine that samples it; None: it waits for one."""
 
 
-class SingleRequests:
+class EngineRequests:
     """``settle`` of a request is called once, on the thread of this class, with the turn or with the error that ends
     the run. It is not called for a request that was cancelled."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from rlhf_workers.links.coordination import Coordination
-from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.layout import BucketLayout
 from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
 
 _READY = "ready"
@@ -40,7 +40,7 @@ class BroadcastSender(Sender):
     def send(self, buckets: Iterator[Bucket]) -> Iterator[BucketHeader]:
         for bucket in buckets:
             number, self._sent = self._sent, self._sent + 1
-            layout = Layout.of(bucket)
+            layout = BucketLayout.of(bucket)
             if self._error:
                 yield BucketHeader(number, layout, self._error)
                 self._count()

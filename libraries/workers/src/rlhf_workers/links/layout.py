@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BucketLayout:
     """Where each tensor of a bucket lies in the buffer."""
 
     tensors: tuple[tuple[str, str, tuple[int, ...], int, int], ...]
@@ -24,7 +24,7 @@ class Layout:
     """Size of the buffer, gaps included. At least 1, because some operations cannot move an empty buffer."""
 
     @classmethod
-    def of(cls, bucket: Bucket) -> Layout:
+    def of(cls, bucket: Bucket) -> BucketLayout:
         placed, end = [], 0
         for name, tensor in bucket.tensors:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -21,7 +21,7 @@ from typing import Literal
 
 from rlhf.weights.bucket import Bucket
 
-from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.layout import BucketLayout
 
 Kind = Literal["shared", "broadcast"]
 
@@ -56,7 +56,7 @@ class BucketHeader:
 
     number: int
     """Counts the buckets since the link was made, from 0."""
-    layout: Layout
+    layout: BucketLayout
     error: str = ""
     """Why the bytes will not arrive; empty: they will."""
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlhf_workers.links.coordination import Coordination
-from rlhf_workers.links.layout import Layout
+from rlhf_workers.links.layout import BucketLayout
 from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
@@ -61,7 +61,7 @@ class SharedMemorySender(Sender):
         first = self._sent
         for bucket in buckets:
             number, self._sent = self._sent, self._sent + 1
-            layout = Layout.of(bucket)
+            layout = BucketLayout.of(bucket)
             if self.serves and not self._error:
                 self._publish(bucket, layout, number, first)
             yield BucketHeader(number, layout, self._error)
@@ -69,7 +69,7 @@ class SharedMemorySender(Sender):
             self._wait(number)
         self.close()  # other work needs the memory between two syncs
 
-    def _publish(self, bucket: Bucket, layout: Layout, number: int, first: int) -> None:
+    def _publish(self, bucket: Bucket, layout: BucketLayout, number: int, first: int) -> None:
         """Copy a bucket into a buffer that is free, and publish the buffer's handle."""
         slot = number % _BUFFERS
         if number - first >= _BUFFERS:

@@ -71,7 +71,7 @@ def unpack(payload: Payload | None, rank: int = 0) -> tuple[Any, ...]:
     return tuple(arguments)
 
 
-class _Pickler(cloudpickle.CloudPickler):
+class _PayloadPickler(cloudpickle.CloudPickler):
     def __init__(self, file: Any, buffers: list[Any]) -> None:
         super().__init__(file, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
         self.refs: list[Stored] = []
@@ -91,7 +91,7 @@ class _Pickler(cloudpickle.CloudPickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _PayloadUnpickler(pickle.Unpickler):
     def __init__(self, part: Pickled) -> None:
         # copies, because the store's memory is shared and read-only: a write would kill this process
         super().__init__(io.BytesIO(part[0]), buffers=[bytearray(b) for b in part[1]])
@@ -103,13 +103,13 @@ class _Unpickler(pickle.Unpickler):
 
 def _dump(value: Any) -> Pickled:
     file, buffers = io.BytesIO(), []  # type: ignore[var-annotated]
-    pickler = _Pickler(file, buffers)
+    pickler = _PayloadPickler(file, buffers)
     pickler.dump(value)
     return file.getvalue(), buffers, pickler.refs
 
 
 def _load(part: Pickled) -> Any:
-    return _Unpickler(part).load()
+    return _PayloadUnpickler(part).load()
 
 
 def _tensor(data: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -45,7 +45,7 @@ class _ExecutorRollout(Rollout):
         if prompt.images:
             where = f"row {row.index} of {row.source}"
             raise RolloutError(f"{where} has images, which an executor's execute() does not get; use an environment")
-        executor, engine = self.config.built_executor(), Engine(ctx)
+        executor, engine = self.config.built_executor(), ExecutorEngine(ctx)
         arguments = {
             "prompt": ctx.tokenizer.decode(list(prompt.ids), skip_special_tokens=False),
             "label": label_of(row, self.config.label),
@@ -59,7 +59,7 @@ class _ExecutorRollout(Rollout):
         return engine.turns(await executor.execute(**arguments))
 
 
-class Engine:
+class ExecutorEngine:
     """What an executor's ``execute()`` gets: tokens in, tokens out, as vLLM's requests and outputs. It samples the
     turns of one sample, and makes the trajectory of what was sampled."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlhf.types import Group
 
 
-class Pairwise(Algorithm[Any]):
+class PairwiseAlgorithm(Algorithm[Any]):
     """Trains the policy on units of two answers, role 0 chosen and role 1 rejected.
 
     Any loss over pairs fits the slot. There is a reference if the loss reads ``ref_logprobs``.
@@ -95,7 +95,7 @@ class Pairwise(Algorithm[Any]):
             super().load_state_dict(state)
 
 
-class DPO(Pairwise, PairLearning):
+class DPO(PairwiseAlgorithm, PairLearning):
     """Prefer the chosen answers of given pairs, measured against a reference. There is no reward model and no sampling.
 
     One optimizer step in every step of the run, on all its pairs. A pair in which an answer has no token to train on is
@@ -119,7 +119,7 @@ class OnlineDPOConfig(SnapshotConfig):
     """Optimizer steps per pass; fewer if a step has fewer pairs."""
 
 
-class OnlineDPO(Pairwise):
+class OnlineDPO(PairwiseAlgorithm):
     """Sample, score, pair, train. With ``snapshot_every`` it is iterative DPO: rounds with a reference each.
 
     The best of a prompt's samples is chosen and its worst rejected, the first of several equals; equal scores and equal

@@ -14,7 +14,7 @@ PairChoice = Literal["best_worst", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ScoredAnswer:
     """One scored answer of a group."""
 
     unit: int
@@ -30,14 +30,14 @@ class Sample:
 class Pairing:
     """Pairs (chosen, rejected), and counts of groups and pairs that were left out."""
 
-    pairs: list[tuple[Sample, Sample]] = field(default_factory=list)
+    pairs: list[tuple[ScoredAnswer, ScoredAnswer]] = field(default_factory=list)
     groups: int = 0
     tied_groups: int = 0
     """Groups without two samples whose scores differ by more than the gap."""
     equal_answers: int = 0
     """Pairs left out because both answers are the same tokens."""
 
-    def add(self, group: Sequence[Sample], choice: PairChoice, min_gap: float) -> None:
+    def add(self, group: Sequence[ScoredAnswer], choice: PairChoice, min_gap: float) -> None:
         """Add the pairs of one group. ``best_worst``: the first of the best and the first of the worst. ``all``: every
         two samples. In both cases only if the scores differ by more than ``min_gap``."""
         ranked = sorted(group, key=lambda s: (-s.score, s.number))
@@ -62,13 +62,13 @@ def pair_samples(batch: Batch, choice: PairChoice, min_gap: float) -> Pairing:
     score_U = scores(batch).tolist()
     mask_N, unit_N = batch.tok["loss_mask"], batch.unit_N
     answers = torch.split(batch.ids_N[mask_N], torch.bincount(unit_N[mask_N], minlength=batch.units).tolist())
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[ScoredAnswer]] = {}
     for unit, (group, number) in enumerate(
         zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)
     ):
         members = groups.setdefault(group, [])
         if answers[unit].numel():
-            members.append(Sample(unit, number, score_U[unit], tuple(answers[unit].tolist())))
+            members.append(ScoredAnswer(unit, number, score_U[unit], tuple(answers[unit].tolist())))
     pairing = Pairing()
     for members in groups.values():
         pairing.add(members, choice, min_gap)
@@ -81,7 +81,7 @@ def scores(batch: Batch) -> Tensor:
     return batch.unit["reward"] + step_U.index_add(0, batch.unit_N, batch.tok["step_reward"].double())
 
 
-def as_pairs(batch: Batch, pairs: Sequence[tuple[Sample, Sample]]) -> Batch:
+def as_pairs(batch: Batch, pairs: Sequence[tuple[ScoredAnswer, ScoredAnswer]]) -> Batch:
     """A unit for each pair: the sequences of the chosen sample with role 0, those of the rejected with role 1.
 
     Token columns ``loss_mask`` and ``temperature``; unit columns ``chosen_score`` and ``rejected_score`` (float64).

@@ -79,7 +79,7 @@ class RejectionSampling(Algorithm[Group]):
 
 
 @dataclass(slots=True)
-class Best:
+class BestSamples:
     """The kept samples of a batch, and statistics."""
 
     units: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Best:
     mean_kept: float = 0.0
 
 
-def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> Best:
+def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> BestSamples:
     """The ``keep`` best of each group of a batch of samples (:func:`rlhf.ops.trajectories.assemble`).
 
     A sample's reward is its outcome reward plus the sum of its step rewards. Ties go to the lower sample number.
@@ -111,7 +111,7 @@ def best_of(samples: Batch, keep: int, min_reward: float | None = None) -> Best:
     groups: dict[int, list[int]] = {}
     for u, group in enumerate(samples.unit["group"].tolist()):
         groups.setdefault(group, []).append(u)
-    best = Best()
+    best = BestSamples()
     for members in groups.values():
         passing = [u for u in members if own_U[u] and (min_reward is None or reward_U[u] >= min_reward)]
         ranked = sorted(passing, key=lambda u: (-reward_U[u], number_U[u]))

@@ -3,9 +3,9 @@
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, Loss
 
-from rlhf_plugin_reward_model.reward_model import Pairwise, RewardModel
+from rlhf_plugin_reward_model.reward_model import PairwiseLoss, RewardModel
 
-__all__ = ["Pairwise", "RewardModel"]
+__all__ = ["PairwiseLoss", "RewardModel"]
 
 
 @hookimpl
@@ -15,4 +15,4 @@ def rlhf_register_algorithm() -> list[type[Algorithm]]:
 
 @hookimpl
 def rlhf_register_loss() -> list[type[Loss]]:
-    return [Pairwise]
+    return [PairwiseLoss]

@@ -100,7 +100,7 @@ class PairwiseConfig(ComponentConfig):
     """Coefficient of (chosen score + rejected score)^2, which keeps the scores around zero; 0 = off."""
 
 
-class Pairwise(Loss):
+class PairwiseLoss(Loss):
     """-log sigma(r_c - r_r - m), the mean over pairs; r is the score at a sequence's last token.
 
     m is the unit column ``margin`` if the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any

@@ -100,7 +100,7 @@ class Entrance:
         return entered
 
 
-class Part(nn.Module):
+class LinearPart(nn.Module):
     """Some outputs (``dim`` 0: rows of the matrix) or inputs (``dim`` 1: columns) of a linear layer. With ``dim`` 1 the
     bias is not added here, because it must be added once, to the sum over the ranks."""
 
@@ -114,7 +114,7 @@ class Part(nn.Module):
         return F.linear(x, self.weight, None if self.dim else self.bias)
 
 
-class Inward(Part):
+class Inward(LinearPart):
     """A linear layer of which a rank has some outputs; its input is whole."""
 
     def __init__(self, whole: nn.Linear, topology: Topology, entrance: Entrance) -> None:
@@ -125,7 +125,7 @@ class Inward(Part):
         return super().forward(self._entrance(x_NI))
 
 
-class Outward(Part):
+class Outward(LinearPart):
     """A linear layer of which a rank has some inputs."""
 
     def __init__(self, whole: nn.Linear, topology: Topology) -> None:
@@ -165,7 +165,7 @@ class Divided:
         whole, at = layer, f"{where}.{name}"
         if hasattr(layer, "lora_A"):
             whole, at = layer.base_layer, f"{at}.base_layer"
-            layer.base_layer = Part(whole, dim, topology)
+            layer.base_layer = LinearPart(whole, dim, topology)
             cut, whole_matrix = (layer.lora_B, "lora_A") if entrance is not None else (layer.lora_A, "lora_B")
             cut[NAME].weight = _part(cut[NAME].weight, dim, topology)
             self.dims[f"{where}.{name}.{'lora_A' if dim else 'lora_B'}.{NAME}.weight"] = dim

@@ -23,7 +23,7 @@ from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
-from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.schedule import RateSchedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer
@@ -147,7 +147,7 @@ class DeepSpeedTrainer(ShardedTrainer):
         self._values: dict[str, Tensor] = {}  # outputs of the current micro-batch
         with self._guard("__init__"):
             if trained:
-                self.schedule = Schedule(self.config, spec.total_updates)
+                self.schedule = RateSchedule(self.config, spec.total_updates)
                 outside = {id(p) for m in (self.module.get_input_embeddings(), loaded.head) for p in m.parameters()}
                 self.base = build_optimizer(self.parameters, self.tensors.shapes, outside, self.config)
             if trained or divided:

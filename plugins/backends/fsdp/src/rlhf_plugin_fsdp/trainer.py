@@ -18,7 +18,7 @@ from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
 from rlhf_modeling.precision import choose_device
-from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.schedule import RateSchedule
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
@@ -119,7 +119,7 @@ class FsdpTrainer(ShardedTrainer):
         self.partition = LocalParts(self.parameters, self.packed, spec.rank, spec.world_size)
         if not trained:
             return
-        self.schedule = Schedule(self.config, spec.total_updates)
+        self.schedule = RateSchedule(self.config, spec.total_updates)
         owners = self.partition.owners
         self.base = build_optimizer(owners, self.tensors.shapes, {id(owners[name]) for name in outer}, self.config)
         if isinstance(self.base, DividedOrthogonalAdamW):

@@ -18,7 +18,7 @@ COLUMNS = 64
 
 
 @dataclass(slots=True)
-class Row:
+class SampleRow:
     """A row on the host. Its step is the difference of two step counts, so nothing is read back from the device."""
 
     index: int
@@ -27,10 +27,10 @@ class Row:
     uniforms: Uniforms
     scanner: StopScanner | None
     born: int
-    """``Rows.clock`` when its first token was drawn."""
+    """``SampleRows.clock`` when its first token was drawn."""
 
 
-class Rows:
+class SampleRows:
     """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
     ignored, until compaction or admission reuses it."""
 
@@ -45,7 +45,7 @@ class Rows:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.vocabulary, self.eos, self.decode, self.device = vocabulary, tuple(eos), decode, device
-        self.rows: list[Row | None] = []
+        self.rows: list[SampleRow | None] = []
         self.clock = 0
         """Decoding steps so far."""
         self.position, self.step, self.limit, self.last, self.alive = (zeros(size) for _ in range(5))
@@ -63,14 +63,14 @@ class Rows:
         return len(self.rows)
 
     @property
-    def live(self) -> list[Row]:
+    def live(self) -> list[SampleRow]:
         return [row for row in self.rows if row is not None]
 
     @property
     def holes(self) -> list[int]:
         return [slot for slot, row in enumerate(self.rows) if row is None]
 
-    def _at(self, slot: int) -> Row:
+    def _at(self, slot: int) -> SampleRow:
         """The row in an occupied slot."""
         row = self.rows[slot]
         assert row is not None
@@ -86,7 +86,7 @@ class Rows:
         for slot, (index, request) in zip(slots, requests, strict=True):
             s = request.sampling
             scanner = StopScanner(s.stop, self.decode) if s.stop else None
-            row = Row(index, request, Uniforms(request.seed), scanner, self.clock)
+            row = SampleRow(index, request, Uniforms(request.seed), scanner, self.clock)
             if slot == len(self.rows):
                 self.rows.append(row)
             else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlhf_plugin_local.decoder import Decoder
 from rlhf_plugin_local.kv_cache import LayerKV, SlotCache
-from rlhf_plugin_local.sample_rows import Rows
+from rlhf_plugin_local.sample_rows import SampleRows
 
 GROWTH = 64
 """Smallest growth of the cache in positions (or a quarter of its length, if that is more)."""
@@ -60,7 +60,7 @@ class SamplingLoop:
         for key, request in zip(self.keys, requests, strict=True):
             self.prompts.setdefault(key, _Prompt(request.ids, request.images)).waiting += 1
         stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
-        self.rows = Rows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
+        self.rows = SampleRows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
         self.cache = SlotCache()
         self._finished: list[tuple[int, Turn]] = []
 

@@ -34,7 +34,7 @@ from rlhf_modeling.optimizer import (
 from rlhf_modeling.precision import Precision, choose_device
 from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.published import Published
-from rlhf_modeling.schedule import Schedule
+from rlhf_modeling.schedule import RateSchedule
 from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 
@@ -91,7 +91,7 @@ class TorchTrainer(SharesModule, PackedTrainer):
             outside = {id(p) for m in (self.module.get_input_embeddings(), self.loaded.head) for p in m.parameters()}
             outside = {id(self.stepped[name]) for name, p in self.parameters.items() if id(p) in outside}
             self.optimizer = build_optimizer(self.stepped, outside, self.config)
-            self.schedule = Schedule(self.config, spec.total_updates)
+            self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
                 self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
 

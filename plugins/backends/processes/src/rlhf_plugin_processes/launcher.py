@@ -15,9 +15,9 @@ from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle
-from rlhf_workers.launcher import Placed, WorkerLauncher, divide_plugins
+from rlhf_workers.launcher import ReservedDevices, WorkerLauncher, divide_plugins
 from rlhf_workers.options import WorkerOptions
-from rlhf_workers.placement import Allocation, Node, allocate, assign, bundles_of, check_fits, device_kind
+from rlhf_workers.placement import Allocation, ClusterNode, allocate, assign, bundles_of, check_fits, device_kind
 
 from rlhf_plugin_processes.output import OutputPrinter, open_log
 from rlhf_plugin_processes.references import ProcessCalls
@@ -71,7 +71,7 @@ class ProcessesLauncher(WorkerLauncher):
             nodes = assign(bundles, machine)
             self._bundles = [b.devices for b in bundles]
             self._logs = self._reports / LOGS if self.config.reports is not None or reports is not None else None
-            self._placed = Placed(self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU")
+            self._placed = ReservedDevices(self._calls, allocate(places, bundles, nodes), nodes, kind == "GPU")
             files, manifest = divide_plugins(plugins)
             self._plugins = cloudpickle.dumps(files), manifest
 
@@ -131,7 +131,7 @@ def visible_gpus() -> list[str]:
     return [part.strip() for part in listed.split(",") if part.strip()][:count]
 
 
-def this_machine(cpus: int | None, gpus: Sequence[str]) -> Node:
+def this_machine(cpus: int | None, gpus: Sequence[str]) -> ClusterNode:
     """The devices of this machine: its GPUs, otherwise CPU cores.
 
     Args:
@@ -145,8 +145,8 @@ def this_machine(cpus: int | None, gpus: Sequence[str]) -> Node:
             'cores are not counted. Leave launcher.cpus out, or hide the GPUs with CUDA_VISIBLE_DEVICES="".'
         )
     if gpus:  # one core for each rank at least, which check_fits asks for; cores are not reserved
-        return Node("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
-    return Node("here", "this machine", {"CPU": float(cpus or len(os.sched_getaffinity(0)))})
+        return ClusterNode("here", "this machine", {"CPU": float("inf"), "GPU": float(len(gpus))})
+    return ClusterNode("here", "this machine", {"CPU": float(cpus or len(os.sched_getaffinity(0)))})
 
 
 def gpus_of(allocation: Allocation, bundles: Sequence[int], gpus: Sequence[str]) -> list[str] | None:

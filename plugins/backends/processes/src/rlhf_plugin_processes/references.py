@@ -15,7 +15,7 @@ from rlhf_plugin_processes.channel import LOOPBACK
 from rlhf_plugin_processes.shared_values import SharedValue
 
 
-class Reference:
+class CallReference:
     """The answer of one call, or one item of a stream."""
 
     def __init__(self, content: SharedValue | CallFailed | None = None) -> None:
@@ -27,23 +27,23 @@ class Reference:
         return self.content is not None
 
 
-class Stream:
+class ReferenceStream:
     """An iterator over references to the items of one call. ``next`` waits for the item."""
 
     def __init__(self, calls: ProcessCalls, on_read: Callable[[], None]) -> None:
         """``on_read`` is called after each item that was read."""
         self._calls, self._on_read = calls, on_read
-        self.items: deque[Reference] = deque()
+        self.items: deque[CallReference] = deque()
         self.ended = False
 
     @property
     def ready(self) -> bool:
         return self.ended or bool(self.items)
 
-    def __iter__(self) -> Stream:
+    def __iter__(self) -> ReferenceStream:
         return self
 
-    def __next__(self) -> Reference:
+    def __next__(self) -> CallReference:
         self._calls.wait([self])
         if not self.items:
             raise StopIteration
@@ -75,7 +75,7 @@ class ProcessCalls(Calls):
                     return ready, [waitable for waitable in waitables if waitable not in ready]
                 self._changed.wait(seconds)
 
-    def get(self, ref: Reference) -> Any:
+    def get(self, ref: CallReference) -> Any:
         self.wait([ref])
         if isinstance(ref.content, SharedValue):
             return ref.content.value()
@@ -85,25 +85,25 @@ class ProcessCalls(Calls):
     def put(self, payload: Payload) -> SharedValue:
         return SharedValue.of(payload)
 
-    def stored(self, ref: Reference) -> SharedValue:
+    def stored(self, ref: CallReference) -> SharedValue:
         assert isinstance(ref.content, SharedValue)
         return ref.content
 
     # ------------------------------------------------------------------- from the threads that read
 
-    def settle(self, ref: Reference, content: SharedValue | CallFailed) -> None:
+    def settle(self, ref: CallReference, content: SharedValue | CallFailed) -> None:
         """The answer of a call has come."""
         with self._changed:
             ref.content = content
             self._changed.notify_all()
 
-    def append(self, stream: Stream, item: SharedValue | CallFailed) -> None:
+    def append(self, stream: ReferenceStream, item: SharedValue | CallFailed) -> None:
         """An item of a stream has come."""
         with self._changed:
-            stream.items.append(Reference(item))
+            stream.items.append(CallReference(item))
             self._changed.notify_all()
 
-    def end(self, stream: Stream) -> None:
+    def end(self, stream: ReferenceStream) -> None:
         """No further item comes."""
         with self._changed:
             stream.ended = True

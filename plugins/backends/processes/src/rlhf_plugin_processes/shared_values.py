@@ -48,7 +48,7 @@ class SharedValue(Stored):
     def of(cls, value: Any) -> SharedValue:
         buffers: list[memoryview] = []
         file = io.BytesIO()
-        pickler = _Pickler(file, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
+        pickler = _SharedValuePickler(file, protocol=5, buffer_callback=lambda b: buffers.append(b.raw()))
         pickler.dump(value)
         parts = [file.getbuffer(), *buffers]
         sizes = [part.nbytes for part in parts]
@@ -73,14 +73,14 @@ class SharedValue(Stored):
         else:
             memory = memoryview(mmap.mmap(self.content.number, end, access=mmap.ACCESS_READ))
         stream, *buffers = [memory[start : start + size] for start, size in zip(starts, self.sizes, strict=True)]
-        return _Unpickler(io.BytesIO(stream), self.inside, buffers).load()
+        return _SharedValueUnpickler(io.BytesIO(stream), self.inside, buffers).load()
 
     @classmethod
     def fetch(cls, handles: Sequence[SharedValue]) -> list[Any]:
         return [handle.value() for handle in handles]
 
 
-class _Pickler(cloudpickle.CloudPickler):
+class _SharedValuePickler(cloudpickle.CloudPickler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.descriptors: list[Descriptor] = []
@@ -92,7 +92,7 @@ class _Pickler(cloudpickle.CloudPickler):
         return len(self.descriptors) - 1
 
 
-class _Unpickler(pickle.Unpickler):
+class _SharedValueUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, inside: Sequence[Descriptor], buffers: Sequence[memoryview]) -> None:
         super().__init__(file, buffers=buffers)
         self._inside = inside

@@ -19,7 +19,7 @@ from rlhf_workers.driver.calls import CallFailed
 from rlhf_workers.driver.handle import WorkerHandle
 
 from rlhf_plugin_processes.channel import ASK, BESIDE, FAILED, ITEM, ITEMS, ROOM, Channel, Message
-from rlhf_plugin_processes.references import ProcessCalls, Reference, Stream
+from rlhf_plugin_processes.references import CallReference, ProcessCalls, ReferenceStream
 from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 
 _PROGRAM = Path(__file__).parent / "worker_program.py"
@@ -57,26 +57,26 @@ class WorkerProcess(WorkerHandle):
             end.sendall(json.dumps(start).encode() + b"\n")
         self._numbers = count()
         self._guard = threading.Lock()
-        self._waiting: dict[int, Reference | Stream] = {}
+        self._waiting: dict[int, CallReference | ReferenceStream] = {}
         """Calls that have not ended."""
         self._death: CallFailed | None = None
         self._channel = Channel(end)
         threading.Thread(target=self._read, name=f"messages of {name}", daemon=True).start()
 
-    def ask(self, method: str, *arguments: Any) -> Reference:
+    def ask(self, method: str, *arguments: Any) -> CallReference:
         return self._question(ASK, method, arguments)
 
-    def beside(self, method: str) -> Reference:
+    def beside(self, method: str) -> CallReference:
         return self._question(BESIDE, method, ())
 
-    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> Stream:
+    def items(self, method: str, *arguments: Any, ahead: int | None = None) -> ReferenceStream:
         number = next(self._numbers)
 
         def make_room() -> None:
             if ahead is not None:
                 self._send(Message(number, ROOM, _NOTHING))
 
-        stream = Stream(self._calls, make_room)
+        stream = ReferenceStream(self._calls, make_room)
         self._begin(stream, number, ITEMS, (method, arguments, ahead))
         return stream
 
@@ -90,12 +90,12 @@ class WorkerProcess(WorkerHandle):
 
     # ---------------------------------------------------------------------------------- messages
 
-    def _question(self, kind: str, method: str, arguments: tuple[Any, ...]) -> Reference:
-        reference = Reference()
+    def _question(self, kind: str, method: str, arguments: tuple[Any, ...]) -> CallReference:
+        reference = CallReference()
         self._begin(reference, next(self._numbers), kind, (method, arguments))
         return reference
 
-    def _begin(self, answer: Reference | Stream, number: int, kind: str, content: Any) -> None:
+    def _begin(self, answer: CallReference | ReferenceStream, number: int, kind: str, content: Any) -> None:
         with self._guard:
             death = self._death
             if death is None:
@@ -115,7 +115,7 @@ class WorkerProcess(WorkerHandle):
             if message.kind == FAILED:
                 text, trace = message.value.value()
                 self._fail(answer, CallFailed(text, died=False, trace=trace))
-            elif isinstance(answer, Reference):
+            elif isinstance(answer, CallReference):
                 self._calls.settle(answer, message.value)
             elif message.kind == ITEM:
                 self._calls.append(answer, message.value)
@@ -129,8 +129,8 @@ class WorkerProcess(WorkerHandle):
         for answer in lost.values():
             self._fail(answer, self._death)
 
-    def _fail(self, answer: Reference | Stream, error: CallFailed) -> None:
-        if isinstance(answer, Reference):
+    def _fail(self, answer: CallReference | ReferenceStream, error: CallFailed) -> None:
+        if isinstance(answer, CallReference):
             self._calls.settle(answer, error)
         else:
             self._calls.append(answer, error)

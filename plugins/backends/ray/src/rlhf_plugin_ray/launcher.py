@@ -15,7 +15,7 @@ from rlhf.interfaces import Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle, slug
 from rlhf_workers.driver.version_check import check_versions
-from rlhf_workers.launcher import Placed, WorkerLauncher, divide_plugins
+from rlhf_workers.launcher import ReservedDevices, WorkerLauncher, divide_plugins
 from rlhf_workers.placement import Allocation, check_fits, device_kind
 
 from rlhf_plugin_ray.actors import Actor, RayCalls, RayWorker
@@ -53,7 +53,7 @@ class RayLauncher(WorkerLauncher):
             nodes = self._cluster.nodes()
             check_fits(places, nodes, self.config.strategy)
             reserved = self._reservation = Reservation(places, device_kind(nodes), self.config)
-            self._placed = Placed(RayCalls(), reserved.allocations, reserved.nodes, reserved.cuda)
+            self._placed = ReservedDevices(RayCalls(), reserved.allocations, reserved.nodes, reserved.cuda)
             files, manifest = divide_plugins(plugins)
             self._plugins = cloudpickle.dumps(files), manifest
 

@@ -55,7 +55,7 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
         self.spec = spec
         self._loading: tuple[int, dict[str, str]] | None = None
         self._deaths = random.Random(spec.seed)
-        self._samples = Samples(self.config.engines * self.config.slots)
+        self._samples = UnfinishedSamples(self.config.engines * self.config.slots)
         """Tokens so far of the unfinished samples of :meth:`advance`."""
 
     # ------------------------------------------------------------------------------------- samples
@@ -78,10 +78,10 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
         complete = self._samples.advance(max(seconds, one_token), self._dies)
         return [(name, self._turn(s.request, tuple(s.versions))) for name, s in complete]
 
-    def _new_samples(self, requests: Mapping[int, GenerationRequest]) -> Samples:
-        samples = Samples(self.config.engines * self.config.slots)
+    def _new_samples(self, requests: Mapping[int, GenerationRequest]) -> UnfinishedSamples:
+        samples = UnfinishedSamples(self.config.engines * self.config.slots)
         for name, request in requests.items():
-            samples.unfinished[name] = Sample(request, self._seconds(request), [(0, self.version)])
+            samples.unfinished[name] = SimulatedSample(request, self._seconds(request), [(0, self.version)])
         return samples
 
     def _dies(self) -> bool:
@@ -141,7 +141,7 @@ class SimulatedGenerator(TakesTensors, AnswersRequests, Generator):
 
 
 @dataclass(slots=True)
-class Sample:
+class SimulatedSample:
     request: GenerationRequest
     seconds: float
     """Of the whole answer."""
@@ -154,7 +154,7 @@ class Sample:
         self.seconds_left = self.seconds
 
 
-class Samples:
+class UnfinishedSamples:
     """Unfinished samples of an engine that is asked in slices.
 
     Args:
@@ -163,15 +163,15 @@ class Samples:
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self.unfinished: dict[int, Sample] = {}
+        self.unfinished: dict[int, SimulatedSample] = {}
 
-    def advance(self, seconds: float, again: Callable[[], bool]) -> list[tuple[int, Sample]]:
+    def advance(self, seconds: float, again: Callable[[], bool]) -> list[tuple[int, SimulatedSample]]:
         """Take about ``seconds``; returns the samples that are complete.
 
         Args:
             again: asked for each of them: whether it is sampled again.
         """
-        end, complete = time.monotonic() + seconds, list[tuple[int, Sample]]()
+        end, complete = time.monotonic() + seconds, list[tuple[int, SimulatedSample]]()
         while self.unfinished:
             running = dict(islice(self.unfinished.items(), self._places))
             step = min(min(sample.seconds_left for sample in running.values()), end - time.monotonic())

@@ -25,7 +25,7 @@ from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import (
     LOWEST_TEMPERATURE,
-    Sample,
+    OpenRequest,
     check,
     sampling_parameters,
     scoring_parameters,
@@ -130,7 +130,7 @@ class VllmGenerator(WeightLoading):
         salt = f"{self._loads}" if self.spec.keys == "keep" else None
         parameters = sampling_parameters(request, self.spec.eos_token_ids)
         self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}")
-        self._live[name] = Sample(position, request, self.spec.decode, self.version)
+        self._live[name] = OpenRequest(position, request, self.spec.decode, self.version)
 
     def unfinished_tokens(self) -> int:
         return sum(self.engine.drawn(self._unfinished()))

@@ -76,7 +76,7 @@ def scoring_parameters() -> Any:
     )
 
 
-class Sample:
+class OpenRequest:
     """One unfinished request."""
 
     def __init__(

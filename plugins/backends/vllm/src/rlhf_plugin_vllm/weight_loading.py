@@ -15,7 +15,7 @@ from rlhf_workers.links.receiving import ReceivesOverLinks
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
-from rlhf_plugin_vllm.requests import Sample
+from rlhf_plugin_vllm.requests import OpenRequest
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
@@ -40,7 +40,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self._given_up = False
         self._loads = 0
         """Loads that were begun."""
-        self._live: dict[str, Sample] = {}
+        self._live: dict[str, OpenRequest] = {}
         """Unfinished samples by the engine's request names."""
         self._generating = False
         """Whether an iterator of :meth:`generate` has begun and not ended."""

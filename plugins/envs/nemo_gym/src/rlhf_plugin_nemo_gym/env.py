@@ -80,7 +80,7 @@ class NemoGym(Env):
         if self._client is not None:
             await self._client.aclose()
 
-    async def _results(self, answer: Answer) -> list[str]:
+    async def _results(self, answer: PolicyTurn) -> list[str]:
         results = []
         for call in answer.calls:
             result = (
@@ -159,7 +159,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyTurn:
     """One turn of the policy."""
 
     reasoning: str
@@ -182,7 +182,7 @@ class Answer:
         return outputs
 
 
-def parsed(text: str, number: int, tools: set[str]) -> Answer:
+def parsed(text: str, number: int, tools: set[str]) -> PolicyTurn:
     """The turn with this number. Tool calls are JSON in ``<tool_call>`` tags, as Qwen and Hermes models write them."""
     reasoning, _, rest = text.rpartition(THOUGHT)
     # behind the last end, every tag without an end would be searched to the end of the text: quadratic time
@@ -190,7 +190,7 @@ def parsed(text: str, number: int, tools: set[str]) -> Answer:
     bodies = CALL.findall(front + end)
     calls = [_call(body, f"call_{number}_{n}", tools) for n, body in enumerate(bodies)]
     content = CALL.sub("", front + end) + behind
-    return Answer(reasoning.replace("<think>", "").strip(), content.strip(), tuple(calls))
+    return PolicyTurn(reasoning.replace("<think>", "").strip(), content.strip(), tuple(calls))
 
 
 def shown_results(results: list[str]) -> str:

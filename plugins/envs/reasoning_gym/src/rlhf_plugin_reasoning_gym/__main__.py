@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from rlhf_plugin_reasoning_gym.task import MOST_SEED, Entry, check
+from rlhf_plugin_reasoning_gym.task import MOST_SEED, GymEntry, check
 
 HASH_SEED = "PYTHONHASHSEED"
 
@@ -17,7 +17,7 @@ HASH_SEED = "PYTHONHASHSEED"
 def rows(task: str, config: dict[str, Any], seeds: range) -> Iterator[dict[str, Any]]:
     """One row per seed. The order of sets must be that of worker processes; see :func:`with_hash_seed`."""
     for seed in seeds:
-        yield {"prompt": Entry(task, config, seed).question, "task": task, "task_config": config, "seed": seed}
+        yield {"prompt": GymEntry(task, config, seed).question, "task": task, "task_config": config, "seed": seed}
 
 
 def with_hash_seed() -> None:

@@ -8,7 +8,7 @@ from pydantic import Field
 from rlhf.errors import RlhfError, shown
 from rlhf.interfaces import ComponentConfig
 
-from rlhf_plugin_reasoning_gym.task import Entry
+from rlhf_plugin_reasoning_gym.task import GymEntry
 
 
 class AnswerConfig(ComponentConfig):
@@ -22,7 +22,7 @@ class AnswerConfig(ComponentConfig):
     for every answer of another form."""
 
 
-def judge(entry: Entry, turn: str, config: AnswerConfig, failure: type[RlhfError]) -> tuple[float, dict[str, Any]]:
+def judge(entry: GymEntry, turn: str, config: AnswerConfig, failure: type[RlhfError]) -> tuple[float, dict[str, Any]]:
     """(score from 0 to 1, whether there was an answer and the scorer's error).
 
     Raises ``failure`` if the scorer raises and ``scorer_error`` is not set.

@@ -11,7 +11,7 @@ from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
 from rlhf_plugin_reasoning_gym.answers import AnswerConfig, judge
-from rlhf_plugin_reasoning_gym.task import MOST_SEED, Entry, check
+from rlhf_plugin_reasoning_gym.task import MOST_SEED, GymEntry, check
 
 
 class ReasoningGymConfig(AnswerConfig):
@@ -63,7 +63,7 @@ class ReasoningGym(Env):
         if (own := row.get("seed")) is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
             raise EnvError(f"{where} has the seed {shown(own)}; allowed: a whole number from 0 to {MOST_SEED}")
         entry_seed = seed % (MOST_SEED + 1) if own is None else own
-        self._entry = Entry(task or c.task, c.task_config if task is None else task_config or {}, entry_seed)
+        self._entry = GymEntry(task or c.task, c.task_config if task is None else task_config or {}, entry_seed)
         return self._entry.question
 
     def step(self, action: str) -> EnvStep:

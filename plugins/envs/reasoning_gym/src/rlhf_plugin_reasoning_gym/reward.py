@@ -11,7 +11,7 @@ from rlhf.interfaces import Reward
 from rlhf.types import Group, RewardResult, Row
 
 from rlhf_plugin_reasoning_gym.answers import AnswerConfig, judge
-from rlhf_plugin_reasoning_gym.task import Entry
+from rlhf_plugin_reasoning_gym.task import GymEntry
 
 
 class ReasoningGymReward(Reward):
@@ -47,7 +47,7 @@ class ReasoningGymReward(Reward):
         return results
 
 
-def _entry(row: Row) -> Entry:
+def _entry(row: Row) -> GymEntry:
     task, config, seed, prompt = (row.get(name) for name in ("task", "task_config", "seed", "prompt"))
     if not isinstance(task, str) or not isinstance(config, Mapping) or type(seed) is not int:
         raise RewardError(
@@ -66,5 +66,5 @@ def _entry(row: Row) -> Entry:
 
 
 @lru_cache(maxsize=256)
-def _made(task: str, config: str, seed: int) -> Entry:
-    return Entry(task, json.loads(config), seed)
+def _made(task: str, config: str, seed: int) -> GymEntry:
+    return GymEntry(task, json.loads(config), seed)

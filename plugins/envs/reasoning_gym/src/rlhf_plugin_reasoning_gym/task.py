@@ -20,8 +20,8 @@ MOST_SEED = 2**31 - 1
 """Largest seed of an entry. Some tasks use NumPy's seeds of 32 bits, and some add small numbers to theirs."""
 
 
-class Entry:
-    """One question. ``Entry(task, config, seed)`` is the same question wherever it is made.
+class GymEntry:
+    """One question. ``GymEntry(task, config, seed)`` is the same question wherever it is made.
 
     Raises whatever the task raises for a config that it cannot use; see :func:`check`.
     """
@@ -86,7 +86,7 @@ def _check(task: str, text: str) -> None:
                 )
             check(part["name"], part.get("config", {}))
     try:
-        Entry(task, config, 0)
+        GymEntry(task, config, 0)
     except Exception as error:
         raise ValueError(f"task {task!r} makes no entry with {config}: {type(error).__name__}: {error}") from error
 

@@ -26,10 +26,10 @@ class CodeCheck(Check):
 def find_sandbox(argument: Any, report: Callable[[Any], None]) -> None:
     """The name of the sandbox that ``sandbox = "auto"`` uses."""
     from rlhf_plugin_code.interpreter import interpreter
-    from rlhf_plugin_code.limits import MIB, Limits
+    from rlhf_plugin_code.limits import MIB, ProgramLimits
     from rlhf_plugin_code.sandboxes import candidates, working
 
-    limits = Limits(cpu_seconds=5, wall_seconds=30.0, memory=512 * MIB, disk=MIB, output=MIB)
+    limits = ProgramLimits(cpu_seconds=5, wall_seconds=30.0, memory=512 * MIB, disk=MIB, output=MIB)
     launcher = asyncio.run(working(candidates("auto"), interpreter(None), limits))
     report(launcher.sandbox)
     launcher.close()

@@ -67,11 +67,11 @@ def _main():  # type: ignore[no-untyped-def]
     if program[:1] == "\ufeff":  # a byte-order mark, which Python accepts in a file and not in a text
         program = program[1:]
 
-    class Source:
+    class ProgramLoader:
         def get_source(self, name):  # type: ignore[no-untyped-def]
             return program
 
-    module.__file__, module.__loader__ = "program.py", Source()  # for inspect.getsource
+    module.__file__, module.__loader__ = "program.py", ProgramLoader()  # for inspect.getsource
 
     class SemLock:
         """Thread pools of multiprocessing need a lock of processes, for which there is no memory to share."""

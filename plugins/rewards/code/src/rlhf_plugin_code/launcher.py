@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rlhf.errors import RewardError
 
 from rlhf_plugin_code.interpreter import Interpreter
-from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.limits import ProgramLimits
 from rlhf_plugin_code.seccomp import seccomp_filter
 from rlhf_plugin_code.starters import STARTERS
 
@@ -50,10 +50,10 @@ class Finished:
     """Begins the lines with answers to calls."""
 
 
-class Launcher:
+class SandboxLauncher:
     """Starts the launcher process when it is first needed, and again if it died."""
 
-    def __init__(self, sandbox: str, python: Interpreter, limits: Limits) -> None:
+    def __init__(self, sandbox: str, python: Interpreter, limits: ProgramLimits) -> None:
         starter = STARTERS[sandbox]
         limits = limits if starter.disk else replace(limits, disk=0)
         filter_ = seccomp_filter()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_plugin_code.interpreter import Interpreter
-from rlhf_plugin_code.limits import FILE_BYTES, LOOK_SECONDS, MIB, THREADS, Limits
+from rlhf_plugin_code.limits import FILE_BYTES, LOOK_SECONDS, MIB, THREADS, ProgramLimits
 from rlhf_plugin_code.starters import STARTERS, Started, drop_capabilities
 
 ERRORS = 4096
@@ -31,10 +31,10 @@ ERRORS = 4096
 CHUNK = 65536
 
 
-class Program:
+class SandboxProgram:
     """One start of a program. ``cancel`` may be called from another thread at any time."""
 
-    def __init__(self, starter: Any, inside: str, limits: Limits) -> None:
+    def __init__(self, starter: Any, inside: str, limits: ProgramLimits) -> None:
         self._starter, self._inside, self._limits = starter, inside, limits
         self._lock = threading.Lock()
         self._cancelled = False
@@ -143,15 +143,15 @@ class Program:
 def main() -> None:
     source, answers = sys.stdin.buffer, sys.stdout.buffer
     settings = json.loads(source.readline())
-    limits = Limits(**settings["limits"])
+    limits = ProgramLimits(**settings["limits"])
     python = Interpreter(tuple(settings["command"]), tuple(settings["paths"]))
     if not STARTERS[settings["sandbox"]].drops_capabilities:
         drop_capabilities()
     starter = STARTERS[settings["sandbox"]](python, limits, bytes.fromhex(settings["filter"]))
-    running: dict[int, Program] = {}
+    running: dict[int, SandboxProgram] = {}
     writing = threading.Lock()
 
-    def serve(number: int, program: Program, data: bytes) -> None:
+    def serve(number: int, program: SandboxProgram, data: bytes) -> None:
         try:
             answer = program.run(data)
         except Exception as error:  # a defect of this process is a failed sample, not a lost answer
@@ -169,7 +169,7 @@ def main() -> None:
             if program is not None:
                 program.cancel()
             continue
-        program = running[request["id"]] = Program(starter, settings["inside"], limits)
+        program = running[request["id"]] = SandboxProgram(starter, settings["inside"], limits)
         header = request["header"].encode()
         data = b"%d\n%s%s" % (len(header), header, request["input"].encode(errors="surrogatepass"))
         threading.Thread(target=serve, args=(request["id"], program, data), daemon=True).start()

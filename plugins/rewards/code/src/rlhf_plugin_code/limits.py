@@ -14,7 +14,7 @@ LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """The limits of one start of a program."""
 
     cpu_seconds: int

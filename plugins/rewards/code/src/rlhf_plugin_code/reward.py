@@ -14,8 +14,8 @@ from rlhf.types import Group, RewardResult
 
 from rlhf_plugin_code.grading import Verdict, call_verdicts, stdin_verdict
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import Launcher
-from rlhf_plugin_code.limits import MIB, Limits
+from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.limits import MIB, ProgramLimits
 from rlhf_plugin_code.row_tests import CallTest, StdinTest, Tests, read_tests
 from rlhf_plugin_code.sandboxes import Choice, candidates, working
 
@@ -73,10 +73,10 @@ class CodeReward(Reward):
         self.concurrency = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._sandboxes = candidates(c.sandbox)
         self._python = interpreter(c.interpreter)
-        self._limits = Limits(
+        self._limits = ProgramLimits(
             c.cpu_seconds, c.wall_seconds, c.memory_mib * MIB, c.disk_mib * MIB, c.output_kib * 1024
         )  # fmt: skip
-        self._launcher: Launcher | None = None
+        self._launcher: SandboxLauncher | None = None
 
     def columns(self) -> tuple[str, ...]:
         return (self.config.column,)

@@ -16,8 +16,8 @@ from typing import Literal
 from rlhf.errors import ConfigError, RewardError
 
 from rlhf_plugin_code.interpreter import Interpreter
-from rlhf_plugin_code.launcher import Launcher
-from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.limits import ProgramLimits
 
 _LOG = logging.getLogger(__name__)
 Choice = Literal["auto", "bwrap", "sandlock", "limits"]
@@ -48,7 +48,7 @@ def candidates(choice: Choice) -> list[str]:
     return usable
 
 
-async def working(names: Sequence[str], python: Interpreter, limits: Limits) -> Launcher:
+async def working(names: Sequence[str], python: Interpreter, limits: ProgramLimits) -> SandboxLauncher:
     """The first of these sandboxes that isolates a program on this machine.
 
     Raises ConfigError if there is none, with what each of them did.
@@ -57,7 +57,7 @@ async def working(names: Sequence[str], python: Interpreter, limits: Limits) -> 
     for name in names:
         launcher = None
         try:
-            launcher = Launcher(name, python, limits)
+            launcher = SandboxLauncher(name, python, limits)
             succeeded = await probe(launcher, limits.memory)
         except (RewardError, ValueError) as error:
             failures.append(str(error))
@@ -103,7 +103,7 @@ NAMES = (
 )  # fmt: skip
 
 
-async def probe(launcher: Launcher, memory: int) -> tuple[str, ...]:
+async def probe(launcher: SandboxLauncher, memory: int) -> tuple[str, ...]:
     """What a program could do that no sandbox allows; empty where the sandbox works. Nothing is harmed.
 
     Raises RewardError if no program can be started.

@@ -9,7 +9,7 @@ import tempfile
 from typing import Any, Protocol
 
 from rlhf_plugin_code.interpreter import ENVIRONMENT, Interpreter
-from rlhf_plugin_code.limits import Limits
+from rlhf_plugin_code.limits import ProgramLimits
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 PIPE = subprocess.PIPE
@@ -34,7 +34,7 @@ class Bwrap:
     """Namespaces by the program ``bwrap``: an own view of files, no network, no other processes."""
 
     own_user = True
-    """See :meth:`Limits.of_process`."""
+    """See :meth:`ProgramLimits.of_process`."""
     filters_outside = True
     """Whether the filter of system calls is set by the sandbox, before the interpreter starts."""
     disk = True
@@ -44,7 +44,7 @@ class Bwrap:
     drops_capabilities = True
     """Whether the sandbox itself takes the capabilities of root from the program. It needs them to map the user."""
 
-    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+    def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._filter = filter_
         binds = [word for path in python.paths for word in ("--ro-bind", path, path)]
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
@@ -78,7 +78,7 @@ class Sandlock:
     parents = 0
     drops_capabilities = False
 
-    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+    def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._python = python
 
     def start(self, inside: str) -> Started:
@@ -107,7 +107,7 @@ class LimitsOnly:
     parents = 0
     drops_capabilities = False
 
-    def __init__(self, python: Interpreter, limits: Limits, filter_: bytes) -> None:
+    def __init__(self, python: Interpreter, limits: ProgramLimits, filter_: bytes) -> None:
         self._python = python
 
     def start(self, inside: str) -> Started:

@@ -39,7 +39,7 @@ class FormatConfig(ComponentConfig):
         if (self.template is None) == (self.pattern is None):
             raise ValueError("give exactly one of `template` and `pattern`")
         if self.template is not None:
-            Template.parse(self.template)
+            AnswerTemplate.parse(self.template)
         if self.pattern is not None:
             try:
                 re.compile(self.pattern, re.DOTALL)
@@ -61,7 +61,7 @@ class FormatReward(Reward):
     def __init__(self, config: FormatConfig | None = None) -> None:
         super().__init__(config)
         c = self.config
-        self._template = None if c.template is None else Template.parse(c.template)
+        self._template = None if c.template is None else AnswerTemplate.parse(c.template)
         self._pattern = None if c.pattern is None else re.compile(c.pattern, re.DOTALL)
 
     def score(self, group: Group) -> list[RewardResult]:
@@ -93,7 +93,7 @@ GAP = "{...}"
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class AnswerTemplate:
     """Literal pieces in order, some with a gap before them. White space between tags and at both ends is allowed."""
 
     pieces: tuple[tuple[bool, str], ...]
@@ -102,7 +102,7 @@ class Template:
     """The template ends with a gap."""
 
     @classmethod
-    def parse(cls, text: str) -> Template:
+    def parse(cls, text: str) -> AnswerTemplate:
         """Raises ValueError for a template without literal text, and for two adjacent gaps (their boundary would be
         ambiguous)."""
         pieces: list[tuple[bool, str]] = []

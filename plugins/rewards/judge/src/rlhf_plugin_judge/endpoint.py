@@ -40,7 +40,7 @@ class Reply:
     completion_tokens: int | None
 
 
-class Endpoint:
+class JudgeEndpoint:
     """Args:
     url: up to ``/v1``.
     token_env: environment variable that holds a token; None: none is sent.

@@ -21,9 +21,9 @@ from rlhf.interfaces import ComponentConfig, Reward
 from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_plugin_judge.config import JudgeConfig
-from rlhf_plugin_judge.endpoint import Endpoint, Reply, Unavailable
+from rlhf_plugin_judge.endpoint import JudgeEndpoint, Reply, Unavailable
 from rlhf_plugin_judge.questions import Messages, Questions
-from rlhf_plugin_judge.verdicts import WINS, Form, Scores, Unreadable, Winner
+from rlhf_plugin_judge.verdicts import WINS, Form, InvalidVerdict, Scores, Winner
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class JudgeReward(Reward):
         self._form: Form = Winner() if c.mode == "pairwise" else self._scores
         self._questions = Questions(c, self._form)
         self._cache = Cache(c.cache)
-        self._endpoint = Endpoint(c.url, c.token_env, c.timeout, c.max_requests)
+        self._endpoint = JudgeEndpoint(c.url, c.token_env, c.timeout, c.max_requests)
         self._warned = False
 
     def columns(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class JudgeReward(Reward):
         if (verdict := self._cache.get(key)) is not None:
             try:
                 return _Judgement(self._form.checked(verdict), cached=True)
-            except Unreadable:
+            except InvalidVerdict:
                 pass  # a file that somebody changed: ask
         fence = f"{FENCE}-{secrets.token_hex(8)}"
         judgement = await self._ask(self._questions.messages(fence, prompt, answers, columns))
@@ -129,7 +129,7 @@ class JudgeReward(Reward):
             used = _added(used, reply)
             try:
                 return _Judgement(self._form.read(reply.text), used)
-            except Unreadable as error:
+            except InvalidVerdict as error:
                 cut = " It was cut off at its largest number of tokens." if reply.finish == "length" else ""
                 failures.append(f"the judge answered {reply.text[:80]!r}, but {error}.{cut}")
                 again = [

@@ -13,7 +13,7 @@ WINS = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """{winner: the share of answer A}."""
 
 
-class Unreadable(Exception):
+class InvalidVerdict(Exception):
     """The judge's answer does not have the form. The message tells the judge what is wrong."""
 
 
@@ -27,21 +27,21 @@ class Form(ABC):
 
     @abstractmethod
     def check(self, verdict: dict[str, Any]) -> None:
-        """Raises Unreadable for a verdict with the keys of the schema that is wrong otherwise."""
+        """Raises InvalidVerdict for a verdict with the keys of the schema that is wrong otherwise."""
 
     def read(self, text: str) -> dict[str, Any]:
-        """The verdict in the judge's answer. Raises Unreadable."""
+        """The verdict in the judge's answer. Raises InvalidVerdict."""
         try:
             verdict = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            raise Unreadable(f"it is not JSON alone: {error}") from None
+            raise InvalidVerdict(f"it is not JSON alone: {error}") from None
         return self.checked(verdict)
 
     def checked(self, verdict: Any) -> dict[str, Any]:
-        """The verdict, if it has the form. Raises Unreadable."""
+        """The verdict, if it has the form. Raises InvalidVerdict."""
         _keys(verdict, "the answer", list(self.schema["properties"]))
         if not isinstance(verdict["reason"], str):
-            raise Unreadable(f"reason is {shown(verdict['reason'])}; expected text")
+            raise InvalidVerdict(f"reason is {shown(verdict['reason'])}; expected text")
         self.check(verdict)
         return dict(verdict)
 
@@ -69,7 +69,7 @@ class Scores(Form):
         _keys(verdict["scores"], "scores", list(self._weights))
         for name, value in verdict["scores"].items():
             if type(value) is not int or not low <= value <= high:
-                raise Unreadable(f"scores.{name} is {shown(value)}; expected a whole number from {low} to {high}")
+                raise InvalidVerdict(f"scores.{name} is {shown(value)}; expected a whole number from {low} to {high}")
 
     def value(self, verdict: dict[str, Any]) -> float:
         """The weighted mean of the scores, from 0 to 1."""
@@ -88,7 +88,7 @@ class Winner(Form):
     def check(self, verdict: dict[str, Any]) -> None:
         winner = verdict["winner"]
         if not isinstance(winner, str) or winner not in WINS:
-            raise Unreadable(f"winner is {shown(winner)}; expected one of {', '.join(WINS)}")
+            raise InvalidVerdict(f"winner is {shown(winner)}; expected one of {', '.join(WINS)}")
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 def _keys(value: Any, label: str, names: Sequence[str]) -> None:
     if not isinstance(value, dict) or sorted(value) != sorted(names):
-        raise Unreadable(f"{label} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
+        raise InvalidVerdict(f"{label} is {shown(value)}; expected an object with exactly the keys {', '.join(names)}")
 
 
 def _refuse(constant: str) -> float:

@@ -100,7 +100,7 @@ def _formula(text: str) -> bool:
 def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
     import sympy  # imported here, because most answers are plain numbers and the import is slow
 
-    from rlhf_plugin_math.expression import NoValue, Unreadable, parse
+    from rlhf_plugin_math.expression import FormulaError, NoValue, parse
 
     try:
         a, b = parse(left, max_bits), parse(right, max_bits)
@@ -118,7 +118,7 @@ def _equal_expressions(left: str, right: str, max_bits: int) -> bool | None:
             if not symbols:
                 break
         return True
-    except Unreadable:
+    except FormulaError:
         return None
     except (NoValue, ArithmeticError, ValueError, TypeError, RecursionError):
         return False

@@ -1,8 +1,8 @@
 """A small parser that converts LaTeX and plain formulas to SymPy.
 
 SymPy's own parsers execute Python and evaluate every expression, which is not safe for a policy's text. This parser
-raises :class:`Unreadable` for syntax that its grammar does not have, and :class:`NoValue` for powers above a size limit
-before they are computed.
+raises :class:`FormulaError` for syntax that its grammar does not have, and :class:`NoValue` for powers above a size
+limit before they are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CHOSEN = 100
 """Largest lower number of a binomial."""
 
 
-class Unreadable(Exception):
+class FormulaError(Exception):
     """Not a formula of this grammar."""
 
 
@@ -32,11 +32,11 @@ class NoValue(Exception):
 
 
 def parse(text: str, max_bits: int) -> Any:
-    """A SymPy expression; raises :class:`Unreadable` and :class:`NoValue`."""
-    parser = _Parser(_plain(text), max_bits)
+    """A SymPy expression; raises :class:`FormulaError` and :class:`NoValue`."""
+    parser = _ExpressionParser(_plain(text), max_bits)
     expression = parser.sum()
     if parser.peek() is not None:
-        raise Unreadable(f"{parser.peek()!r} is left over")
+        raise FormulaError(f"{parser.peek()!r} is left over")
     return expression
 
 
@@ -57,7 +57,7 @@ def _plain(text: str) -> str:
     return text.replace("\\frac", " frac ").replace("\\sqrt", " sqrt ").replace("{", "(").replace("}", ")")
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive descent: sum, product (also implicit products such as ``2x``), power, atom."""
 
     def __init__(self, text: str, max_bits: int) -> None:
@@ -70,7 +70,7 @@ class _Parser:
     def take(self, expected: str | None = None) -> str:
         token = self.peek()
         if token is None or (expected is not None and token != expected):
-            raise Unreadable(f"expected {expected or 'more'}, got {token!r}")
+            raise FormulaError(f"expected {expected or 'more'}, got {token!r}")
         self.at += 1
         return token
 
@@ -141,7 +141,7 @@ class _Parser:
             return CONSTANTS[token]
         if len(token) == 1 and token.isalpha():
             return sympy.Symbol(token)
-        raise Unreadable(f"{token!r} is not known")
+        raise FormulaError(f"{token!r} is not known")
 
     def _factorial(self, base: Any) -> Any:
         if self.peek() == "!":

@@ -23,7 +23,7 @@ _TAIL, _LONGEST_RESULT = 2000, 2**16
 """Bytes kept of the end of the output, and of the result."""
 
 
-class Program:
+class AgentProgram:
     """A process. Everything that it starts ends with it, in whatever session (:mod:`rlhf.children`). After
     :meth:`start`, ``async with`` ends them all.
 
@@ -71,7 +71,7 @@ class Program:
         self._output.start()
         self._result.start()
 
-    async def __aenter__(self) -> Program:
+    async def __aenter__(self) -> AgentProgram:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from rlhf_endpoint.endpoint import Endpoint
 from rlhf_endpoint.session import Session
 
 from rlhf_plugin_agent.config import AgentConfig, check_program
-from rlhf_plugin_agent.program import Program, ProgramFailed
+from rlhf_plugin_agent.program import AgentProgram, ProgramFailed
 
 
 class Agent(Rollout):
@@ -50,7 +50,7 @@ class Agent(Rollout):
         session = Session(ctx)
         async with self._endpoint.serve(session) as (base_url, key):
             try:
-                program = Program(self.config, row.columns, base_url, key, seed)
+                program = AgentProgram(self.config, row.columns, base_url, key, seed)
                 async with self._starting:
                     await program.start()
                 async with program:
@@ -74,7 +74,7 @@ class Agent(Rollout):
         last.reward = reward
         return turns
 
-    async def _ended(self, program: Program, session: Session) -> tuple[float | None, ProgramFailed | None]:
+    async def _ended(self, program: AgentProgram, session: Session) -> tuple[float | None, ProgramFailed | None]:
         """The reward, or the failure. Raises the error of the run that ended the sample before."""
         try:
             return await session.during(program.reward()), None

@@ -2,11 +2,11 @@
 
 from rlhf import hookimpl
 
-from rlhf_plugin_replay.replay import Replay
+from rlhf_plugin_replay.replay import ReplayRollout
 
-__all__ = ["Replay"]
+__all__ = ["ReplayRollout"]
 
 
 @hookimpl
 def rlhf_register_rollout() -> list[type]:
-    return [Replay]
+    return [ReplayRollout]

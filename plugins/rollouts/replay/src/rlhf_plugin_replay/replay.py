@@ -20,7 +20,7 @@ Recorded = tuple[dict[str, Any], list[dict[str, Any]], dict[str, float]]
 """({source, index} of the row, turns, numbers about the sample)."""
 
 
-class Replay(Rollout):
+class ReplayRollout(Rollout):
     """The turns of every sample, from the ``rollouts/`` of another run.
 
     A run with the same data, seed and batch size requests the same groups. Rewards, advantages and losses are computed

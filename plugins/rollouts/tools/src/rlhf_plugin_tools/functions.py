@@ -28,7 +28,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FunctionSource:
     """The file that defines a function, as read, and the function's name."""
 
     path: str
@@ -36,7 +36,7 @@ class Source:
     name: str
 
     @classmethod
-    def of(cls, reference: str) -> Source:
+    def of(cls, reference: str) -> FunctionSource:
         """Read ``file:PATH:NAME``. Raises ConfigError."""
         match = REFERENCE.fullmatch(reference)
         if match is None:
@@ -46,12 +46,12 @@ class Source:
 
 
 class PythonFunction:
-    """The function of a :class:`Source`. Its file is executed.
+    """The function of a :class:`FunctionSource`. Its file is executed.
 
     Raises PluginImportFailed: the file. Raises ConfigError: the function cannot be a tool.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FunctionSource) -> None:
         label = self.label = f"file:{source.path}:{source.name}"
         module = SourceFile.of(source.path, source.text).load()
         function = getattr(module, source.name, None)

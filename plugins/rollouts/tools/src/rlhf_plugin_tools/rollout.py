@@ -14,7 +14,7 @@ from rlhf.errors import ConfigError, RolloutError
 from rlhf.interfaces import Rollout, RolloutContext
 from rlhf.types import Row, Sampling, Turn
 
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
 
@@ -47,7 +47,7 @@ class ToolsRollout(Rollout):
 
     def __init__(self, config: ToolsConfig | None = None) -> None:
         super().__init__(config)
-        self._functions: dict[Source, PythonFunction] | None = None
+        self._functions: dict[FunctionSource, PythonFunction] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._toolbox: asyncio.Task[Toolbox] | None = None
 
@@ -111,7 +111,7 @@ class ToolsRollout(Rollout):
 
     def _new(self) -> Toolbox:
         if self._functions is None:
-            sources = [Source.of(reference) for reference in self.config.functions]
+            sources = [FunctionSource.of(reference) for reference in self.config.functions]
             self._functions = {source: PythonFunction(source) for source in sources}
         return Toolbox(self.config, self._functions)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import ConfigError, did_you_mean
 
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.tool import Tool, ToolError, as_text, raised, too_slow
 from rlhf_plugin_tools.workers import PlainFunction, Workers
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Toolbox:
     """The tools of ``config``, by name. Call :meth:`start` first."""
 
-    def __init__(self, config: ToolsConfig, functions: Mapping[Source, PythonFunction]) -> None:
+    def __init__(self, config: ToolsConfig, functions: Mapping[FunctionSource, PythonFunction]) -> None:
         self._config = config
         self._functions = [AsyncFunction(f) for f in functions.values() if f.is_async]
         plain = {source: f for source, f in functions.items() if not f.is_async}

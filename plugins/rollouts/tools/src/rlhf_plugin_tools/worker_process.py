@@ -30,10 +30,10 @@ def main() -> None:
     sys.path[:] = begin["path"]
     functions: dict[str, Any] = {}
     try:
-        from rlhf_plugin_tools.functions import PythonFunction, Source
+        from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 
         for path, text, name in begin["sources"]:
-            functions[name] = PythonFunction(Source(path, text, name))
+            functions[name] = PythonFunction(FunctionSource(path, text, name))
     except Exception as error:
         _send(answers, {"broken": f"{type(error).__name__}: {error}"})
         return

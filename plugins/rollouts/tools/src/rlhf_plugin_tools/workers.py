@@ -14,7 +14,7 @@ from typing import Any
 from rlhf.children import Child
 from rlhf.errors import RolloutError
 
-from rlhf_plugin_tools.functions import PythonFunction, Source
+from rlhf_plugin_tools.functions import FunctionSource, PythonFunction
 from rlhf_plugin_tools.output import Output
 from rlhf_plugin_tools.tool import Tool, ToolError, too_slow
 
@@ -23,7 +23,7 @@ START_DEADLINE = 120.0
 LONGEST_LINE = 1 << 26
 
 
-class Worker:
+class ToolWorker:
     """One process. After a failure it is killed, and another one takes its place."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Worker:
         self._child, self._reader, self._writer, self._output = child, reader, writer, output
 
     @classmethod
-    async def start(cls, sources: Sequence[Source], longest: int) -> Worker:
+    async def start(cls, sources: Sequence[FunctionSource], longest: int) -> ToolWorker:
         """Start the process. Raises RolloutError."""
         output = Output("tools")
         ours, theirs = socket.socketpair()
@@ -105,10 +105,10 @@ class Worker:
 class Workers:
     """Processes that have the functions of all ``sources``. As many are started as calls are under way at once."""
 
-    def __init__(self, sources: Sequence[Source], longest: int) -> None:
+    def __init__(self, sources: Sequence[FunctionSource], longest: int) -> None:
         self._sources, self._longest = list(sources), longest
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[ToolWorker] = []
+        self._all: set[ToolWorker] = set()
         """Those that run, and those that were killed but have not ended."""
 
     async def start(self) -> None:
@@ -139,12 +139,12 @@ class Workers:
         self._idle.clear()
         self._all.clear()
 
-    async def _worker(self) -> Worker:
+    async def _worker(self) -> ToolWorker:
         self._all = {worker for worker in self._all if worker.running}
         self._idle = [worker for worker in self._idle if worker.running]
         if self._idle:
             return self._idle.pop()
-        worker = await Worker.start(self._sources, self._longest)
+        worker = await ToolWorker.start(self._sources, self._longest)
         self._all.add(worker)
         return worker
 

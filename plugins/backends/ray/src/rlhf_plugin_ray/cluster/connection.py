@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from rlhf.errors import ConfigError, WorkerError
-from rlhf_workers.placement import Node
+from rlhf_workers.placement import ClusterNode
 
 from rlhf_plugin_ray.cluster.control_process import ControlProcessMonitor, kill_own_ray, why_unreachable
 from rlhf_plugin_ray.config import RayConfig
@@ -88,10 +88,10 @@ class Cluster:
             )
             raise ConfigError(f"this process is already connected to the Ray cluster {here}; leave out {options}")
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[ClusterNode]:
         """The living nodes, ordered by address."""
         nodes = [
-            Node(n["NodeID"], n["NodeManagerAddress"], {k: float(v) for k, v in n["Resources"].items()})
+            ClusterNode(n["NodeID"], n["NodeManagerAddress"], {k: float(v) for k, v in n["Resources"].items()})
             for n in ray.nodes()
             if n["Alive"]
         ]

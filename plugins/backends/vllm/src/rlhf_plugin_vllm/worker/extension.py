@@ -23,7 +23,7 @@ from rlhf_plugin_vllm.worker.reload import Reload
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkerAnswer:
     """The answer of one worker. An error is returned, not raised: when one of several workers raises, vLLM does not
     read the answers of the others, and takes them for the answers to the next call."""
 
@@ -33,7 +33,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """A worker's result of a load."""
 
     received: dict[str, str] = field(default_factory=dict)
@@ -44,18 +44,18 @@ class Loaded:
     peak_memory: dict[str, int] = field(default_factory=dict)
 
 
-def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """Run a method with vLLM's config and device set, and return its result or error as an :class:`Answer`."""
+def answered(method: Callable[..., Any]) -> Callable[..., WorkerAnswer]:
+    """Run a method with vLLM's config and device set, and return its result or error as an :class:`WorkerAnswer`."""
 
     @wraps(method)
-    def call(self: Any, *arguments: Any) -> Answer:
+    def call(self: Any, *arguments: Any) -> WorkerAnswer:
         try:
             with set_current_vllm_config(self.vllm_config), self.device:
-                return Answer(self.rank, method(self, *arguments))
+                return WorkerAnswer(self.rank, method(self, *arguments))
         except RlhfError as error:
-            return Answer(self.rank, error=str(error))
+            return WorkerAnswer(self.rank, error=str(error))
         except Exception as error:
-            return Answer(self.rank, error=f"{type(error).__name__}: {error}")
+            return WorkerAnswer(self.rank, error=f"{type(error).__name__}: {error}")
 
     return call
 
@@ -95,12 +95,12 @@ class WeightReceiver:
         return self._rlhf_receiver.open(message)
 
     @answered
-    def rlhf_end(self: Any) -> Loaded:
+    def rlhf_end(self: Any) -> LoadResult:
         reload, self._rlhf_reload = self._rlhf_reload, None
         if reload is None:
             raise SyncError("end_load() without begin_load()")
         missing = reload.end()
-        return Loaded(reload.received, reload.nbytes, tuple(missing), peak_memory())
+        return LoadResult(reload.received, reload.nbytes, tuple(missing), peak_memory())
 
     @answered
     def rlhf_differing(self: Any, message: Bucket | BucketHeader) -> list[str]:
