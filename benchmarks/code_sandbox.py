@@ -22,8 +22,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from rlhf_plugin_code.interpreter import ENVIRONMENT, interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
 from rlhf_plugin_code.limits import MIB, ProgramLimits
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 
 ROUND = 10
 PROGRAM = "import time\nwhile time.process_time() < {work}: pass\nprint(input())"

@@ -12,8 +12,8 @@ from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.types import RoleSpec, Sampling
 from rlhf_modeling import precision
-from rlhf_modeling.checks import check_training
 from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.option_checks import check_training
 from rlhf_modeling.trainer import PackedTrainer
 from rlhf_plugin_vllm import generator
 from rlhf_plugin_vllm.generator import VllmGenerator

@@ -17,9 +17,9 @@ import torch
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_cli.main import main
-from rlhf_modeling.checks import LEARNING
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.model import load_model
+from rlhf_modeling.option_checks import LEARNING
 from rlhf_modeling.skeleton import check_files, skeleton
 from rlhf_runtime.config import components
 from rlhf_runtime.setup import build

@@ -17,7 +17,7 @@ import pytest
 from rlhf.errors import EnvError, RewardError
 from rlhf.plugins import Resolved
 from rlhf.types import RewardResult, Row
-from rlhf_runtime.calls.worker import PluginWorker, WorkerPool
+from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
@@ -245,14 +245,14 @@ def test_a_class_of_this_process_only_is_copied_with_what_it_uses(make_group) ->
 
 
 def test_a_module_that_cannot_be_imported_there_is_said_at_the_start(from_file) -> None:
-    text = "import sys\nassert 'worker_process' not in str(sys.argv), 'only in workers'\n" + REWARD
+    text = "import sys\nassert 'plugin_process' not in str(sys.argv), 'only in workers'\n" + REWARD
     with pytest.raises(RewardError, match=r"starting raised PluginImportFailed.*only in workers"):
         asyncio.run(call(from_file("reward", text), None))
 
 
 ANSWERS = """
 import os, sys, time
-from rlhf_runtime.calls.worker_process import HEADER
+from rlhf_runtime.calls.plugin_process import HEADER
 from rlhf.interfaces import Env, Reward
 from rlhf.types import EnvStep
 
@@ -367,7 +367,7 @@ def test_what_an_environments_worker_answers_is_checked(from_file, at: str, act:
 
 DRIVER = """
 import asyncio, sys
-from rlhf_runtime.calls.worker import PluginWorker
+from rlhf_runtime.calls.plugin_worker import PluginWorker
 from rlhf.errors import RewardError
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory, Turn

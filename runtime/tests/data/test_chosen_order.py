@@ -11,7 +11,7 @@ from rlhf.interfaces import Curriculum
 from rlhf.types import Group, Row, Trajectory
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.order import ChosenOrder
+from rlhf_runtime.data.row_order import ChosenOrder
 
 
 class Says(Curriculum):

@@ -9,7 +9,7 @@ import pytest
 from rlhf.errors import CheckpointError, DataError
 from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.data.order import RowOrder, permutation
+from rlhf_runtime.data.row_order import RowOrder, permutation
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def read_lengths(run: RunPlugins) -> Lengths:
 
 def _measured(run: RunPlugins) -> Lengths:
     from rlhf_runtime.data.dataset import TrainData
-    from rlhf_runtime.data.order import RowOrder
+    from rlhf_runtime.data.row_order import RowOrder
     from rlhf_runtime.data.tokenizer import load_tokenizer
 
     config, form = run.config, run.algorithm.data

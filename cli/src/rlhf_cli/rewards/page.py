@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from rlhf_cli.rewards.findings import TrialTable
+from rlhf_cli.rewards.trial_tables import TrialTable
 
 LONGEST = 60
 """Characters of a cell in a terminal. The page has whole texts."""

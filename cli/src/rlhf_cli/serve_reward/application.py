@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_reward.questions import BadQuestion, Question
-from rlhf_cli.serve_reward.samples import Unscored
+from rlhf_cli.serve_reward.sample_groups import Unscored
 
 _LOG = logging.getLogger(__name__)
 PATH = "/get_reward"

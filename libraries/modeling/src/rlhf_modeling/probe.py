@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rlhf_modeling.attention import kinds_of_layers, use_attention, use_packed_attention
 from rlhf_modeling.images.architecture import NOT_HERE
-from rlhf_modeling.images.check import attach_images, image_sequence, own_statement, packed_with_text
+from rlhf_modeling.images.packing_check import attach_images, image_sequence, own_statement, packed_with_text
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import noise_settings
 from rlhf_modeling.pretrained import quiet

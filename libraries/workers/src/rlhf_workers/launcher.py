@@ -25,8 +25,8 @@ from rlhf_workers.driver.watchdog import OnStall, Watchdog, ignore_stall
 from rlhf_workers.engines.front import EngineGroup, check_takes_tensors
 from rlhf_workers.engines.pool import EngineWorkers
 from rlhf_workers.engines.weight_link import NO_LINKS, WeightLink, choose_kind
+from rlhf_workers.launcher_options import WorkerOptions
 from rlhf_workers.links.receiving import receives_over_links
-from rlhf_workers.options import WorkerOptions
 from rlhf_workers.placement import Allocation
 from rlhf_workers.process.payload import pack
 

@@ -9,7 +9,7 @@ import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import LossOutput, RoleSpec
-from rlhf_modeling.checks import check_training
+from rlhf_modeling.option_checks import check_training
 from rlhf_plugin_local import token_sampling
 from rlhf_plugin_local.token_sampling import Draw, draw
 from rlhf_plugin_local.trainer import TorchTrainerConfig

@@ -12,7 +12,7 @@ from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import GeneratorSpec, ModelSpec, Place
 from rlhf.types import RoleSpec
 from rlhf_modeling import precision
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig

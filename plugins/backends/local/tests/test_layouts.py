@@ -162,7 +162,7 @@ def test_kernels_for_packed_rows_are_refused_for_models_that_are_not_packed(tmp_
     with pytest.raises(CapabilityError, match=r"trainer\.kernels = 'own': not all layers of Mamba2"):
         make_trainer(path, kernels="own")
     monkeypatch.setattr("rlhf_modeling.trainer.check_kernel", lambda *_: None)  # as on a GPU
-    monkeypatch.setattr("rlhf_modeling.checks.check_kernel", lambda *_: None)
+    monkeypatch.setattr("rlhf_modeling.option_checks.check_kernel", lambda *_: None)
     with pytest.raises(CapabilityError, match=r"'flash' chooses a kernel of packed attention, without which Mamba2"):
         make_trainer(path, attention="flash")
 

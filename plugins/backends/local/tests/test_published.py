@@ -7,7 +7,7 @@ import torch
 from rlhf.errors import CheckpointError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
-from rlhf_modeling.published import Published
+from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.models import model_path
 from safetensors.torch import load_file

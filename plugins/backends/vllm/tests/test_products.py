@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from rlhf_plugin_vllm.engine.isolation import PRODUCTS, isolated, use_exact_products
+from rlhf_plugin_vllm.engine.global_state import PRODUCTS, isolated, use_exact_products
 
 triton = pytest.importorskip("triton", reason="no Triton is installed")
 tl = pytest.importorskip("triton.language")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from rlhf.weights.bucket import Bucket
-from rlhf_plugin_vllm.engine import isolation
-from rlhf_plugin_vllm.engine.isolation import engine_state
+from rlhf_plugin_vllm.engine import global_state
+from rlhf_plugin_vllm.engine.global_state import engine_state
 from rlhf_plugin_vllm.worker.reload import Reload
 from torch import nn
 
@@ -17,7 +17,7 @@ from torch import nn
 @pytest.fixture(autouse=True)
 def unused(monkeypatch):
     """No engine has run in this process; the precision of products is restored."""
-    monkeypatch.setattr(isolation, "_of_engines", None)
+    monkeypatch.setattr(global_state, "_of_engines", None)
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)

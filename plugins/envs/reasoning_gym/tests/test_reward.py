@@ -34,7 +34,7 @@ def test_it_is_found_by_name() -> None:
 
 
 def test_the_command_writes_the_questions_of_worker_processes() -> None:
-    """Worker processes have one hash seed (``rlhf_runtime.calls.worker``), on which the order of sets depends."""
+    """Worker processes have one hash seed (``rlhf_runtime.calls.plugin_worker``): the order of sets depends on it."""
     words = ("ransom_note", "--rows", "3", "--first-seed", "5", "--config", '{"max_note_length": 12}')
     programs = [command(*words), command(*words, PYTHONHASHSEED="0")]
     written, drawn = ([json.loads(line) for line in program.communicate()[0].splitlines()] for program in programs)

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for groups
 
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 
 NO_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 from groups import score
 from rlhf_plugin_code.grading import call_verdicts, same, stdin_verdict
-from rlhf_plugin_code.launcher import Finished
 from rlhf_plugin_code.reward import last_block
 from rlhf_plugin_code.row_tests import CallTest, StdinTest
+from rlhf_plugin_code.sandbox_launcher import Finished
 
 TAGS = ("python", "")
 

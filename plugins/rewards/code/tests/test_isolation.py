@@ -16,7 +16,7 @@ import psutil
 import pytest
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 
 ATTEMPT = """
 try:

@@ -20,8 +20,8 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext
 from rlhf_plugin_code import sandboxes
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
 from rlhf_plugin_code.reward import CodeReward
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 from rlhf_plugin_code.sandboxes import NAMES, probe
 from rlhf_plugin_code.seccomp import seccomp_filter
 
@@ -119,7 +119,7 @@ import asyncio, sys
 from dataclasses import replace
 from groups import LIMITS
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 asyncio.run(SandboxLauncher(sys.argv[1], interpreter(None), replace(LIMITS, wall_seconds=600.0)).run(sys.argv[2]))
 """
 
@@ -248,7 +248,7 @@ def test_the_filter_needs_a_known_machine() -> None:
 AS_NOBODY = """
 import asyncio
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 from rlhf_plugin_code.limits import ProgramLimits
 from rlhf_plugin_code.sandboxes import probe
 limits = ProgramLimits(5, 30.0, 2**28, 2**20, 2**20)

@@ -56,7 +56,7 @@ def main() -> None:
     del sys.path[0]  # the folder of this file
     lend(json.loads(sys.argv.pop()))
     try:
-        from rlhf_runtime.calls.worker_process import main as serve
+        from rlhf_runtime.calls.plugin_process import main as serve
     except ModuleNotFoundError as missing:
         sys.exit(f"{sys.executable} has no package {missing.name!r}, which rlhf-core needs; install it there")
     serve()

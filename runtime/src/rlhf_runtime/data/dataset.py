@@ -18,8 +18,8 @@ from rlhf_hub.hub import Commits
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.loading import load_source
-from rlhf_runtime.data.order import ChosenOrder, RowOrder, UsableRows
 from rlhf_runtime.data.row_images import NO_IMAGES, has_images
+from rlhf_runtime.data.row_order import ChosenOrder, RowOrder, UsableRows
 from rlhf_runtime.data.row_rules import RowVerdict, check_labels, judge
 from rlhf_runtime.data.source_layouts import set_layouts
 from rlhf_runtime.data.sources import Source

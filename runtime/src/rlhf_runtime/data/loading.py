@@ -21,8 +21,8 @@ from rlhf.errors import DataError, did_you_mean
 from rlhf_hub.hub import Commits, HubError, HubName, download, files_of, hub_name
 
 from rlhf_runtime.config.data_section import SourceSection
+from rlhf_runtime.data.columnar_sources import DatasetSource, TableSource, load_saved, read_table
 from rlhf_runtime.data.sources import Source
-from rlhf_runtime.data.tables import DatasetSource, TableSource, load_saved, read_table
 from rlhf_runtime.data.text_files import USUAL, CsvForm, open_text
 
 

@@ -45,7 +45,7 @@ class SavedSource(Saved):
 
 
 class SavedOrder(Saved):
-    """The state of a :class:`rlhf_runtime.data.order.RowOrder`."""
+    """The state of a :class:`rlhf_runtime.data.row_order.RowOrder`."""
 
     drawn: list[Counter]
     seed: int

@@ -20,8 +20,8 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError, shown
 
 from rlhf_runtime.checkpoint.atomic_files import TEMPORARY
+from rlhf_runtime.data.columnar_sources import content_hash
 from rlhf_runtime.data.image_files import data_url, image_file, is_picture
-from rlhf_runtime.data.tables import content_hash
 from rlhf_runtime.output.run_directory import GIVEN
 
 DIGITS = 12

@@ -33,8 +33,8 @@ from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.calls.isolation import check_python
+from rlhf_runtime.calls.plugin_worker import WorkerPool, reference
 from rlhf_runtime.calls.returned_values import InvalidResult, check_results, results_from_json
-from rlhf_runtime.calls.worker import WorkerPool, reference
 
 CALLS = 64
 """Default number of concurrent calls of an ``async def`` reward. The number of threads for blocking calls is the same

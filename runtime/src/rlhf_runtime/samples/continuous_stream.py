@@ -36,7 +36,7 @@ from rlhf.interfaces.curriculum import Fate
 from rlhf.saved import WAY_OUT
 from rlhf.types import Group, Row
 
-from rlhf_runtime.data.order import ChosenOrder
+from rlhf_runtime.data.row_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import Order, Pending, PendingGroups, age
 from rlhf_runtime.samples.protocols import Count, no_count

@@ -14,8 +14,8 @@ from rlhf.types import EnvStep, Row
 
 from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.calls.isolation import check_python
+from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
 from rlhf_runtime.calls.returned_values import InvalidResult, check_observation, check_step, step_from_json
-from rlhf_runtime.calls.worker import PluginWorker, WorkerPool
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
 

@@ -19,7 +19,7 @@ from rlhf_runtime.samples.pending_groups import oldest_version
 
 
 class Rows(Protocol):
-    """An endless, seeded, resumable order of rows (:class:`rlhf_runtime.data.order.RowOrder`)."""
+    """An endless, seeded, resumable order of rows (:class:`rlhf_runtime.data.row_order.RowOrder`)."""
 
     def take(self, n: int, step: int = 0) -> list[Row]: ...
 

@@ -36,7 +36,7 @@ from rlhf.interfaces import FinishedGroup
 from rlhf.interfaces.curriculum import Fate
 from rlhf.types import Group
 
-from rlhf_runtime.data.order import ChosenOrder
+from rlhf_runtime.data.row_order import ChosenOrder
 from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.protocols import Count, no_count
 from rlhf_runtime.samples.rollout_settings import RolloutSettings

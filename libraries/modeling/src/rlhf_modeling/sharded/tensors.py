@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_modeling.adapters import NAME, adapted, is_adapter, merged_name, with_product
-from rlhf_modeling.published import Published
+from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.sharded.partition import Partition
 from rlhf_modeling.sharded.split import Split
 

@@ -21,7 +21,7 @@ from rlhf.weights.fingerprint import fingerprint
 from torch import Tensor
 
 from rlhf_modeling.optimizer import set_rates
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded import checkpoint
 from rlhf_modeling.sharded.partition import Partition, scale
 from rlhf_modeling.sharded.process_group import first_text, largest, total

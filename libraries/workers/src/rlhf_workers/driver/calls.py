@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhf_workers.process.payload import INLINE, Payload
-from rlhf_workers.process.stored import Stored
+from rlhf_workers.process.stored_values import Stored
 
 
 class CallFailed(Exception):

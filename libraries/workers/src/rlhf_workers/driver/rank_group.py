@@ -15,7 +15,7 @@ from rlhf_workers.driver.failures import GRACE_SECONDS, FailedCall, first_failur
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.driver.watchdog import Watchdog
 from rlhf_workers.process.payload import pack, unpack
-from rlhf_workers.process.stored import Stored
+from rlhf_workers.process.stored_values import Stored
 
 _AHEAD = 2
 """Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""

@@ -13,7 +13,7 @@ from rlhf.errors import WorkerError
 from rlhf_workers.driver.calls import CallFailed, Calls
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.driver.stall_report import StallReport
-from rlhf_workers.options import WorkerOptions
+from rlhf_workers.launcher_options import WorkerOptions
 
 SILENT = 10
 """Number of heartbeats without a response after which a worker is stalled."""

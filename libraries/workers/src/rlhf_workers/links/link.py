@@ -21,7 +21,7 @@ from typing import Literal
 
 from rlhf.weights.bucket import Bucket
 
-from rlhf_workers.links.layout import BucketLayout
+from rlhf_workers.links.bucket_layout import BucketLayout
 
 Kind = Literal["shared", "broadcast"]
 

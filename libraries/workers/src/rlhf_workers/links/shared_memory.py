@@ -27,8 +27,8 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from rlhf_workers.links.bucket_layout import BucketLayout
 from rlhf_workers.links.coordination import Coordination
-from rlhf_workers.links.layout import BucketLayout
 from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)

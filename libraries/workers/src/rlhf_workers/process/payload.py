@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from rlhf_workers.process.stored import Stored
+from rlhf_workers.process.stored_values import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor

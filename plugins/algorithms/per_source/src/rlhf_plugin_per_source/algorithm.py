@@ -115,7 +115,7 @@ class PerSource(Algorithm[Group]):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
-        from rlhf_plugin_per_source.parts import join
+        from rlhf_plugin_per_source.batch_parts import join
 
         groups: dict[str, list[Group]] = {name: [] for name in self.members}
         for group in examples:
@@ -151,7 +151,7 @@ class PerSource(Algorithm[Group]):
         return annotations
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        from rlhf_plugin_per_source.parts import join
+        from rlhf_plugin_per_source.batch_parts import join
 
         parts: dict[str, Batch] = {}
         metrics: dict[str, float] = {}
@@ -209,7 +209,7 @@ class PerSource(Algorithm[Group]):
 
     def _parts(self, batch: Batch) -> Iterator[tuple[str, Algorithm, Batch]]:
         """Each member with units in the batch, and its part."""
-        from rlhf_plugin_per_source.parts import part
+        from rlhf_plugin_per_source.batch_parts import part
 
         for name, member in self.members.items():
             own = part(batch, name)

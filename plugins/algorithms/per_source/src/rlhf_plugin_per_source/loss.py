@@ -12,7 +12,7 @@ from rlhf.interfaces import Loss
 from rlhf.ops.reduce import LEVEL
 from rlhf.types import Head, LossOutput, Reduce
 
-from rlhf_plugin_per_source.parts import PART, join, part
+from rlhf_plugin_per_source.batch_parts import PART, join, part
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch

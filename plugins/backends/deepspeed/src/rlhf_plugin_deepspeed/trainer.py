@@ -15,15 +15,15 @@ from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_hub.adapter_folders import adapter_of
 from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
-from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.images.architecture import is_image_text
 from rlhf_modeling.kernels import check_liger
 from rlhf_modeling.liger import use_liger
 from rlhf_modeling.memory import trainer_memory
+from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
 from rlhf_modeling.sharded.optimizer import build_optimizer

@@ -14,11 +14,11 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.types import Head
 from rlhf_modeling.arithmetic import arithmetic, frozen_parameters, saved_parameters
-from rlhf_modeling.checks import LEARNING, check_training
 from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.optimizer import to_device, to_host
+from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import choose_device
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host

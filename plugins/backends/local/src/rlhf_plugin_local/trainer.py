@@ -15,7 +15,7 @@ from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
 from rlhf_modeling.adapter_files import write_adapter
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
-from rlhf_modeling.checks import LEARNING, check_training
+from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import TrainingConfig
 from rlhf_modeling.ema import Copy, Ema
 from rlhf_modeling.export_files import head_bias, token_classifier
@@ -31,10 +31,10 @@ from rlhf_modeling.optimizer import (
     to_device,
     to_host,
 )
+from rlhf_modeling.option_checks import LEARNING, check_training
 from rlhf_modeling.precision import Precision, choose_device
 from rlhf_modeling.pretrained import copy_processor, exporting, load_tokenizer, set_exported, set_exported_dtype
-from rlhf_modeling.published import Published
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.trainer import PackedTrainer
 from torch import Tensor
 

@@ -16,11 +16,11 @@ from rlhf.interfaces import Generator, Place
 from rlhf.plugins import Resolved
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.launcher import ReservedDevices, WorkerLauncher, divide_plugins
-from rlhf_workers.options import WorkerOptions
+from rlhf_workers.launcher_options import WorkerOptions
 from rlhf_workers.placement import Allocation, ClusterNode, allocate, assign, bundles_of, check_fits, device_kind
 
+from rlhf_plugin_processes.call_references import ProcessCalls
 from rlhf_plugin_processes.output import OutputPrinter, open_log
-from rlhf_plugin_processes.references import ProcessCalls
 from rlhf_plugin_processes.worker_process import WorkerProcess
 
 LOGS = "workers"

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 from rlhf_workers.process.payload import INLINE
-from rlhf_workers.process.stored import Stored
+from rlhf_workers.process.stored_values import Stored
 
 _ALIGNMENT = 64
 """Bytes; more than any dtype needs."""

@@ -18,8 +18,8 @@ from rlhf.children import Child
 from rlhf_workers.driver.calls import CallFailed
 from rlhf_workers.driver.handle import WorkerHandle
 
+from rlhf_plugin_processes.call_references import CallReference, ProcessCalls, ReferenceStream
 from rlhf_plugin_processes.channel import ASK, BESIDE, FAILED, ITEM, ITEMS, ROOM, Channel, Message
-from rlhf_plugin_processes.references import CallReference, ProcessCalls, ReferenceStream
 from rlhf_plugin_processes.shared_values import Descriptor, SharedValue
 
 _PROGRAM = Path(__file__).parent / "worker_program.py"

@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from rlhf_workers.options import WorkerOptions
+from rlhf_workers.launcher_options import WorkerOptions
 
 _PLACE = re.compile(r"[^\s:/]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
 

@@ -15,7 +15,7 @@ from rlhf.types import EnvStep, Row
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from rlhf_plugin_openenv.messages import InvalidAction, Observed, UnknownField, action_of, message, observed
+from rlhf_plugin_openenv.socket_messages import InvalidAction, Observed, UnknownField, action_of, message, observed
 
 LONGEST = 10 * 2**20
 """Bytes of an answer; a longer one is refused."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlhf_plugin_code.launcher import Finished
 from rlhf_plugin_code.row_tests import CallTest, StdinTest
+from rlhf_plugin_code.sandbox_launcher import Finished
 
 Word = Literal["passed", "wrong", "error", "timeout", "output", "not run"]
 

@@ -14,9 +14,9 @@ from rlhf.types import Group, RewardResult
 
 from rlhf_plugin_code.grading import Verdict, call_verdicts, stdin_verdict
 from rlhf_plugin_code.interpreter import interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
 from rlhf_plugin_code.limits import MIB, ProgramLimits
 from rlhf_plugin_code.row_tests import CallTest, StdinTest, Tests, read_tests
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 from rlhf_plugin_code.sandboxes import Choice, candidates, working
 
 

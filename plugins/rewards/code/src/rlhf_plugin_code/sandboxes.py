@@ -16,8 +16,8 @@ from typing import Literal
 from rlhf.errors import ConfigError, RewardError
 
 from rlhf_plugin_code.interpreter import Interpreter
-from rlhf_plugin_code.launcher import SandboxLauncher
 from rlhf_plugin_code.limits import ProgramLimits
+from rlhf_plugin_code.sandbox_launcher import SandboxLauncher
 
 _LOG = logging.getLogger(__name__)
 Choice = Literal["auto", "bwrap", "sandlock", "limits"]

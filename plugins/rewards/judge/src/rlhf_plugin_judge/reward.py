@@ -21,7 +21,7 @@ from rlhf.interfaces import ComponentConfig, Reward
 from rlhf.types import Group, RewardResult, Trajectory
 
 from rlhf_plugin_judge.config import JudgeConfig
-from rlhf_plugin_judge.endpoint import JudgeEndpoint, Reply, Unavailable
+from rlhf_plugin_judge.judge_endpoint import JudgeEndpoint, Reply, Unavailable
 from rlhf_plugin_judge.questions import Messages, Questions
 from rlhf_plugin_judge.verdicts import WINS, Form, InvalidVerdict, Scores, Winner
 

@@ -36,7 +36,7 @@ class ToolWorker:
         """Start the process. Raises RolloutError."""
         output = Output("tools")
         ours, theirs = socket.socketpair()
-        end, command = theirs.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.worker_process"]
+        end, command = theirs.fileno(), [sys.executable, "-P", "-m", "rlhf_plugin_tools.tool_process"]
         try:
             with theirs:
                 child = Child(command, stdin=end, stdout=end, stderr=output.stream.fileno())

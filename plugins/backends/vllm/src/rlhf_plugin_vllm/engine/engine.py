@@ -17,8 +17,7 @@ from rlhf_modeling.precision import choose_precision
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
 from rlhf_plugin_vllm.engine.arguments import arguments
-from rlhf_plugin_vllm.engine.images import ImagePrompts
-from rlhf_plugin_vllm.engine.isolation import (
+from rlhf_plugin_vllm.engine.global_state import (
     disable_small_compiles,
     engine_state,
     isolated,
@@ -26,6 +25,7 @@ from rlhf_plugin_vllm.engine.isolation import (
     skip_numa_binding,
     use_exact_products,
 )
+from rlhf_plugin_vllm.engine.images import ImagePrompts
 from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding

@@ -1,5 +1,5 @@
-"""The program of a worker process: it serves one plugin over a socket. ``worker.py`` starts it as
-``python -m rlhf_runtime.calls.worker_process SOCKET``. It does not import torch by itself.
+"""The program of a worker process: it serves one plugin over a socket. ``plugin_worker.py`` starts it as
+``python -m rlhf_runtime.calls.plugin_process SOCKET``. It does not import torch by itself.
 
 Requests are pickled by the driver. Replies are JSON, so that the driver executes nothing that plugin code returns. Each
 frame is its length (8 bytes, big endian) and its body.

@@ -16,7 +16,7 @@ from rlhf_modeling.kernels import check_kernels
 from rlhf_modeling.precision import choose_device, precision_of
 from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.quantized import require_quantization
-from rlhf_modeling.schedule import RateSchedule
+from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.skeleton import check_model
 from rlhf_modeling.stored import check_storage
 

@@ -1,5 +1,5 @@
 """The program of a worker process: calls Python functions, one at a time, as ``python -m
-rlhf_plugin_tools.worker_process``. Requests and answers are JSON, one a line.
+rlhf_plugin_tools.tool_process``. Requests and answers are JSON, one a line.
 
 The first request is ``{"path": sys.path, "sources": [[path, text, name], ...], "longest": N}``, its answer ``{"ready":
 true}`` or ``{"broken": message}``. Every other one is ``{"name", "arguments"}``, its answer ``{"result": text}`` or

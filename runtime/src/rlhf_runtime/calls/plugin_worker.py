@@ -36,7 +36,7 @@ from rlhf.types import Row
 
 from rlhf_runtime.calls import isolation
 from rlhf_runtime.calls.deadlines import DeadlineExpired, within
-from rlhf_runtime.calls.worker_process import HEADER
+from rlhf_runtime.calls.plugin_process import HEADER
 
 START_DEADLINE = 120.0
 """Maximum seconds for a worker to import its plugin. This time is not part of a call's deadline."""
@@ -78,7 +78,7 @@ class PluginWorker:
         environment.setdefault("OMP_NUM_THREADS", "1")  # many workers share the machine
         environment.setdefault("PYTHONHASHSEED", "0")  # sets of texts have one order in every worker
         end = str(theirs.fileno())
-        program = [sys.executable, "-P", "-m", "rlhf_runtime.calls.worker_process", end]
+        program = [sys.executable, "-P", "-m", "rlhf_runtime.calls.plugin_process", end]
         if python is not None:
             environment = isolation.environment(python, environment)
             program = isolation.command(resolved, python, end)
