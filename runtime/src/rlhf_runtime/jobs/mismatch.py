@@ -23,6 +23,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.trajectories import assemble
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Head, Row, Trajectory
+from rlhf.types.arrays import int_array
 from torch import Tensor
 
 from rlhf_runtime.checkpoint import CheckpointStore
@@ -303,7 +304,7 @@ def _batches(
         ids = _prompt_ids(template, prompt) if prompt is not None and alone else None
         if ids and ids != list(turns[0].ids):
             differing += 1
-            trajectory = replace(trajectory, turns=[replace(turns[0], ids=ids), *turns[1:]])
+            trajectory = replace(trajectory, turns=[replace(turns[0], ids=int_array(ids, "ids")), *turns[1:]])
         rendered.append(trajectory)
     batches = {RECORDED: batch}
     return ({**batches, RENDERED: _assembled(rendered)} if differing else batches), differing
