@@ -19,6 +19,11 @@ PARTS = {
     },
     "reinforce_pp": {"advantage": ("reinforce", {}), "loss": CLIPPED, "value_loss": VALUE},
     "reinforce_pp_baseline": {"advantage": ("reinforce_baseline", {}), "loss": CLIPPED, "value_loss": VALUE},
+    "flash_reinforce": {
+        "advantage": ("batch_mean", {}),
+        "loss": ("ppo", {"aggregation": "seq_mean_token_mean", "correction": {"preset": "flash_reinforce"}}),
+        "value_loss": VALUE,
+    },
     "grpo": {"advantage": ("group_norm", {"std": "group"}), "loss": CLIPPED, "value_loss": VALUE},
     "dapo": {
         "advantage": ("group_norm", {"std": "group"}),

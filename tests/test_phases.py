@@ -11,7 +11,7 @@ from tests.runs import Workshop
 from tests.test_combinations import COPYING
 
 TAKING_TURNS = """
-from rlhf.interfaces import ComponentConfig
+from rlhf.interfaces import ComponentConfig, Sleeps
 from rlhf_plugin_local.trainer import TorchTrainerConfig
 
 
