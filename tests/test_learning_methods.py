@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Workshop
+from tests.runs import PROMPTS, Workshop
 
 TWO = {"minibatches": 2}
 """Two optimizer steps, so that the policy of the second is not that of the samples."""
@@ -61,6 +61,22 @@ def test_gdpo_weighs_rewards_by_their_weights_and_not_by_their_scale(shop: Works
     advantages = [s["token_values"]["advantages"][0] for s in samples]
     spread = statistics.stdev(sums)
     assert advantages == pytest.approx([(s - statistics.mean(sums)) / spread for s in sums], rel=1e-5, abs=1e-6)
+
+
+def test_gdpo_is_a_member_of_a_run_with_several_algorithms(shop: Workshop) -> None:
+    """The third reward is of the other source: for the member's samples it gave no value."""
+    rows = {name: str(shop.rows(f"{name}.jsonl", PROMPTS)) for name in ("sums", "others")}
+    members = {
+        "first": {"use": "grpo", "sources": ["sums"], "advantage": {"use": "gdpo"}},
+        "second": {"use": "rloo", "sources": ["others"]},
+    }
+    config = shop.config("per_source", "run", algorithm={"members": members}, run={"steps": 2})
+    config["data"]["train"] = [{"path": path, "name": name} for name, path in rows.items()]
+    lengths = f"file:{shop.file('lengths.py', LENGTHS)}"
+    config["reward"] += [{"use": lengths}, {"use": lengths, "name": "other", "sources": ["others"]}]
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    assert run.lines()[0]["first/advantage/abs_max"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from rlhf_algorithms.trust_regions import DPPO, GMPO, VESPO, Covariance
 
-from libraries.algorithms.tests.test_losses import CORRECTIONS, Statement, surrogate
+from libraries.algorithms.tests.test_losses import CORRECTIONS, Statement, one_sequence, run, surrogate
 
 
 def binary_kl(p, q):
@@ -80,9 +80,14 @@ class TestCovariance(Statement):
 
 
 def test_gate_of_vespo_by_hand():
-    """phi(w) = w^2 e^(3 (1 - w)): 1 at w = 1, 4 e^-3 at 2, 0.25 e^1.5 at 0.5."""
-    gate = {w: w**2 * math.exp(3 * (1 - w)) for w in (1.0, 2.0, 0.5)}
-    assert gate == pytest.approx({1.0: 1.0, 2.0: 0.199148, 0.5: 1.120422}, rel=1e-5)
+    """A >= 0: phi(w) = w^2 e^(3 (1 - w)), 4 e^-3 at w = 2. A < 0: w^3 e^(2 (1 - w)), 0.125 e at 0.5. w is the product
+    of the ratios of two tokens; the loss is the mean of -phi A log q."""
+    for w, advantage, gate in ((2.0, 1.0, 4 * math.exp(-3)), (0.5, -1.0, 0.125 * math.e), (1.0, 2.0, 1.0)):
+        batch = one_sequence(2, advantages=[advantage] * 2, gen_logprobs=[-2.0, -3.0], old_logprobs=[-2.0, -3.0])
+        logprobs = [-2.0 + math.log(w) / 2, -3.0 + math.log(w) / 2]
+        total, metrics = run(VESPO(), batch, {"logprobs": logprobs})
+        assert metrics["gate"] == pytest.approx(gate, rel=1e-5)
+        assert total == pytest.approx(-gate * advantage * sum(logprobs) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(

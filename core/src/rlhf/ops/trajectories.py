@@ -9,7 +9,7 @@ Columns of the batch:
 ``temperature``    token  float32, at which the token was sampled (1 if not sampled)
 ``step_reward``    token  float32, weighted rewards of sources with ``credit = "step"``
 ``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
-``reward/SOURCE``  unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
+``reward.SOURCE``  unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
 ``score``          unit   float64, the score that the dynamic filter read (only with ``scored``)
 ``group, sample``  unit   int64, the trajectory's index
 ``own_tokens``     unit   int64, number of tokens that the policy sampled, or of the given answer
@@ -77,7 +77,7 @@ def assemble(
     batch = Batch(layout.ids(), lens_B, unit_B, torch.zeros_like(unit_B), {}, {}, _unit_columns(trajectories, scored))
     for name in rewards:
         values = [source_reward(trajectory, name) for trajectory in trajectories]
-        batch.unit[f"reward/{name}"] = torch.tensor(values, dtype=torch.float64)
+        batch.unit[f"reward.{name}"] = torch.tensor(values, dtype=torch.float64)
     tok = layout.columns(with_logprobs)
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one

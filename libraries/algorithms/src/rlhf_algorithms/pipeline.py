@@ -105,7 +105,7 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
     """Stage 4: subtract the advantage's own baseline."""
-    sources = {name: (weight, batch.unit[f"reward/{name}"]) for name, weight in (weights or {}).items()}
+    sources = {name: (weight, batch.unit[f"reward.{name}"]) for name, weight in (weights or {}).items()}
     return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"], sources)
 
 
