@@ -14,6 +14,7 @@ import anyio._backends._asyncio  # noqa: F401  (the last paragraph of the docstr
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # figures of the tests are those of a processor
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
 CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed", "fsdp"))

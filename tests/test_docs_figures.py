@@ -156,6 +156,17 @@ def in_flight(runs: dict[str, Any]) -> list[str]:
     return [f"| {age} | {' | '.join(f'{rate:.1f}' for rate in row)} |" for age, row in rates.items()]
 
 
+def training_on_gpu(result: dict[str, Any]) -> list[str]:
+    """Of ``gpu/run.py``."""
+    rows = []
+    for name, part in result["sections"].get("training", {}).items():
+        f = part["figures"]
+        if "MFU %" in f:
+            rates = f"{f['tokens per second']:,.0f} | {f['MFU %']:.1f}"
+            rows.append(f"| {name} | {rates} | {f['peak GiB']:.1f} | {f['reserved memory, of the plan']:.2f} |")
+    return rows
+
+
 def rows_of(result: dict[str, Any], report: Any, preferences: Any, driver: Any, overlap: Any) -> set[str]:
     """The rows that the scripts and this file make from a result."""
     rows: list[str] = []
@@ -184,6 +195,8 @@ def rows_of(result: dict[str, Any], report: Any, preferences: Any, driver: Any, 
         rows = busy(result)
     elif "trainer" in result:
         rows = long_contexts(result["ranks"])
+    elif "runs" in result:
+        rows = [row for run in result["runs"] for row in training_on_gpu(run)]
     elif "delays, learning 2 s" in result:
         rows = stream(result)
     elif "answers of 10 to 1,000 tokens, learning 2 s" in result:

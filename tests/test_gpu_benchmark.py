@@ -125,7 +125,7 @@ def test_predictions_are_printed_and_compared(load):
     assert {p.section for p in predictions.EXPECTED} <= set(run.SECTIONS)
     lines = list(predictions.announced(expected))
     assert len(lines) == len(expected) + 2
-    assert "tokens per second 12,000 to 15,000" in lines[1]
+    assert "tokens per second 21,000 to 26,000" in lines[1]
     assert "11,900" in lines[-1]
     figures = {"tokens per second": 20e3, "MFU %": 12.0}
     sections = {"training": {"parts": {training.DEFAULTS: {"figures": figures}}}}

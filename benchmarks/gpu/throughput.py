@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours, head in bf16": {"trainer": {"head_fp32": False}},
     "ours, large micro-batches": {
-        "trainer": {"head_fp32": False, "logits_chunk": 2**28},
+        "trainer": {"head_fp32": False},
         "policy": {"micro_tokens": 32768},
     },
 }

@@ -17,17 +17,15 @@ import machine
 import shapes
 import torch
 from parts import NotRun, Part, Section
-from predictions import CHECKPOINTED, DEFAULTS, MFU, OF_PLAN, PEAK, PRIME_RL, RATE, WIDE, WIDE_BF16
+from predictions import BF16, CHECKPOINTED, DEFAULTS, MFU, OF_PLAN, PEAK, PLAIN, PRIME_RL, RATE
 from rlhf.interfaces import ModelSpec, Trainer
 from rlhf.interfaces.memory import TrainerWork
 from rlhf_cli.plan.model_size import read_size
 from rlhf_modeling import liger
 from trained import nll, policy_spec, rows, trainer_class
 
-LONG, SHORT = (16384,), (1024,) * 16
-SMALL = {LONG: (64,), SHORT: (16,) * 4}
-WIDE_HEAD: dict[str, Any] = {"logits_chunk": 2**28}
-BF16_HEAD: dict[str, Any] = {**WIDE_HEAD, "head_fp32": False}
+LONG, SHORT, FEW = (16384,), (1024,) * 16, (1024,) * 4
+SMALL = {LONG: (64,), SHORT: (16,) * 4, FEW: (16,)}
 BF16_RATE = 989e12
 """Operations per second of dense bf16 products of an H100 or H200 SXM, by its data sheet, as prime-rl counts."""
 GIVEN_BACK = 0.9
@@ -53,19 +51,21 @@ class Arm:
 AGAIN: dict[str, Any] = {"gradient_checkpointing": True}
 ARMS = (
     Arm(DEFAULTS, LONG),
-    Arm(WIDE_BF16, LONG, BF16_HEAD),
-    Arm(CHECKPOINTED, LONG, BF16_HEAD, AGAIN),
-    Arm(WIDE, LONG, WIDE_HEAD),
-    Arm(f"{CHECKPOINTED}, storage in bf16", LONG, BF16_HEAD, {**AGAIN, "storage": "bf16"}),
     Arm("defaults, 16 x 1k", SHORT),
-    Arm("kernels none, 16 x 1k", SHORT, {**BF16_HEAD, "kernels": "none"}),
-    Arm("kernels own, 16 x 1k", SHORT, {**BF16_HEAD, "kernels": "own"}),
-    Arm("kernels liger, 16 x 1k", SHORT, {**BF16_HEAD, "kernels": "liger"}),
-    Arm("kernels liger, checkpointing, 16k", LONG, {**BF16_HEAD, "kernels": "liger"}, AGAIN),
-    Arm("attention sdpa, 16 x 1k", SHORT, {**BF16_HEAD, "attention": "sdpa"}),
-    Arm("fsdp on one rank, 16 x 1k", SHORT, BF16_HEAD, trainer="fsdp", repeats=3),
-    Arm("deepspeed stage 2 on one rank, 16 x 1k", SHORT, {**BF16_HEAD, "stage": 2}, trainer="deepspeed", repeats=3),
-    Arm("deepspeed stage 3 on one rank, 16 x 1k", SHORT, {**BF16_HEAD, "stage": 3}, trainer="deepspeed", repeats=3),
+    Arm("defaults, 4 x 1k", FEW),
+    Arm(CHECKPOINTED, LONG, model=AGAIN),
+    Arm(PLAIN, LONG, {"head_fp32": True, "logits_chunk": 2**24, "kernels": "none"}),
+    Arm(BF16, LONG, {"head_fp32": False}),
+    Arm(f"{CHECKPOINTED}, storage in bf16", LONG, model={**AGAIN, "storage": "bf16"}),
+    Arm("head in fp32, 16 x 1k", SHORT, {"head_fp32": True}),
+    Arm("head in bf16, 16 x 1k", SHORT, {"head_fp32": False}),
+    Arm("kernels none, 16 x 1k", SHORT, {"kernels": "none"}),
+    Arm("kernels own, 16 x 1k", SHORT, {"kernels": "own"}),
+    Arm("kernels liger, 16 x 1k", SHORT, {"kernels": "liger"}),
+    Arm("attention sdpa, 16 x 1k", SHORT, {"attention": "sdpa"}),
+    Arm("fsdp on one rank, 16 x 1k", SHORT, trainer="fsdp", repeats=3),
+    Arm("deepspeed stage 2 on one rank, 16 x 1k", SHORT, {"stage": 2}, trainer="deepspeed", repeats=3),
+    Arm("deepspeed stage 3 on one rank, 16 x 1k", SHORT, {"stage": 3}, trainer="deepspeed", repeats=3),
 )
 """In the order of their worth: the later ones are left out if the time ends."""
 

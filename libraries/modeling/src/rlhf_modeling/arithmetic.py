@@ -9,7 +9,7 @@ from rlhf.interfaces.memory import ModelSize, TrainerWork
 
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.adapters import matching, saved_modules
-from rlhf_modeling.config import LoraOptions, TrainingConfig
+from rlhf_modeling.config import LoraOptions, TrainingConfig, most_logits, rounds_factors
 from rlhf_modeling.images.memory import image_tokens, kept_pixels
 from rlhf_modeling.skeleton import skeleton
 
@@ -31,8 +31,8 @@ def arithmetic(
     """
     stored = spec.storage == "bf16"
     bf16 = stored or computes_bf16(spec.dtype, device)
-    sums = bf16 and config.head_fp32 == "sums"
-    budget = work.micro_tokens or parts * default_micro_tokens(bf16)
+    sums = bf16 and rounds_factors(config.head_fp32, device)
+    budget = work.micro_tokens or parts * default_micro_tokens(spec, bf16, device)
     shares = math.ceil(work.units / max(1, spec.world_size // (sharers * parts)))
     shared = config.shared_prefixes and config.neftune_alpha is None
     most, of_step = max(budget, work.unit), step_tokens(work, shares, shared)
@@ -49,8 +49,8 @@ def arithmetic(
         casts=bf16 and not stored,
         head_copies=(4 if stored and config.head_fp32 else 0) + (2 if sums else 0),
         rounded_head=sums,
-        fused=config.kernels in ("own", "liger") or (config.kernels == "auto" and device == "cpu"),
-        logits=config.logits_chunk,
+        fused=config.kernels != "none",
+        logits=most_logits(config, device),
         checkpointing=spec.gradient_checkpointing and spec.role.trained,
         adapters=0 if lora is None else lora.rank,
         parts=parts,
@@ -89,9 +89,12 @@ def frozen_parameters(config: TrainingConfig, size: ModelSize) -> int:
     return size.vision if config.freeze_vision else 0
 
 
-def default_micro_tokens(bf16: bool) -> int:
-    """Tokens of a micro-batch where the run file names none. bf16 gains by larger matrices; in fp32 they only cost
-    memory (benchmarks/measurements.md has the shapes)."""
+def default_micro_tokens(spec: ModelSpec, bf16: bool, device: str) -> int:
+    """Tokens of a micro-batch where the run file names none. On a CPU bf16 gains by larger matrices; in fp32 they only
+    cost memory. A GPU takes as long for a few tokens as for some thousands, because the operations of a small
+    micro-batch end before the next are started (benchmarks/gpu/README.md and benchmarks/measurements.md)."""
+    if device != "cpu":
+        return 16384 if spec.gradient_checkpointing else 8192
     return 4096 if bf16 else 2048
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
 Kernels = Literal["auto", "own", "liger", "none"]
-HeadFp32 = bool | Literal["sums"]
+HeadFp32 = bool | Literal["auto", "sums"]
 
 
 def _pair(value: Any) -> Any:
@@ -98,19 +98,21 @@ class TrainingConfig(ComponentConfig):
     kernels: Kernels = "auto"
     """Element-wise work of the layers (norms, rotary embedding, gates): ``own``, forms with fewer passes over memory;
     ``liger``, Liger's kernels, on a GPU (``pip install liger-kernel``); ``none``, transformers' statements.
-    ``auto``: ``own`` on a CPU where the layers are known, else ``none``; on a GPU always ``none``, because no other was
-    measured there."""
-    logits_chunk: int = Field(2**24, gt=0)
+    ``auto``: ``liger`` on a GPU under bf16 where it is installed and knows the layers; else ``own`` where the layers
+    are known; else ``none``. With ``deterministic``, and where the model is divided over ranks, it is ``own`` or
+    ``none``."""
+    logits_chunk: int | None = Field(None, gt=0)
     """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which
-    are recomputed in the backward pass. 2**24 logits are 64 MiB. On a GPU 2**27 are predicted to be faster."""
+    are recomputed in the backward pass. Default: 2**24 on a CPU, where they are 64 MiB; 2**27 on a GPU."""
     deterministic: bool = False
     """Sums of the forward and backward passes in a fixed order on a GPU, so that a resume is bit-exact there: torch's
     deterministic algorithms, which are slower. An operation without one is refused when it is computed. On a CPU the
     order is fixed in any case."""
-    head_fp32: HeadFp32 = True
+    head_fp32: HeadFp32 = "auto"
     """Under bf16, compute the head's logits in fp32, so that log-probs do not have the rounding of bf16 logits.
     ``"sums"``: from hidden states and weights that are rounded to bf16, with sums and logits in fp32: on a GPU the
-    tensor cores compute it. The gradient of the logits is rounded to bf16 too."""
+    tensor cores compute it. The gradient of the logits is rounded to bf16 too. ``"auto"``: ``"sums"`` on a GPU,
+    ``true`` on a CPU."""
 
     export_masters: bool = False
     """With ``storage = "bf16"``: exported models hold the fp32 masters, twice the bytes, in place of the weights."""
@@ -156,3 +158,14 @@ class TrainingConfig(ComponentConfig):
                 "set schedule = 'wsd' or leave it out"
             )
         return self
+
+
+def most_logits(config: TrainingConfig, device: str) -> int:
+    """``trainer.logits_chunk`` on a ``cpu`` or ``cuda`` device. Every chunk reads and writes the head's weights and
+    their gradient, which takes longer than a small product on a GPU."""
+    return config.logits_chunk or (2**24 if device == "cpu" else 2**27)
+
+
+def rounds_factors(head_fp32: HeadFp32, device: str) -> bool:
+    """Whether ``trainer.head_fp32`` means ``"sums"`` on a ``cpu`` or ``cuda`` device."""
+    return head_fp32 == "sums" or (head_fp32 == "auto" and device != "cpu")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rlhf_modeling import liger
 from rlhf_modeling.config import Kernels
 from rlhf_modeling.fused import LAYERS, fuse_layers, restore_layers
-from rlhf_modeling.stored import in_fp32
+from rlhf_modeling.stored import in_bf16, in_fp32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,8 +59,20 @@ def use_kernels(loaded: KernelModel, kernels: Kernels, bf16: bool = False) -> No
             f"trainer.kernels = 'own': not all layers of {model} can be fused (those of {kinds} can, with SiLU and "
             "without dropout in attention). Leave it out."
         )
-    elif kernels == "auto" and _device(loaded).type == "cpu":  # not measured on GPUs
+    elif kernels == "auto" and not (bf16 and _takes_liger(loaded)):
         _fuse(loaded)
+
+
+def _takes_liger(loaded: KernelModel) -> bool:
+    """Use Liger's kernels if they are available, know the layers and compute the same."""
+    config = loaded.module.config
+    if liger.why_not(_device(loaded).type) or in_bf16(loaded.module) or config.get_text_config() is not config:
+        return False
+    try:
+        check_liger(loaded, liger.use_liger(loaded.module), bf16=True)
+    except CapabilityError:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ def load_model(
     quantization: Format | None = None,
     divided: bool = False,
     kernels: Kernels = "auto",
+    deterministic: bool = False,
     adapters: bool = False,
 ) -> LoadedModel:
     """Load ``spec.path`` as the role's kind of model: weights in ``spec.storage``, evaluation mode, the fastest correct
@@ -90,7 +91,8 @@ def load_model(
         quantize_layers(module, quantizable(module, loaded.head, ()), quantization, device)
     module.eval().to(device)
     probe(loaded, spec)
-    use_kernels(loaded, kernels, kernels == "liger" and precision_of(spec, device).bf16)
+    considered = kernels == "liger" or (kernels == "auto" and not deterministic)
+    use_kernels(loaded, kernels, considered and precision_of(spec, device).bf16)
     return loaded
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.attention import attend_with, attention_route
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.config import TrainingConfig, most_logits
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
 
@@ -45,7 +45,7 @@ class PackedModel(nn.Module):
             self.loaded.logits_of(self.config.head_fp32),
             place_N,
             tempered=self.loaded.kind == "lm",
-            chunk=max(1, self.config.logits_chunk // self.loaded.head.out_features),
+            chunk=max(1, most_logits(self.config, hidden_MH.device.type) // self.loaded.head.out_features),
             head_fp32=bool(self.config.head_fp32),
             part=self.loaded.part,
         )

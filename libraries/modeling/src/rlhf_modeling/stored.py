@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from rlhf_modeling.config import HeadFp32
+from rlhf_modeling.config import HeadFp32, rounds_factors
 
 BF16 = torch.bfloat16
 DTYPES = {"fp32": torch.float32, "bf16": BF16}
@@ -114,7 +114,8 @@ def head_product(head: nn.Linear, fp32: HeadFp32) -> Callable[[Tensor], Tensor] 
     Args:
         fp32: ``trainer.head_fp32``. ``"sums"`` has an effect under autocast.
     """
-    sums = fp32 == "sums" and torch.is_autocast_enabled(head.weight.device.type)
+    device = head.weight.device.type
+    sums = rounds_factors(fp32, device) and torch.is_autocast_enabled(device)
     if not fp32 or (head.weight.dtype == torch.float32 and not sums):
         return None
     weight_VH, bias_V = head.weight.float(), None if head.bias is None else head.bias.float()

@@ -157,7 +157,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             self.precision_note,
             self.views,
             shares,
-            token_budget=default_micro_tokens(self.precision.bf16),
+            token_budget=default_micro_tokens(self.spec, self.precision.bf16, self.device.type),
             wants_token_share=self.balance is not None,
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             flops=self._flops(),

@@ -14,7 +14,7 @@ from rlhf_modeling.probe import probe
 
 def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None, kernels: Kernels) -> LoadedModel:
     """:func:`rlhf_modeling.model.load_model` in host memory, the same on every rank, for a role that will compute on
-    ``device``. Liger's kernels are left to the caller."""
+    ``device``. Liger's kernels are left to the caller; ``auto`` is ``own`` where the layers are known."""
     loaded = load_model(spec, torch.device("cpu"), divided=True, adapters=lora is not None)
     if loaded.fresh_head:
         draw_head(loaded, spec)
@@ -22,6 +22,5 @@ def load_on_host(spec: ModelSpec, device: torch.device, lora: LoraOptions | None
     if lora is not None:
         adapt(loaded, spec, lora, device)
         loaded.module.eval()
-    if kernels == "own" or device.type == "cpu":  # "auto" means "own" on a CPU
-        use_kernels(loaded, kernels if kernels != "liger" else "none")
+    use_kernels(loaded, kernels if kernels != "liger" else "none")
     return loaded

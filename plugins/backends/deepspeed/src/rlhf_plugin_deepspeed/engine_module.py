@@ -17,7 +17,7 @@ from rlhf.ops.batch import Batch
 from rlhf.types import Head
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.adapters import NAME, adapted
-from rlhf_modeling.config import TrainingConfig
+from rlhf_modeling.config import TrainingConfig, most_logits
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.packed_model import hidden_states, shares_prefixes
 from rlhf_modeling.stored import head_product
@@ -52,7 +52,7 @@ class Outputs(nn.Module):
             self.logits(),
             place_N,
             tempered=loaded.kind == "lm",
-            chunk=max(1, self._config.logits_chunk // loaded.head.out_features),
+            chunk=max(1, most_logits(self._config, hidden_MH.device.type) // loaded.head.out_features),
             head_fp32=bool(self._config.head_fp32),
             part=loaded.part,
         )

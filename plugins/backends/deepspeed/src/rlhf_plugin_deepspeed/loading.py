@@ -57,7 +57,10 @@ def load(
         return load_divided(spec, device, config, deepspeed), TensorSplit(topology)
     if topology.parts > 1:
         return load_part(spec, device, config, topology)
-    loaded = load_model(spec, device, _adapters(spec, config), config.quantization, kernels=config.kernels)
+    adapters, deterministic = _adapters(spec, config), config.deterministic
+    loaded = load_model(
+        spec, device, adapters, config.quantization, kernels=config.kernels, deterministic=deterministic
+    )
     return loaded, TensorSplit(topology)
 
 

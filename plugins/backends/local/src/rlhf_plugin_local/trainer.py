@@ -78,8 +78,11 @@ class TorchTrainer(SharesModule, PackedTrainer):
         Component.__init__(self, config)
         device = choose_device(self.config.device)
         self.check(self.config, spec, device.type)
-        lora = self.config.lora if spec.role.trained else None
-        loaded = load_model(spec, device, lora, self.config.quantization, kernels=self.config.kernels)
+        config = self.config
+        lora = config.lora if spec.role.trained else None
+        loaded = load_model(
+            spec, device, lora, config.quantization, kernels=config.kernels, deterministic=config.deterministic
+        )
         self.prepare(loaded, spec, device)
         self.optimizer: torch.optim.Optimizer | None = None
         self.average: Ema | None = None
