@@ -25,14 +25,14 @@ class Case:
     name: str
     transport: str
     generator: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 40.0
+    seconds: float = 100.0
     """The time that it needs at least."""
 
 
 SHARE: dict[str, Any] = {"kv_cache_gib": None, "memory_share": 0.3}
 CASES = (
     Case("shared, asleep at level 2", "shared", {**SHARE, "sleep_level": 2}),
-    Case("shared, compiled", "shared", {**SHARE, "eager": False}, seconds=90.0),
+    Case("shared, compiled", "shared", {**SHARE, "eager": False}, seconds=200.0),
     Case("shared, asleep at level 1", "shared", SHARE),
     Case("shared, kv_cache_gib", "shared"),
     Case("store", "store", SHARE),
