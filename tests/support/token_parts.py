@@ -15,7 +15,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_testing.optimizer_batch import columns, slim_batch
-from rlhf_testing.suite_losses import TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import ContextLoss, TokenLoss, ValueLoss
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
@@ -70,7 +70,7 @@ def _row(length: int, number: int, loss: Loss) -> Batch:
 
 
 CASES = {
-    "tokens": Case(),
+    "tokens": Case(loss=ContextLoss()),
     "checkpointing": Case(of_role={"gradient_checkpointing": True}, options={"logits_chunk": 500}),
     "adapters": Case(options={"lora": {"rank": 4}}, loss=SequenceLoss()),
     "one key head": Case("one key head", loss=SequenceLoss()),

@@ -52,3 +52,5 @@ def test_turns_with_images_become_sequences_with_images():
     assert batch.lens_B.tolist() == [3, 8, 3]
     assert batch.images_B == ((), (red, blue.moved(4)), ())
     assert joined_images((len(t.ids), t.images) for t in turns[:4]) == (red, blue.moved(4))
+    tok = assemble([Group(row, 0, [plain, both])], observations=True).tok
+    assert batch.ids_N[tok["observation_mask"]].tolist() == [2], "tokens that stand for an image are no observation"

@@ -306,13 +306,69 @@ def test_of_role_refuses_a_unit_without_that_role():
         x.of_role(values_S, 2)
 
 
-def test_terms_with_different_masks_are_refused():
-    class Two(Squares):
-        def reduce(self):
-            return {"a": Reduce(over="loss_mask"), "b": Reduce(over="other")}
+SEEN = replace(LOGPROBS, name="seen_logprobs", over="seen")
 
-    with pytest.raises(TrainingError, match="must share one mask"):
+
+class Beside(Squares):
+    """A term over the tokens of another mask, beside a term over the mask of the loss."""
+
+    def outputs(self):
+        return ("logprobs", SEEN)
+
+    def reduce(self):
+        return {"own": Reduce("token_mean"), "beside": Reduce("token_mean", over="seen", coef=0.5)}
+
+    def __call__(self, x):
+        terms = {"own": x["logprobs"], "beside": x["seen_logprobs"]}
+        return LossOutput(terms, {"seen": ("seen", x["seen_logprobs"])})
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]], [[2, 0], [1]], [[2], [1, 0]]])
+def test_a_term_with_its_own_mask_has_its_own_count_however_the_batch_is_split(parts):
+    """(1 + 2 + 3 + 4) / 4 over the mask of the loss, 0.5 (2 + 4 + 9) / 3 over the other one, which no token of the last
+    unit is under: 2.5 + 2.5."""
+    b = batch().with_column("tok", "seen", torch.tensor([1, 0, 0, 1, 0, 1, 0, 0]).bool(), over=None)
+    lp_N = torch.tensor([2.0, 1, 2, 4, 3, 9, 4, 0], requires_grad=True)
+    b = weigh(b, Beside().reduce()).with_column("tok", "lp", lp_N, over=None)
+    total, sums = torch.zeros(()), []
+    for units in parts:
+        micro = b.select(units)
+        outputs = {
+            name: micro.tok["lp"][micro.tok[over]] for name, over in (("logprobs", "loss_mask"), (SEEN.name, "seen"))
+        }
+        value, part = evaluate(Beside(), micro, outputs, {}, {})
+        total, sums = total + value, [*sums, part]
+    total.backward()
+    assert total.item() == pytest.approx(5.0)
+    assert lp_N.grad.tolist() == pytest.approx([1 / 6, 1 / 4, 1 / 4, 1 / 6, 1 / 4, 1 / 6, 1 / 4, 0])
+    metrics = finish_sums(add_sums(sums))
+    assert (metrics["loss/own"], metrics["loss/beside"]) == pytest.approx((2.5, 2.5))
+    assert metrics["seen"] == 5.0
+    assert ("seen" in sums[0]) == (parts[0] != [2]), "a micro-batch without such a token reports none"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "reduce", "message"),
+    [
+        (("logprobs",), Reduce(over="other"), "'b' is over 'other'.*has none of its own"),
+        (("logprobs", SEEN), Reduce(over="other"), "'b' is over 'other'.*has seen"),
+        (("logprobs", SEEN), Reduce("unit_mean", over="seen"), "per token, got 'unit_mean'"),
+    ],
+)
+def test_a_term_over_tokens_that_no_head_reads_is_refused(outputs, reduce, message):
+    class Two(Squares):
+        def outputs(self):
+            return outputs
+
+        def reduce(self):
+            return {"a": Reduce(), "b": reduce}
+
+    with pytest.raises(TrainingError, match=message):
         over_mask(Two())
+
+
+def test_every_column_that_a_rank_needs():
+    assert {"loss_mask", "seen", "weight/beside", "weight/own"} <= set(required_columns(Beside(), [LOGPROBS, SEEN]))
     needed = required_columns(Squares(), [Head("h", lambda *a: None, over="steps", columns=("soft",))])
     assert {"loss_mask", "steps", "soft", "bonus", "temperature", "weight/per_token"} <= set(needed)
 

@@ -68,6 +68,16 @@ def test_tokens_after_the_last_sampled_token_are_left_out():
     assert empty.ids_N.tolist() == [1, 2]
 
 
+def test_observations_are_what_follows_an_answer_in_its_sequence():
+    """Not the prompt, an opening after it, a rewritten context, or what no answer follows."""
+    first = trajectory(seen(1), seen(2), said(3), seen(4, 5), seen(6), said(7), seen(8, fresh=True), said(9), seen(10))
+    second = trajectory(seen(1), said(2), seen(3), said(4), sample=1)
+    batch = assemble([group(first, second)], observations=True)
+    assert batch.ids_N[batch.tok["observation_mask"]].tolist() == [4, 5, 6, 3]
+    assert not (batch.tok["observation_mask"] & batch.tok["loss_mask"]).any()
+    assert "observation_mask" not in assemble([group(first, second)]).tok
+
+
 def test_only_sampled_turns_have_a_temperature():
     batch = assemble([group(trajectory(seen(1, temperature=0.0), said(2, temperature=0.7)))])
     assert batch.tok["temperature"].tolist() == pytest.approx([1.0, 0.7])

@@ -26,7 +26,11 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
     given."""
     config = load(None, flags)
     sampled = algorithm.data == "prompts" or config.reward or config.env is not None
-    rollout: Any = SimpleNamespace(needs_env=needs_env, replays_env=replays_env) if sampled else None
+    rollout: Any = (
+        SimpleNamespace(needs_env=needs_env, replays_env=replays_env, observes=needs_env or replays_env)
+        if sampled
+        else None
+    )
     roles = {role.name: role for role in (*algorithm.needs().roles, *reward_roles)}
     selected: dict[str, Any] = {"trainer": AnyTrainer, "launcher": AnyLauncher, **classes}
     parts: Any = {kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls)) for kind, cls in selected.items()}

@@ -10,7 +10,7 @@ import torch
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch, ColumnLevel
 from rlhf.ops.heads import BUILTIN, resolve_head
-from rlhf.ops.loss_value import add_sums, evaluate, over_mask, required_columns
+from rlhf.ops.loss_value import add_sums, evaluate, masks, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from rlhf.types import DataForm, Head
 from torch import Tensor
@@ -88,7 +88,10 @@ class LossCase:
         batch = suite.assembled(batch, seed)
         for head in self.heads:
             if head.over != "last_token" and head.over not in batch.tok:
-                batch = batch.with_column("tok", head.over, batch.tok[self.over])
+                mask_N = batch.tok[self.over]
+                if head.over in masks(loss):  # of a term with other tokens than the loss
+                    mask_N = _context(batch, mask_N)
+                batch = batch.with_column("tok", head.over, mask_N, over=None)
         produced = {a.column for a in loss.prepass()}
         names = [*loss.columns(), *sorted(produced), *(c for h in self.heads for c in h.columns)]
         for name in dict.fromkeys(names):
@@ -146,8 +149,12 @@ class LossCase:
         return weigh(self.loss.prepare(batch), self.loss.reduce())
 
     def _poisoned(self, values_N: Tensor, batch: Batch) -> Tensor:
-        mask_N = batch.tok[self.over].view(-1, *[1] * (values_N.ndim - 1))
+        mask_N = self._read(batch).view(-1, *[1] * (values_N.ndim - 1))
         return torch.where(mask_N, values_N, torch.full_like(values_N, float("nan")))
+
+    def _read(self, batch: Batch) -> Tensor:
+        """bool [N]: tokens under the mask of a term."""
+        return torch.stack([batch.tok[over] for over in masks(self.loss)]).any(0)
 
     # ------------------------------------------------------------------------------------ running
 
@@ -160,7 +167,7 @@ class LossCase:
         batch = self.batch
         if poison:
             tok = {k: self._poisoned(v, batch) if v.is_floating_point() else v for k, v in batch.tok.items()}
-            ids_N = torch.where(batch.tok[self.over], batch.ids_N, batch.ids_N + 1)
+            ids_N = torch.where(self._read(batch), batch.ids_N, batch.ids_N + 1)
             batch = replace(batch, tok=tok, ids_N=ids_N)
         names = required_columns(self.loss, self.heads)
         recorder, total, sums, gradients = (
@@ -225,6 +232,12 @@ class LossCase:
         }
 
 
+def _context(batch: Batch, mask_N: Tensor) -> Tensor:
+    """bool [N]: the tokens that are not under the mask, of units with a token that is, without first tokens."""
+    unit_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_N, mask_N.long()) > 0
+    return ~mask_N & (batch.position_N > 0) & unit_U[batch.unit_N]
+
+
 class Padded:
     """The input of a plain statement: one row per sequence, right-padded, in float64, connected to the same leaves.
 
@@ -245,10 +258,11 @@ class Padded:
         self.ids_BT = padded(batch.ids_N, self._rows, self._width)
 
     def __getitem__(self, name: str) -> Tensor:
-        batch, mask_N = self._batch, self._batch.tok[self._case.over]
+        batch = self._batch
         outputs = self._case.outputs(batch)
         if name in outputs:
-            values = outputs[name]
+            values, over = outputs[name], {head.name: head.over for head in self._case.heads}[name]
+            mask_N = batch.tok[over if over in masks(self._case.loss) else self._case.over]
             if values.shape[0] != int(mask_N.sum()) or name == "scores":
                 return values.double()
             values_N = values.new_zeros((batch.tokens, *values.shape[1:])).masked_scatter(

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf.interfaces.loss import Loss
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.loss_value import finish_sums, over_mask, required_columns
+from rlhf.ops.loss_value import add_sums, finish_sums, over_mask, required_columns
 from rlhf.ops.reduce import weigh
 from torch import Tensor
 
@@ -17,7 +17,10 @@ from rlhf_testing.recording import Recording
 
 
 def columns(batch: Batch) -> Batch:
-    """The batch with the column ``targets``, which the suite's losses and heads read."""
+    """The batch with the columns that the suite's losses and heads read: ``targets``, and ``context_mask``, which has
+    the tokens outside the loss mask of every second unit, without first tokens."""
+    context_N = ~batch.tok["loss_mask"] & (batch.position_N > 0) & (batch.unit_N % 2 == 0)
+    batch = batch.with_column("tok", "context_mask", context_N, over=None)
     return batch.with_column("tok", "targets", fabricate.values("targets", batch.tokens, 0))
 
 
@@ -42,7 +45,7 @@ def learned(
     trainer.zero_grad()
     for parts in calls:
         sums = trainer.accumulate([slim.select(p) for p in parts], recording, {}, {})
-        total = {k: (total.get(k, (0.0, 0.0))[0] + v, total.get(k, (0.0, 0.0))[1] + n) for k, (v, n) in sums.items()}
+        total = add_sums([total, sums])
     gradients = {k: v.clone() for k, v in trainer.gradients().items()}
     trainer.zero_grad()
     return gradients, finish_sums(total), recording.size

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from rlhf.interfaces.loss import Loss
-from rlhf.ops.heads import OutputHead
+from rlhf.ops.heads import LOGPROBS, OutputHead
 from rlhf.ops.losses import LossInput
 from rlhf.types import Head, LossOutput, Reduce
 
@@ -41,6 +43,26 @@ class TokenLoss(Loss):
         logprobs = x["logprobs"]
         terms = {"ratio": -logprobs * x["targets"], "entropy": x["entropy"], "margin": x["margin"].square()}
         return LossOutput(terms, {"nll": ("token", -logprobs)})
+
+
+CONTEXT = replace(LOGPROBS, name="context_logprobs", over="context_mask")
+
+
+class ContextLoss(TokenLoss):
+    """A further term, over tokens that no other term reads. It has its own count, and some micro-batches have none."""
+
+    name = "suite_context"
+
+    def outputs(self) -> tuple[str | Head, ...]:
+        return (*super().outputs(), CONTEXT)
+
+    def reduce(self) -> dict[str, Reduce]:
+        return {**super().reduce(), "context": Reduce("token_mean", over=CONTEXT.over, coef=0.5)}
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        result = super().__call__(x)
+        nll = -x[CONTEXT.name]
+        return LossOutput({**result.terms, "context": nll}, {**result.metrics, "context_nll": (CONTEXT.over, nll)})
 
 
 class ValueLoss(Loss):

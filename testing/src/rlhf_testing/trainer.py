@@ -35,7 +35,7 @@ from rlhf_testing.contract import Contract, expect
 from rlhf_testing.models import model_path
 from rlhf_testing.optimizer_batch import columns, learned, optimizer_batch, slim_batch
 from rlhf_testing.plain import PlainTrainer
-from rlhf_testing.suite_losses import MARGIN, LentLoss, ScoreLoss, TokenLoss, ValueLoss
+from rlhf_testing.suite_losses import MARGIN, ContextLoss, LentLoss, ScoreLoss, TokenLoss, ValueLoss
 from rlhf_testing.trainer_state import TrainerStateChecks, held
 
 OUTPUT = 1e-5
@@ -48,7 +48,7 @@ HEADS: tuple[tuple[str, tuple[Any, ...], type[Loss]], ...] = (
 )
 """(head, outputs to compare, loss to train with)."""
 
-TRAINED: tuple[tuple[str, type[Loss]], ...] = (("lm", TokenLoss), ("scalar", ValueLoss), ("scalar", ScoreLoss))
+TRAINED: tuple[tuple[str, type[Loss]], ...] = (("lm", ContextLoss), ("scalar", ValueLoss), ("scalar", ScoreLoss))
 """(head, loss) whose gradients are compared."""
 
 

@@ -52,7 +52,8 @@ class Loss(Component):
 
     @abstractmethod
     def reduce(self) -> dict[str, Reduce]:
-        """{term: its reduction}, declared before the first forward pass. All terms share one ``over`` mask."""
+        """{term: its reduction}, declared before the first forward pass. The ``over`` mask of the first term is the
+        mask of the loss. A term over other tokens names their mask; its values are of a :class:`Head` over it."""
 
     def signal(self) -> tuple[str, ...]:
         """Columns of :meth:`columns` without which a unit teaches nothing. Where all of them are 0 in a unit, each of
@@ -82,7 +83,8 @@ class Loss(Component):
         """The values of each term for a micro-batch. A pure function.
 
         ``x[name]`` is [A, ...] for token outputs and columns (A = the micro-batch's tokens under the mask, in order),
-        [B] for sequence columns, [U] for unit columns. Tokens outside the mask are not part of ``x``.
+        [B] for sequence columns, [U] for unit columns. Tokens outside the mask are not part of ``x``, except in the
+        output of a :class:`Head` over another mask, which has one value for each token under that mask, in order.
 
         A sequence or unit without any token under the mask (an empty answer) keeps its place in [S], [B] and [U], with
         weight 0. Its values must still be finite, because 0 x infinity is not 0."""

@@ -165,6 +165,9 @@ class Rollout(Component):
     concurrency: int | None = None
     """Largest number of samples under way at once; a further one starts when one ends. None: no limit. A rollout must
     not delay samples itself: a wave of generation starts when all samples that were started wait for tokens."""
+    observes: bool = True
+    """False: a sample is a prompt and one sampled turn, so it has no observations to learn from. A rollout that may say
+    so only with some options sets this attribute in its constructor."""
     needs_generator: bool = True
     """False: the rollout never calls ``ctx.generate``, so the run starts no generator and sends no weights."""
 

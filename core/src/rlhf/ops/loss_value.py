@@ -15,12 +15,19 @@ from rlhf.ops.losses import LossInput
 from rlhf.ops.reduce import LEVEL, WEIGHT
 from rlhf.types import Head, LossOutput, Reduce
 
+LEVELS = ("token", "sequence", "unit")
+"""Levels of metrics; others are masks of terms."""
 FILLER = "filler"
 """Unit column of micro-batches that repeat units so that every rank has equally many: no weight, and no metrics."""
 
 
 def over_mask(loss: Loss) -> str:
-    """The one mask all terms of a loss share."""
+    """The mask of the loss: that of its first term."""
+    return masks(loss)[0]
+
+
+def masks(loss: Loss) -> tuple[str, ...]:
+    """The mask of the loss, and those of terms that have another one. Raises TrainingError for a wrong declaration."""
     terms = loss.reduce()
     if not isinstance(terms, Mapping) or not all(isinstance(r, Reduce) for r in terms.values()):
         raise TrainingError(
@@ -31,16 +38,23 @@ def over_mask(loss: Loss) -> str:
             raise TrainingError(
                 f"loss {loss.name!r}: there is no Reduce({reduce.how!r}); allowed are {', '.join(LEVEL)}"
             )
-    masks = {r.over for r in terms.values()}
-    if len(masks) != 1:
-        raise TrainingError(f"the terms of loss {loss.name!r} must share one mask, got {sorted(masks)}")
-    return masks.pop()
+    own, *others = dict.fromkeys(reduce.over for reduce in terms.values())
+    if others:
+        heads = {output.over for output in loss.outputs() if isinstance(output, Head)}
+        for term, reduce in terms.items():
+            if reduce.over != own and (reduce.over not in heads or LEVEL[reduce.how] != "tok"):
+                raise TrainingError(
+                    f"loss {loss.name!r}: the term {term!r} is over {reduce.over!r}, not over {own!r} as the first "
+                    f"term. It needs a Head(..., over={reduce.over!r}) in outputs(), which has "
+                    f"{', '.join(sorted(heads)) or 'none of its own'}, and a reduction per token, got {reduce.how!r}"
+                )
+    return (own, *others)
 
 
 def required_columns(loss: Loss, heads: Iterable[Head]) -> tuple[str, ...]:
     """Every batch column that a rank needs to evaluate ``loss`` (``temperature`` if the batch has it)."""
     terms = loss.reduce()
-    names = {over_mask(loss), "temperature", *loss.columns(), *(WEIGHT + t for t in terms)}
+    names = {*masks(loss), "temperature", *loss.columns(), *(WEIGHT + t for t in terms)}
     for head in heads:
         names.update((head.over, *head.columns))
     return tuple(sorted(names))
@@ -57,7 +71,7 @@ def evaluate(
 
     Args:
         batch: a micro-batch with ``weight/<term>`` columns (:func:`rlhf.ops.reduce.weigh`).
-        outputs: {output name: [A, ...] at the tokens under the mask, [B] for sequence outputs}, with gradient.
+        outputs: {output name: [A, ...] at the tokens under its mask, [B] for sequence outputs}, with gradient.
 
     Returns: (scalar to call backward on, {metric: (sum, count)}); both add over micro-batches and ranks.
     """
@@ -75,8 +89,11 @@ def evaluate(
         )
     total: Tensor | None = None
     sums: dict[str, tuple[Tensor, float]] = {}
+    sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
     for term, reduce in terms.items():
-        values, w = result.terms[term], _weights(x, batch, over, term, LEVEL[reduce.how])
+        values, w = result.terms[term], _weights(x, batch, reduce.over, term, LEVEL[reduce.how])
+        if reduce.over != over:
+            sizes[reduce.over] = w.numel()
         if not isinstance(values, Tensor) or values.shape != w.shape or not values.is_floating_point():
             raise TrainingError(
                 f"loss {loss.name!r}, term {term!r} reduced by {reduce.how!r} needs {tuple(w.shape)} values, "
@@ -88,21 +105,24 @@ def evaluate(
     assert total is not None
     sums["loss"] = total, 0.0
     if FILLER not in batch.unit:
-        sums |= _metric_sums(loss, x, result)
+        sums |= _metric_sums(loss, result, sizes)
     # one transfer to the host for all: each would wait for the device
     values = torch.stack([value.detach().to(total.device) for value, _ in sums.values()]).tolist()
     return total, {name: (value, count) for value, (name, (_, count)) in zip(values, sums.items(), strict=True)}
 
 
-def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tuple[Tensor, float]]:
-    """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit."""
-    sizes = {"token": x.tokens, "sequence": x.sequences, "unit": x.units}
+def _metric_sums(loss: Loss, result: LossOutput, sizes: Mapping[str, int]) -> dict[str, tuple[Tensor, float]]:
+    """{metric: (sum, count)} of the metrics that the loss reports. Raises TrainingError if the sizes do not fit.
+
+    Args:
+        sizes: {level: number of values}.
+    """
     sums = {}
     for name, metric in result.metrics.items():
         if not isinstance(metric, tuple) or len(metric) not in (2, 3) or metric[0] not in sizes:
             raise TrainingError(
                 f"metric {name!r} of loss {loss.name!r} must be (level, values) or (level, values, where) with "
-                f"a level of 'token', 'sequence' or 'unit', got {type(metric).__name__} {metric!r:.80}"
+                f"a level of 'token', 'sequence' or 'unit'{_masks(sizes)}, got {type(metric).__name__} {metric!r:.80}"
             )
         level, values, *where = metric
         expected = sizes[level]
@@ -113,9 +133,14 @@ def _metric_sums(loss: Loss, x: LossInput, result: LossOutput) -> dict[str, tupl
                 f"bools if it has a selection; got {_got(values)}"
             )
         counted = values[where[0]] if where else values
-        if counted.numel() or not where:
+        if counted.numel() or not (where or level not in LEVELS):
             sums[name] = counted.detach().float().sum(), float(counted.numel())
     return sums
+
+
+def _masks(sizes: Mapping[str, int]) -> str:
+    """The levels that are masks of terms, for an error message."""
+    return "".join(f" or {name!r}" for name in sizes if name not in LEVELS)
 
 
 def _got(values: object) -> str:

@@ -2,20 +2,24 @@
 
 Columns of the batch:
 
-=================  =====  ==============================================================================
-``loss_mask``      token  bool, the policy sampled this token, or it belongs to a given answer
-``last_action``    token  bool, the last sampled token of the trajectory
-``gen_logprobs``   token  float32, as the generator reported (only if every sampled turn has them)
-``temperature``    token  float32, at which the token was sampled (1 if not sampled)
-``step_reward``    token  float32, weighted rewards of sources with ``credit = "step"``
-``reward``         unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
-``reward.SOURCE``  unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
-``score``          unit   float64, the score that the dynamic filter read (only with ``scored``)
-``group, sample``  unit   int64, the trajectory's index
-``own_tokens``     unit   int64, number of tokens that the policy sampled, or of the given answer
-``truncated``      unit   bool, the last sampled turn ended because its budget was used up
-``given``          unit   bool, the answer comes from the data (``Needs.given``)
-=================  =====  ==============================================================================
+====================  =====  ==============================================================================
+``loss_mask``         token  bool, the policy sampled this token, or it belongs to a given answer
+``observation_mask``  token  bool, the token is of an observation (only with ``observations``)
+``last_action``       token  bool, the last sampled token of the trajectory
+``gen_logprobs``      token  float32, as the generator reported (only if every sampled turn has them)
+``temperature``       token  float32, at which the token was sampled (1 if not sampled)
+``step_reward``       token  float32, weighted rewards of sources with ``credit = "step"``
+``reward``            unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
+``reward.SOURCE``     unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
+``score``             unit   float64, the score that the dynamic filter read (only with ``scored``)
+``group, sample``     unit   int64, the trajectory's index
+``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
+``truncated``         unit   bool, the last sampled turn ended because its budget was used up
+``given``             unit   bool, the answer comes from the data (``Needs.given``)
+====================  =====  ==============================================================================
+
+An *observation* is a turn that the policy did not sample, after one that it sampled in the same sequence: what an
+environment or a tool answered. The prompt, an environment's opening and a rewritten context are none.
 
 Shape suffixes: N tokens, U units, A the largest number of action tokens of a unit.
 """
@@ -38,12 +42,15 @@ from rlhf.ops.spans import empty, masked, sums
 from rlhf.types import Group, Image, Trajectory, Turn
 from rlhf.types.images import joined_images
 
+OBSERVATIONS = "observation_mask"
+
 
 def assemble(
     groups: Sequence[Group],
     step_sources: Mapping[str, float] | None = None,
     scored: bool = True,
     rewards: Collection[str] = (),
+    observations: bool = False,
 ) -> Batch | None:
     """Scored groups as a batch; None if no trajectory has a reward and a sampled token.
 
@@ -58,6 +65,7 @@ def assemble(
             is placed at the last token that the policy sampled before it, or dropped if there is none. The steps of all
             other sources are already in ``Trajectory.reward``.
         rewards: reward sources that get a column of their own; ``env`` is the sum of the rewards of turns.
+        observations: add the column ``observation_mask``. Tokens that stand for an image are not in it.
         scored: False if rewards are not used (``Needs.reward = False``). Trajectories without a reward are then kept.
 
     Raises:
@@ -85,7 +93,17 @@ def assemble(
     last_U = torch.full((batch.units,), -1).scatter_reduce_(0, unit_B[action_B], end_B[action_B], "amax")
     tok["last_action"] = empty((batch.tokens,), torch.bool).zero_()
     tok["last_action"][last_U[last_U >= 0]] = True
-    return replace(batch, tok=tok, images_B=layout.images())
+    batch = replace(batch, tok=tok, images_B=layout.images())
+    return _with_observations(batch, layout) if observations else batch
+
+
+def _with_observations(batch: Batch, layout: _Layout) -> Batch:
+    """``batch`` with the column ``observation_mask``."""
+    mask_N = layout.observations()
+    for start, images in zip(batch.starts_B.tolist(), batch.images_B, strict=False):
+        for image in images:
+            mask_N[start + image.at : start + image.at + image.tokens] = False
+    return batch.with_column("tok", OBSERVATIONS, mask_N, over=None)
 
 
 def compress(batch: Batch, values_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +185,21 @@ class _Layout:
             per_sequence[-1].append(turn)
             at += len(turn.ids)
         return tuple(joined_images((len(turn.ids), turn.images) for turn in turns) for turns in per_sequence)
+
+    def observations(self) -> Tensor:
+        """bool [N]: tokens of turns that were not sampled, after a sampled turn of their sequence."""
+        mask_N = empty((self.tokens,), torch.bool).zero_()
+        ends = iter(accumulate(self.lens))
+        at, end, sampled = 0, 0, False
+        for trajectory, number in self.turns:
+            turn = trajectory.turns[number]
+            if at == end:
+                end, sampled = next(ends), False
+            if sampled and not turn.sampled:
+                mask_N[at : at + len(turn.ids)] = True
+            sampled = sampled or turn.sampled
+            at += len(turn.ids)
+        return mask_N
 
     def columns(self, with_logprobs: bool) -> dict[str, Tensor]:
         """The token columns, in the order of their names."""

@@ -31,6 +31,8 @@ class Reduce:
 
     how: How = "token_mean"
     over: str = "loss_mask"
+    """The mask of the term's tokens. That of the first term is the mask of the loss: its :class:`LossInput` has these
+    tokens. A term over another mask is reduced per token, and its values come from a :class:`Head` over that mask."""
     roles: tuple[int, ...] | None = None
     """Only sequences of these roles in their unit (0 = chosen, 1 = rejected, ...)."""
     coef: float = 1.0
@@ -73,6 +75,8 @@ class LossOutput:
     """Values per token [A], sequence [S] or unit [U] for each declared term, before masks, denominators and sums."""
 
     terms: dict[str, Any]
-    metrics: Mapping[str, tuple[Level, Any] | tuple[Level, Any, Any]] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Level | str, Any] | tuple[Level | str, Any, Any]] = field(default_factory=dict)
     """{name: (level, values)}: reported as the mean over all tokens, sequences or units of the optimizer batch. {name:
-    (level, values, where)}: the mean only where the bool ``where`` is True; not reported if it is True nowhere."""
+    (level, values, where)}: the mean only where the bool ``where`` is True; not reported if it is True nowhere. The
+    level may also be the mask of a term that has its own: values per token under that mask; not reported if there is
+    none."""

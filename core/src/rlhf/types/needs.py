@@ -80,3 +80,5 @@ class OnlineShape:
     in an environment, at most ``data.max_tokens``."""
     most_tokens: int
     """Upper bound of the tokens that the policy samples for one answer, for every rollout."""
+    observations: bool = True
+    """Whether a sample can have observations: what an environment or a tool says between two answers of the policy."""

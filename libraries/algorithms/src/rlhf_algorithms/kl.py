@@ -92,7 +92,35 @@ class KLController:
         self.beta = float(state["beta"])
 
 
-class WithKL(Loss):
+class Beside(Loss):
+    """``inner`` with a term beside it. Everything else is that of ``inner``."""
+
+    def __init__(self, inner: Loss) -> None:
+        self.inner, self.config = inner, inner.config
+        self.name = inner.name  # type: ignore[misc]  # errors name the loss that the user chose
+        self.correction_option = inner.correction_option
+
+    @property
+    def generator_logprobs(self) -> bool:
+        return self.inner.generator_logprobs
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        return self.inner.misfits(shape)
+
+    def prepass(self) -> tuple[Annotation, ...]:
+        return self.inner.prepass()
+
+    def prepare(self, batch: Batch) -> Batch:
+        return self.inner.prepare(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class WithKL(Beside):
     """``inner`` + ``x.coef["kl"]`` times the KL estimate per token; reads the column ``ref_logprobs``.
 
     The KL term is averaged like the first term of ``inner``, or by ``token_mean`` if that term is not per token. Every
@@ -104,14 +132,8 @@ class WithKL(Loss):
     """
 
     def __init__(self, inner: Loss, estimator: Estimator, unbiased: bool = False) -> None:
-        self.inner, self.estimator, self.config = inner, estimator, inner.config
-        self.unbiased = unbiased
-        self.name = inner.name  # type: ignore[misc]  # errors name the loss that the user chose
-        self.correction_option = inner.correction_option
-
-    @property
-    def generator_logprobs(self) -> bool:
-        return self.inner.generator_logprobs
+        super().__init__(inner)
+        self.estimator, self.unbiased = estimator, unbiased
 
     def outputs(self) -> tuple[str | Head, ...]:
         outputs = self.inner.outputs()
@@ -128,24 +150,9 @@ class WithKL(Loss):
             return {**terms, "kl": Reduce(first.how, over=first.over, roles=first.roles, constant=first.constant)}
         return {**terms, "kl": Reduce("token_mean", over=first.over, roles=first.roles)}
 
-    def misfits(self, shape: OnlineShape) -> list[str]:
-        return self.inner.misfits(shape)
-
-    def prepass(self) -> tuple[Annotation, ...]:
-        return self.inner.prepass()
-
-    def prepare(self, batch: Batch) -> Batch:
-        return self.inner.prepare(batch)
-
     def __call__(self, x: LossInput) -> LossOutput:
         result = self.inner(x)
         kl_A = kl_estimate(x["logprobs"], x["ref_logprobs"], self.estimator)
         weighted_A = token_ratio(x["logprobs"], x["old_logprobs"]) * kl_A if self.unbiased else kl_A
         terms = {**result.terms, "kl": x.coef["kl"] * weighted_A}
         return LossOutput(terms, {**result.metrics, "kl_reference": ("token", kl_A)})
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(state)

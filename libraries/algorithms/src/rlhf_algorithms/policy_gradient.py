@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rlhf_algorithms import pipeline
 from rlhf_algorithms.critic import ValueScale
+from rlhf_algorithms.echo import WithEcho
 from rlhf_algorithms.entropy import EntropyController
 from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
@@ -40,7 +41,7 @@ class PolicyGradient(Algorithm[Group]):
 
     Parts: ``advantage`` and ``loss``; ``value_loss`` trains the critic and is not used without one. KL as a loss
     works with every loss: :class:`rlhf_algorithms.kl.WithKL` adds a term beside it, and each update carries the
-    term's coefficient. Complete example::
+    term's coefficient. So does ``echo_coef``, by :class:`rlhf_algorithms.echo.WithEcho`. Complete example::
 
         class Mine(PolicyGradient):
             name = "mine"
@@ -56,10 +57,10 @@ class PolicyGradient(Algorithm[Group]):
 
     Config = PolicyGradientConfig
     applies: ClassVar[tuple[str, ...]] = ()
-    """Options that this class's own ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies in place of the
-    base's: of ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``, ``shaping``, ``reward_clip``,
-    ``bootstrap_truncated``, ``normalise_values``, ``mask_truncated``, ``epochs``, ``minibatches``, ``critic_warmup``. A
-    method that calls ``super()`` needs no entry."""
+    """Options that this class's own ``assemble()``, ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies
+    in place of the base's: of ``echo_coef``, ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``,
+    ``shaping``, ``reward_clip``, ``bootstrap_truncated``, ``normalise_values``, ``mask_truncated``, ``epochs``,
+    ``minibatches``, ``critic_warmup``. A method that calls ``super()`` needs no entry."""
     slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
 
     def __init__(
@@ -75,6 +76,8 @@ class PolicyGradient(Algorithm[Group]):
         self.advantage: Advantage = self.parts["advantage"]
         if kl.coef > 0 and kl.where == "loss":
             self.parts["loss"] = WithKL(self.parts["loss"], kl.chosen, kl.unbiased)
+        if self.config.echo_coef is not None:
+            self.parts["loss"] = WithEcho(self.parts["loss"], self.config.echo_coef)
         self.loss: Loss = self.parts["loss"]
         if reads_sources(self.advantage):
             self._check_sources()
@@ -173,6 +176,12 @@ class PolicyGradient(Algorithm[Group]):
                 f"more, got {len(self.run.weights)} ({names}; without those with credit = 'step'). Add a reward, or "
                 "use the advantage group_norm."
             )
+        if self.config.echo_coef is not None and not shape.observations:
+            problems.append(
+                f"algorithm.echo_coef = {self.config.echo_coef} trains on what an environment or a tool says after an "
+                "answer, but a sample of this run is one prompt and one answer. Name an environment (--env.use, with "
+                "env.max_turns above 1) or a rollout with tools, or leave it out."
+            )
         if self.config.minibatches > shape.trajectories:
             problems.append(
                 f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
@@ -223,8 +232,8 @@ class PolicyGradient(Algorithm[Group]):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
-        task = self.config.teacher.task
-        return assemble(examples, self.run.step_sources, scored=task, rewards=self.source_weights), {}
+        task, observations = self.config.teacher.task, self.config.echo_coef is not None
+        return assemble(examples, self.run.step_sources, task, self.source_weights, observations), {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after

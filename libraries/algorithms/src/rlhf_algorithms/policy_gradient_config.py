@@ -180,6 +180,9 @@ class PolicyGradientConfig(ComponentConfig):
     """An entropy bonus whose coefficient follows the entropy."""
     teacher: TeacherConfig = TeacherConfig()
     """A teacher whose opinion of each token is credit."""
+    echo_coef: float | None = Field(default=None, gt=0)
+    """Coefficient of the cross entropy on what the environment or tools answer, which is added to the loss (ECHO,
+    arXiv:2605.24517; published with 0.05, also used with 0.1). Absent: these tokens are context only."""
     shaping: ShapingConfig = ShapingConfig()
     """Rewards changed by the length of the answer."""
     reward_clip: tuple[float, float] | None = None

@@ -21,6 +21,7 @@ IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "bootstrap_truncated": lambda c: c.bootstrap_truncated,
     "normalise_values": lambda c: c.normalise_values,
     "mask_truncated": lambda c: c.mask_truncated,
+    "echo_coef": lambda c: c.echo_coef is not None,
     "epochs": lambda c: c.epochs > 1,
     "minibatches": lambda c: c.minibatches > 1,
     "critic_warmup": lambda c: c.critic_warmup > 0,
@@ -31,6 +32,7 @@ APPLIED_BY: Mapping[str, tuple[str, ...]] = {
     "credit": (*_STAGES, "normalise_values", "mask_truncated", "kl.target"),
     "stages": _STAGES,
     "updates": ("epochs", "minibatches", "critic_warmup", "kl.snapshot_every", "entropy.target"),
+    "assemble": ("echo_coef",),
     "finish": ("kl.target", "entropy.target"),
 }
 """{method of PolicyGradient: options that it applies}."""

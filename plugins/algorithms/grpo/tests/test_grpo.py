@@ -17,6 +17,8 @@ class TestGRPO(AlgorithmContract):
         GRPO.Config(),
         GRPO.Config(kl=KLConfig(coef=0.04, where="loss"), minibatches=2),
         GRPO.Config(kl=KLConfig(coef=0.04, where="loss", unbiased=True, snapshot_every=1), mask_truncated=True),
+        GRPO.Config(echo_coef=0.1),
+        GRPO.Config(echo_coef=0.1, kl=KLConfig(coef=0.04, where="loss"), minibatches=2, mask_truncated=True),
     )
 
 

@@ -49,7 +49,7 @@ def sampling(run: RunPlugins) -> list[str]:
             "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
-    problems += algorithm.misfits(_shape(config, _in_environment(run)))
+    problems += algorithm.misfits(_shape(run))
     problems += _turn_credit(config, algorithm)
     unscored = run.scored and not config.reward and config.env is None
     if unscored and needs.reward:
@@ -143,12 +143,15 @@ def _filtering(run: RunFile, unscored: bool) -> list[str]:
     return problems
 
 
-def _shape(run: RunFile, rollout_needs_env: bool) -> OnlineShape:
+def _shape(run: RunPlugins) -> OnlineShape:
     """The shape of the run. The number of turns of an answer is known only in an environment."""
-    s, most = run.sampling, run.data.max_tokens - 1
-    turns = run.env.max_turns if rollout_needs_env and run.env is not None else 1
+    config, in_environment = run.config, _in_environment(run)
+    s, most = config.sampling, config.data.max_tokens - 1
+    turns = config.env.max_turns if in_environment and config.env is not None else 1
     answer = min(s.max_new_tokens * turns, most)
-    return OnlineShape(run.data.batch_size * s.samples_per_prompt, answer, answer if rollout_needs_env else most)
+    trajectories = config.data.batch_size * s.samples_per_prompt
+    observes = run.rollout is not None and run.rollout.observes and not (in_environment and turns == 1)
+    return OnlineShape(trajectories, answer, answer if in_environment else most, observes)
 
 
 def generator_capabilities(run: RunPlugins) -> list[str]:

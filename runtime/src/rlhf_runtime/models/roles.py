@@ -12,7 +12,7 @@ from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import gives, resolve_head
-from rlhf.ops.loss_value import FILLER, add_sums, over_mask, required_columns
+from rlhf.ops.loss_value import FILLER, add_sums, masks, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
 from rlhf.ops.spans import spans
 from rlhf.types import Annotation, Head, Lent, Update
@@ -106,8 +106,8 @@ class Role:
         self.work.seconds += time.perf_counter() - start
         self.work.tokens += computed.tokens
         if self.facts.flops is not None:
-            read_N = computed.tok.get(over_mask(loss))
-            outputs = computed.sequences if read_N is None else int(read_N.sum())
+            counts = [int(computed.tok[over].sum()) for over in masks(loss) if over in computed.tok]
+            outputs = sum(counts) if counts else computed.sequences
             self.work.operations += self.facts.flops.of_update(computed.lens_B.tolist(), outputs)
         sums = add_sums(sums for sums, _ in results)
         if loss.signal():

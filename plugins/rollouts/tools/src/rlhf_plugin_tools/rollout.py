@@ -47,6 +47,7 @@ class ToolsRollout(Rollout):
 
     def __init__(self, config: ToolsConfig | None = None) -> None:
         super().__init__(config)
+        self.observes = self.config.max_turns > 1
         self._functions: dict[FunctionSource, PythonFunction] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._toolbox: asyncio.Task[Toolbox] | None = None

@@ -18,6 +18,7 @@ class SingleTurn(Rollout):
     """
 
     name = "single_turn"
+    observes = False
 
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         prompt = ctx.encode_prompt(row)
