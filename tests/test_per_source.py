@@ -195,3 +195,82 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Fork
     assert_same_run(finished, expected)
     coefficients = [line["chat/kl/coef"] for line in expected.lines() if "chat/kl/coef" in line]
     assert len(set(coefficients)) == len(coefficients) > 2
+
+
+# ------------------------------------------------------------------------------------- demonstrations
+
+
+EXPERTS = [{"prompt": f"{a}*{b}=", "response": str(a * b)} for a in range(4, 7) for b in range(4)]
+
+
+def with_experts(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
+    """A run that samples answers to half of its rows, and is trained on the answers of the others."""
+    files = {"math": shop.rows("math.jsonl", [{k: row[k] for k in ("prompt", "answer")} for row in PROMPTS])}
+    files["experts"] = shop.rows("experts.jsonl", EXPERTS)
+    members = {
+        "math": {"use": "grpo", "sources": ["math"]},
+        "experts": {"use": "sft", "sources": ["experts"], "weight": 0.3},
+    }
+    base = shop.config(
+        "per_source",
+        output,
+        data={"train": [{"path": str(path), "probability": 0.5} for path in files.values()], "batch_size": 6},
+        algorithm={"members": members},
+        sampling=SAMPLING,
+    )
+    return merged(base, changes)
+
+
+def test_demonstrations_and_samples_in_one_step(shop: Workshop) -> None:
+    """The first step computed again: the mean of each member over its own tokens, at the weight of the run file."""
+    run = shop.run_config(with_experts(shop, "run", policy={"micro_tokens": 40}, run={"steps": 1}))
+    assert run.code == 0, run.said
+    rows = list(run.samples_of("step-000001.arrow"))
+    found = run.lines()[0]
+    model = AutoModelForCausalLM.from_pretrained(shop.model, dtype=torch.float32)
+    policy, nll = [], []
+    for row in rows:
+        ids = [token for turn in row["turns"] for token in turn["ids"]]
+        own = [turn["sampled"] for turn in row["turns"] for _ in turn["ids"]]
+        given = row["row"]["source"] == "experts"
+        logits = model(torch.tensor([ids])).logits[0].double() / (1.0 if given else TEMPERATURE)
+        logp = torch.stack([logits.log_softmax(-1)[i - 1, ids[i]] for i in range(len(ids)) if own[i]])
+        if given:
+            assert row["turns"][1]["text"] == EXPERTS[row["row"]["index"]]["response"]
+            nll.append(-logp)
+            continue
+        rewards = [other["reward"] for other in rows if other["group"] == row["group"]]
+        advantage = (row["reward"] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-9)
+        policy.append(-(logp - logp.detach()).exp() * advantage)
+    assert len(nll) == found["stream/given"] >= 2
+    assert len(policy) == 3 * (6 - len(nll)) >= 3
+    total = torch.cat(policy).mean() + 0.3 * torch.cat(nll).mean()
+    total.backward()
+    assert found["policy/loss"] == close(float(total.detach()))
+    assert found["policy/grad_norm"] == close(norm(model))
+    assert found["policy/experts/nll"] == close(float(torch.cat(nll).mean()))
+
+
+def test_demonstrations_are_learnt_beside_a_reward_that_rises(shop: Workshop) -> None:
+    run = shop.run_config(with_experts(shop, "run", run={"steps": 15}, trainer={"lr": 1e-2}))
+    assert run.code == 0, run.said
+    lines = run.lines()
+    nll = [line["policy/experts/nll"] for line in lines if "policy/experts/nll" in line]
+    rewards = [line["math/reward/mean"] for line in lines if "math/reward/mean" in line]
+    assert statistics.mean(nll[-4:]) < statistics.mean(nll[:4]) - 1
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": {"members": {"math": {"use": "sft"}}}}, "every member learns from demonstrations"),
+        ({"env": {"use": "number_game"}, "rollout": {"use": "multi_turn"}}, "the rows of 'experts'"),
+        ({"algorithm": {"members": {"experts": {"weight": 0.0}}}}, "algorithm.members.experts.weight"),
+        ({"data": {"response": "gone"}}, "'gone'"),
+    ],
+)
+def test_demonstrations_that_do_not_fit_are_refused(shop: Workshop, changes: dict[str, Any], said: str) -> None:
+    run = shop.run_config(with_experts(shop, "run", **changes), "--dry-run")
+    assert run.code != 0
+    assert said in run.said

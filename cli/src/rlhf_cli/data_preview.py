@@ -57,8 +57,10 @@ class DataPreviewCommand(Command):
 
         plugins = Plugins.discover()
         algorithm, _ = build_algorithm(plugins, config.algorithm, config.origins)
-        form, answered = algorithm.data, algorithm.needs().given > 0
-        raise_problems("a run with this file is refused", ignored_fields(config.data, form, algorithm.name, answered))
+        form, answered = algorithm.data, algorithm.needs().answered
+        raise_problems(
+            "a run with this file is refused", ignored_fields(config.data, form, algorithm.name, bool(answered))
+        )
         tokenizer = load_tokenizer(config.policy.model, config.policy.trust_remote_code)
         images = image_tokens(config.policy.model, config.policy.trust_remote_code)
         data = TrainData(config.data, tokenizer, form, config.run.seed, answers=answered, images=images)

@@ -31,6 +31,11 @@ def test_given_answers_without_a_reward_are_accepted():
     check(BASE, Mixing(given=0.5, reward=False))
 
 
+def test_no_reward_scores_demonstrations():
+    scored = [("data.train", "b.jsonl"), ("reward", "math"), ("reward.0.sources", '["b"]')]
+    check([*BASE, *scored, ("data.response", "answer")], Mixing(given_sources=("a",)))
+
+
 @pytest.mark.parametrize(
     ("needs", "flags", "message"),
     [
@@ -41,6 +46,12 @@ def test_given_answers_without_a_reward_are_accepted():
             {"given": 0.25, "reward": False},
             [("env", "game")],
             "a share of 0.25 of the rows.* but env 'game' is set",
+        ),
+        ({"given_sources": ("a",)}, [("env", "game")], "the rows of 'a'.* but env 'game' is set"),
+        (
+            {"given_sources": ("a",)},
+            [("reward", "math"), ("reward.0.sources", '["a"]'), ("data.train", "b.jsonl")],
+            "no reward scores the rows of 'b' of data.train",
         ),
     ],
 )

@@ -131,6 +131,15 @@ def test_given_answers_replace_the_samples_of_a_share_of_the_groups_and_are_not_
         assert one.number in given or [t.turns for t in one.trajectories] == [t.turns for t in other.trajectories]
 
 
+def test_rows_of_some_sources_are_demonstrations(main):
+    both = [replace(row, source="experts") if i % 2 else row for i, row in enumerate(rows(1, 1, 1))]
+    groups, generator = run(main, both, given_sources=("experts",))
+    assert [[(t.given, t.reward) for t in g.trajectories] for g in groups] == [
+        [(False, 1.0)] * 2, [(True, None)], [(False, 1.0)] * 2
+    ]  # fmt: skip
+    assert [len(wave) for wave in generator.waves] == [4]
+
+
 def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone():
     chosen = {seed: [n for n in range(4000) if settings(given_share=0.3, seed=seed).gives(n)] for seed in (0, 1)}
     assert chosen[0] != chosen[1]

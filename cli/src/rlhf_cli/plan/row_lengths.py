@@ -13,6 +13,7 @@ from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.data.dataset import CHECKED
 
 if TYPE_CHECKING:
+    from rlhf.types import Row
     from rlhf_runtime.data.dataset import TrainData
 
 
@@ -106,16 +107,16 @@ def _measured(run: RunPlugins) -> Lengths:
 
     config, form = run.config, run.algorithm.data
     tokenizer = load_tokenizer(run.model("policy"), run.section("policy").trust_remote_code)
-    data = TrainData(config.data, tokenizer, form, config.run.seed, run.algorithm.needs().given > 0, run.commits)
+    data = TrainData(config.data, tokenizer, form, config.run.seed, run.algorithm.needs().answered, run.commits)
     tools = _tokens_of_tools(data, run.rollout) if run.online and run.rollout is not None else 0
 
-    def sizes(count: int, order: Iterator[object], most: int | None = None) -> list[tuple[int, int, int]]:
+    def sizes(count: int, order: Iterator[Row], most: int | None = None) -> list[tuple[int, int, int]]:
         """(tokens of the unit, of its prompt, of its longest sequence) of each of the first ``most`` usable rows."""
         lengths: list[tuple[int, int, int]] = []
         for _, row in zip(range(count), order, strict=False):
             if len(lengths) == most:
                 break
-            verdict = data.judge(row, data.answers)  # type: ignore[arg-type]
+            verdict = data.judge(row, row.source in data.answered)
             if verdict.kind:
                 continue  # refused or left out
             sequences = [] if verdict.example is None else verdict.example.sequences

@@ -50,6 +50,14 @@ class Needs:
     the answer in the data (:attr:`Turn.given`) instead of samples. The run's seed and the group's number decide which
     rows. Their groups are neither scored nor filtered."""
     lent: tuple[Lent, ...] = ()
+    given_sources: tuple[str, ...] = ()
+    """Data form ``prompts``: sources of ``data.train`` whose rows are demonstrations. The group of such a row is one
+    trajectory with the answer in the data, as with :attr:`given`, beside groups that are sampled and scored."""
+
+    @property
+    def answered(self) -> bool | tuple[str, ...]:
+        """Rows that need an answer: True: all of ``data.train``; else those of these sources."""
+        return self.given > 0 or self.given_sources
 
 
 @dataclass(frozen=True, slots=True)

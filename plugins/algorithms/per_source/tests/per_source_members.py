@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf.interfaces import Algorithm
 from rlhf.plugins import Plugins
-from rlhf.types import Group, RunOptions
+from rlhf.types import Group, RunOptions, Trajectory
 from rlhf_plugin_per_source import Member, PerSource, PerSourceConfig
 from rlhf_runtime.config.components import build_algorithm
 from rlhf_runtime.config.sections import Choice
@@ -31,6 +31,7 @@ LAYOUTS = {
         "members.chat": member("rloo", minibatches=2, kl={"coef": 0.3, "where": "loss", "target": 0.1}),
     },
     "pairs": {"members.math": member("grpo"), "members.chat": member("online_dpo")},
+    "demonstrations": {"members.math": member("grpo", minibatches=2), "members.chat": member("sft")},
 }
 """{name: {part: a function that builds it}}."""
 
@@ -42,6 +43,17 @@ def config_of(layout: str) -> PerSourceConfig:
 
 def algorithm(layout: str, run: RunOptions | None = None) -> PerSource:
     return PerSource(config_of(layout), {name: make() for name, make in LAYOUTS[layout].items()}, run)
+
+
+def with_demonstrations(groups: Sequence[Group], source: str = "chat") -> list[Group]:
+    """The groups. That of a row of ``source`` is one trajectory with an answer of the data."""
+    for group in groups:
+        if group.row.source == source:
+            turns = [
+                replace(turn, logprobs=None, versions=(), given=turn.sampled) for turn in group.trajectories[0].turns
+            ]
+            group.trajectories = [Trajectory(group.row, turns, (group.number, 0))]
+    return list(groups)
 
 
 def with_sources(groups: Sequence[Group], sources: Sequence[str] = SOURCES) -> list[Group]:

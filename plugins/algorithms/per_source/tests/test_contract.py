@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from per_source_members import LAYOUTS, algorithm, config_of, with_sources
+from per_source_members import LAYOUTS, algorithm, config_of, with_demonstrations, with_sources
 from rlhf_plugin_per_source import PerSource
 from rlhf_testing.algorithm import AlgorithmContract
 
@@ -34,6 +34,27 @@ class TestPairsAndAnswers(OnTwoSources):
 
     configs = (config_of("pairs"),)
     parts = LAYOUTS["pairs"]
+
+
+class TestDemonstrations(OnTwoSources):
+    """Rows with an answer beside sampled ones, in several optimizer steps."""
+
+    configs = (config_of("demonstrations"),)
+    parts = LAYOUTS["demonstrations"]
+
+    def data(self, algorithm: Any, seed: int = 0, **options: Any) -> list[Any]:
+        return with_demonstrations(super().data(algorithm, seed, **options))
+
+    def test_nothing_to_learn_from(self) -> None:
+        """Where no sample has a reward, the demonstrations are left, which need none."""
+        made = algorithm("demonstrations")
+        groups = self.data(made)
+        for trajectory in (t for group in groups for t in group.trajectories):
+            trajectory.reward = trajectory.score = None
+        batch, _ = made.assemble(groups)
+        assert batch is not None
+        assert batch.units == sum(group.row.source == "chat" for group in groups)
+        assert bool(batch.unit["chat/part"].all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

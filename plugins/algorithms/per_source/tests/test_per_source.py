@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from per_source_members import LAYOUTS, SOURCES, WEIGHTS, algorithm, member, with_sources
+from per_source_members import LAYOUTS, SOURCES, WEIGHTS, algorithm, member, with_demonstrations, with_sources
 from pydantic import ValidationError
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.ops.loss_value import evaluate
 from rlhf.ops.reduce import weigh
 from rlhf.types import OnlineShape, RunOptions
 from rlhf_plugin_per_source import Member, PerSource, PerSourceConfig
+from rlhf_plugin_per_source.algorithm import demonstration
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm_step import Step, model_step
 
@@ -22,8 +23,9 @@ SHARE = 1e-6
 """Largest norm of a difference of gradients, relative to the norm. Sums of fp32 in another order differ by less."""
 
 
-def groups(count: int = 5, **options: Any) -> list[Any]:
-    return with_sources(fabricate.groups(3, count=count, samples=4, **options))
+def groups(count: int = 5, layout: str = "", **options: Any) -> list[Any]:
+    data = with_sources(fabricate.groups(3, count=count, samples=4, **options))
+    return with_demonstrations(data) if layout == "demonstrations" else data
 
 
 def gradients(step: Step) -> dict[str, torch.Tensor]:
@@ -45,22 +47,44 @@ def steps_alone(layout: str, data: list[Any]) -> dict[str, Step]:
     """A step of each member on its own groups, as if it were the only algorithm."""
     made = {m: LAYOUTS[layout][f"members.{m}"]() for m in SOURCES}
     own = {m: [group for group in data if group.row.source == m] for m in SOURCES}
+    if made["chat"].data == "demonstrations":
+        own["chat"] = [demonstration(group) for group in own["chat"]]
     return {m: model_step(made[m], own[m], 0) for m in SOURCES if own[m]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_is_the_weighted_sum_of_the_members_alone(layout: str) -> None:
-    data = groups()
+    data = groups(layout=layout)
     check_sum(model_step(algorithm(layout), data, 0), steps_alone(layout, data))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_step_without_samples_of_a_source_trains_the_others(layout: str, source: str) -> None:
-    data = [group for group in groups() if group.row.source != source]
+    data = [group for group in groups(layout=layout) if group.row.source != source]
     step = model_step(algorithm(layout), data, 0)
     check_sum(step, steps_alone(layout, data))
     assert not any(key.startswith(f"{source}/") for key in step.metrics)
+
+
+def test_demonstrations_are_needed_from_their_sources_and_change_no_other_need() -> None:
+    made = algorithm("demonstrations")
+    needs = made.needs()
+    assert (needs.given_sources, needs.answered, needs.reward, needs.given) == (("chat",), ("chat",), True, 0.0)
+    corrected = PerSource(
+        PerSourceConfig(members={n: Member(use=u, sources=(n,)) for n, u in (("math", "grpo"), ("chat", "sft"))}),
+        {
+            "members.math": member("grpo", loss={"correction": {"preset": "tis"}})(),
+            "members.chat": member("sft")(),
+        },
+    )
+    assert corrected.needs().features == ("correction",), "no sample of it comes from a generator"
+    assert made.updates(0)[0].minibatches == 2, "demonstrations take part in the passes of the others"
+
+
+def test_a_demonstration_without_an_answer_ends_the_run() -> None:
+    with pytest.raises(TrainingError, match="row 1 of 'chat' is a demonstration, but its group holds 4 samples"):
+        algorithm("demonstrations").assemble(groups())
 
 
 def test_a_member_without_anything_to_train_adds_nothing() -> None:
@@ -134,7 +158,8 @@ def refused(run: RunOptions | None = None, **members: Any) -> str:
 GRPO, RLOO = member("grpo"), member("rloo")
 REFUSED = {
     "a critic": ({"a": (("math",), member("ppo"))}, "'a': algorithm 'ppo' trains critic"),
-    "rows": ({"a": (("math",), member("sft"))}, "learns from demonstrations"),
+    "pairs of rows": ({"a": (("math",), member("dpo"))}, "learns from pairs"),
+    "demonstrations alone": ({"a": (("math",), member("sft"))}, "every member learns from demonstrations"),
     "a copied reference": (
         {"a": (("math",), member("grpo", kl={"coef": 0.1, "snapshot_every": 1}))},
         "copies no weights (leave out kl.snapshot_every",

@@ -204,7 +204,8 @@ def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequenc
     Raises ConfigError that names each reward, column and source.
     """
     evaluated = {row.source for row in held_out}
-    trained = data.sources["train"] if samples else []
+    demonstrations = plugins_of_run.algorithm.needs().given_sources
+    trained = [source for source in data.sources["train"] if samples and source.name not in demonstrations]
     problems = column_problems(plugins_of_run.rewards, trained, "train")
     problems += column_problems(
         plugins_of_run.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval"

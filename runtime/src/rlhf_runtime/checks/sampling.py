@@ -64,9 +64,11 @@ def sampling(run: RunPlugins) -> list[str]:
             f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
             "so given needs reward = False and lies from 0 to below 1. Report this to its author."
         )
-    if needs.given and config.env is not None:
+    if needs.answered and config.env is not None:
+        sources = ", ".join(map(repr, needs.given_sources))
         problems.append(
-            f"{name} configured like this learns from the answers of a share of {needs.given:.3g} of the rows. These "
+            f"{name} configured like this learns from the answers of "
+            f"{f'a share of {needs.given:.3g} of the rows' if needs.given else f'the rows of {sources}'}. These "
             f"answers are to the row's prompt, not to an environment, but env {config.env.use!r} is set. Remove it, or "
             "have all answers sampled."
         )

@@ -110,7 +110,7 @@ def ignored_fields(data: DataSection, form: DataForm, name: str, answers: bool =
 def ignored_columns(run: RunPlugins) -> list[str]:
     """Fields of ``[data]`` that are for another data form, or for another loss."""
     data, algorithm, form = run.config.data, run.algorithm, run.algorithm.data
-    problems = ignored_fields(data, form, algorithm.name, algorithm.needs().given > 0)
+    problems = ignored_fields(data, form, algorithm.name, bool(algorithm.needs().answered))
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
     if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
         problems.append(
@@ -283,7 +283,7 @@ def curriculum(run: RunPlugins) -> list[str]:
 
 def reward_sources(run: RunPlugins) -> list[str]:
     """Names that are no source, and sources whose rows no reward scores. Held-out rows must be scored in any case,
-    training rows where the run learns from rewards."""
+    training rows where the run learns from rewards, but demonstrations."""
     config = run.config
     trains = run.trains and run.scored and run.algorithm.needs().reward and run.online
     labels = list(dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval)))
@@ -297,7 +297,9 @@ def reward_sources(run: RunPlugins) -> list[str]:
     if config.env is not None or not config.reward or any(not reward.sources for reward in config.reward):
         return problems
     scored = {source for reward in config.reward for source in reward.sources}
-    needed = {"data.train": config.data.train if trains else (), "data.eval": config.data.eval}
+    demonstrations = run.algorithm.needs().given_sources
+    train = [source for source in config.data.train if trains and source.label not in demonstrations]
+    needed = {"data.train": train, "data.eval": config.data.eval}
     for where, sources in needed.items():
         if unscored := [source.label for source in sources if source.label not in scored]:
             problems.append(

@@ -37,7 +37,8 @@ class TrainData:
     truncated.
 
     Args:
-        answers: form ``prompts`` only: training rows must also have an answer, read as in form ``demonstrations``.
+        answers: form ``prompts`` only: training rows, or those of these sources, must also have an answer, read as in
+            form ``demonstrations``.
         commits: the run's commits, for sources that are hub names; None: names are looked up now.
         images: the tokens of images, or why the run cannot have images.
         day: the time that a chat template reads as now. Default: the clock's.
@@ -51,17 +52,20 @@ class TrainData:
         tokenizer: Any,
         form: DataForm,
         seed: int,
-        answers: bool = False,
+        answers: bool | Sequence[str] = False,
         commits: Commits | None = None,
         images: ImageTokens | str = NO_IMAGES,
         day: datetime | None = None,
     ) -> None:
         commits = commits or Commits()
-        self.section, self.form, self.answers = section, form, answers
+        self.section, self.form = section, form
         self.template = Template(tokenizer, section, images, day)
         self._train = [load_source(s, commits) for s in section.train]
         self._eval = [load_source(s, commits) for s in section.eval]
-        self.notes = set_layouts(self.sources, form, answers, section, self.template)
+        sources = answers if not isinstance(answers, bool) else [s.name for s in self._train] if answers else ()
+        self.answered = frozenset(sources)
+        """Training sources whose rows must have an answer."""
+        self.notes = set_layouts(self.sources, form, self.answered, section, self.template)
         """Messages on how the columns of sources were recognised, if the run file does not name them, and on end tokens
         that the chat template does not write."""
         chat = self.template.chat
@@ -206,7 +210,7 @@ class TrainData:
             if stopped():
                 return
             row = order.take(1)[0]
-            self._require_wanted(row, self._train, self.judge(row, self.answers))
+            self._require_wanted(row, self._train, self.judge(row, row.source in self.answered))
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
@@ -254,7 +258,7 @@ class TrainData:
 
     def _fits(self, row: Row, sources: Sequence[Source]) -> bool:
         """Whether a row can be used. Sets :attr:`_why`."""
-        self._why = why = self.judge(row, self.answers and sources is self._train)
+        self._why = why = self.judge(row, sources is self._train and row.source in self.answered)
         if why.example is not None:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
         self._require_wanted(row, sources, why)

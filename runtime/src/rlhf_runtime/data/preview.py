@@ -39,7 +39,7 @@ def preview(data: TrainData, rows: int) -> dict[str, Any]:
     ]
     return {
         "form": data.form,
-        "answers": data.answers,
+        "answers": bool(data.answered),
         "template": "plain" if data.template.chat is None else "chat",
         "end_note": data.end_note,
         "sources": [_source(data, use, source) for use, sources in data.sources.items() for source in sources],
@@ -56,7 +56,7 @@ def survey(data: TrainData) -> dict[str, Any]:
         longest, examples = 0, list[str]()
         for source in sources:
             for index in range(len(source)):
-                verdict = data.judge(source[index], data.answers and use == "train")
+                verdict = data.judge(source[index], use == "train" and source.name in data.answered)
                 counts[verdict.kind or "ok"] += 1
                 longest = max(longest, verdict.tokens)
                 if verdict.kind and len(examples) < _NAMED:
@@ -100,7 +100,7 @@ def _source(data: TrainData, use: str, source: Source) -> dict[str, Any]:
 
 
 def _row(data: TrainData, use: str, source: Source, row: Row, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    answered = data.answers and use == "train"
+    answered = use == "train" and source.name in data.answered
     verdict = data.judge(row, answered)
     entry: dict[str, Any] = {"where": source.where(row.index), "use": use, **_status(data, verdict)}
     example = verdict.example

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -26,13 +26,17 @@ _OF_TEMPLATES = (TOOLS, "chat_template_kwargs")
 
 
 def set_layouts(
-    sources: Mapping[str, Sequence[Source]], form: DataForm, answers: bool, section: DataSection, template: Template
+    sources: Mapping[str, Sequence[Source]],
+    form: DataForm,
+    answers: Collection[str],
+    section: DataSection,
+    template: Template,
 ) -> list[str]:
     """Set the layout of every source, and its folder of images.
 
     Args:
         sources: ``train`` and ``eval``.
-        answers: the rows of ``train`` must also have an answer, read as in form ``demonstrations``.
+        answers: sources of ``train`` whose rows must also have an answer, read as in form ``demonstrations``.
 
     Returns messages on how columns were recognised, if the run file does not name them.
 
@@ -40,7 +44,10 @@ def set_layouts(
     """
     problems, notes = [], list[str]()
     for key, source in ((key, source) for key, several in sources.items() for source in several):
-        title, answered = f"data.{key} {source.name!r} ({source.section.path})", answers and key == "train"
+        title, answered = (
+            f"data.{key} {source.name!r} ({source.section.path})",
+            key == "train" and source.name in answers,
+        )
         try:
             layout = _layout(source, "demonstrations" if answered else form, form == "prompts", section, template)
             source.layout = replace(layout, folder=image_folder(source))

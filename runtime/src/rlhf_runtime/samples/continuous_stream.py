@@ -204,7 +204,7 @@ class ContinuousStream(Stream):
     async def _generate(self, pending: Pending, requests: SingleRequests) -> None:
         try:
             samples = self.settings.samples
-            if self.settings.failures is not None and not self.settings.gives(pending.number):
+            if self.settings.failures is not None and not self.settings.gives(pending.number, pending.row.source):
                 self.settings.failures.expect(samples, at_least=self.pending.batch_size * samples)
             group = await self.rollouts.group(pending.row, pending.number, self.settings, requests, pending.logs)
             self._ended(pending, group)
@@ -282,7 +282,7 @@ class ContinuousStream(Stream):
         return ReadyBatch(groups, version, counts, curriculum_metrics=metrics)
 
     def _new_counts(self) -> dict[str, float]:
-        return self.acceptance.new_counts(self.settings.given_share > 0) | dict.fromkeys(COUNTED, 0.0)
+        return self.acceptance.new_counts(self.settings.has_given) | dict.fromkeys(COUNTED, 0.0)
 
     @property
     def _exhausted(self) -> bool:

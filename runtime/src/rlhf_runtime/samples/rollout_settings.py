@@ -28,14 +28,21 @@ class RolloutSettings:
     abort_on_failure: bool = True
     given_share: float = 0.0
     """Share of the rows whose group is the answer given in the data, not samples (``Needs.given``)."""
+    given_sources: tuple[str, ...] = ()
+    """Sources whose rows' group is that answer too (``Needs.given_sources``)."""
     failures: Failures | None = None
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
     max_images: int = 8
     """Largest number of images in a sequence."""
 
-    def gives(self, number: int) -> bool:
-        """Whether group ``number`` holds the answer given in the data."""
-        return (
+    @property
+    def has_given(self) -> bool:
+        """Whether some groups hold answers given in the data."""
+        return self.given_share > 0 or bool(self.given_sources)
+
+    def gives(self, number: int, source: str = "") -> bool:
+        """Whether group ``number``, of a row of ``source``, holds the answer given in the data."""
+        return source in self.given_sources or (
             self.given_share > 0
             and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given_share * 2.0**63
         )

@@ -69,8 +69,7 @@ class Rollouts:
     async def _groups(
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
     ) -> list[Group]:
-        numbers = range(first_number, first_number + len(rows))
-        sampled_numbers = [number for number in numbers if not settings.gives(number)]
+        sampled_numbers = [n for n, row in enumerate(rows, first_number) if not settings.gives(n, row.source)]
         samples = [(number, sample) for number in sampled_numbers for sample in range(settings.samples)]
         if settings.failures is not None:
             settings.failures.expect(len(samples))
@@ -109,7 +108,7 @@ class Rollouts:
             logs: of each sample the turns that were sampled for it before. They are not sampled again.
             ended: called after each sample.
         """
-        if settings.gives(number):
+        if settings.gives(number, row.source):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.samples)]
         samples = [self._admitted(row, (number, s), settings, requests, log, ended) for s, log in enumerate(logs)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlhf.errors import RolloutError
 from rlhf.interfaces import ComponentConfig, Generator, GeneratorSpec
-from rlhf.types import GenerationRequest, Sampling, Turn
+from rlhf.types import GenerationRequest, Needs, Sampling, Turn
 
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.models.shared_devices import Phases
@@ -55,12 +55,8 @@ def evaluation_sampling(config: RunFile) -> Sampling:
     return Sampling(budget, config.eval.temperature, stop=config.sampling.stop)
 
 
-def training_settings(config: RunFile, failures: Failures, given_share: float = 0.0) -> RolloutSettings:
-    """Settings of training rollouts, from ``[sampling]`` and ``[stream]``.
-
-    Args:
-        given_share: ``Needs.given`` of the algorithm.
-    """
+def training_settings(config: RunFile, failures: Failures, needs: Needs) -> RolloutSettings:
+    """Settings of training rollouts, from ``[sampling]`` and ``[stream]``, and the algorithm's needs."""
     return RolloutSettings(
         training_sampling(config),
         config.sampling.samples_per_prompt,
@@ -69,7 +65,8 @@ def training_settings(config: RunFile, failures: Failures, given_share: float = 
         config.data.max_tokens,
         config.stream.rollout_deadline,
         config.stream.on_failed_sample == "abort",
-        given_share,
+        needs.given,
+        needs.given_sources,
         failures,
         config.data.image_limit,
     )

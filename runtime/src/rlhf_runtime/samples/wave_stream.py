@@ -125,7 +125,7 @@ class WaveStream(Stream):
     def _generate(self) -> ReadyBatch:
         accepted: list[Group] = []
         finished: list[FinishedGroup] = []
-        counts = self.acceptance.new_counts(has_given=self.settings.given_share > 0)
+        counts = self.acceptance.new_counts(self.settings.has_given)
         for _ in range(1 + self.acceptance.refills):
             missing = self.batch_size - len(accepted)
             if not missing:

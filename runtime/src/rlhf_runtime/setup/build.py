@@ -363,7 +363,7 @@ def training_stream(
     if section.replay is not None:
         recorded = functools.partial(RunDirectory.rollouts_of, Path(section.replay))
         return RecordedStream(recorded, prepared.data.row, section.staleness + section.round - 1)
-    settings = training_settings(config, failures, needs.given)
+    settings = training_settings(config, failures, needs)
     common: dict[str, Any] = {
         "batch_size": config.data.batch_size,
         "total_steps": prepared.total_steps,

@@ -116,7 +116,7 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     if rollout is not None and rollout.needs_generator:
         check_texts(rewards, tokenizer)
     algorithm.use_tokens(tokens_of(tokenizer))
-    answers = algorithm.needs().given > 0
+    answers = algorithm.needs().answered
     images = _images(plugins_of_run)
     day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
     with phase("reading data"):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import Algorithm, ComponentConfig
 from rlhf.types import Annotation, Group, Needs, OnlineShape, RoleSpec, RunOptions, Update
+from rlhf.types.examples import Example
+from rlhf.types.examples import Sequence as TokenSequence
+from rlhf.types.images import joined_images
 
 from rlhf_plugin_per_source.config import PerSourceConfig
 
@@ -32,9 +35,12 @@ class PerSource(Algorithm[Group]):
     Metrics of a member begin with its name: ``math/reward/mean``, ``policy/math/clip_fraction``,
     ``policy/loss/math/policy``.
 
-    Restrictions, refused before the run: members learn from samples (``prompts``) with a reward, train the policy alone
-    (no critic), copy no weights (no ``kl.snapshot_every``), and agree on epochs and minibatches. All prompts get
-    ``sampling.samples_per_prompt`` samples.
+    A member may learn from demonstrations (``sft``): the rows of its sources have an answer, which it is trained on in
+    the same optimizer steps (``Needs.given_sources``).
+
+    Restrictions, refused before the run: the other members, at least one, learn from samples (``prompts``) with a
+    reward. All train the policy alone (no critic) and copy no weights (no ``kl.snapshot_every``); those that sample
+    agree on epochs and minibatches. All prompts get ``sampling.samples_per_prompt`` samples.
     """
 
     name = "per_source"
@@ -53,6 +59,11 @@ class PerSource(Algorithm[Group]):
         self._check_sources()
         for name, member in self.members.items():
             check_member(name, member)
+        if all(member.data != "prompts" for member in self.members.values()):
+            raise ConfigError(
+                "algorithm.members: every member learns from demonstrations, so nothing is sampled. Add one that "
+                "learns from samples, or use the algorithm of the demonstrations alone"
+            )
         self._check_updates(0)
         self.annotations(0)  # refuses outputs that cannot be joined
         from rlhf_plugin_per_source.loss import LossOfMembers
@@ -92,13 +103,14 @@ class PerSource(Algorithm[Group]):
                     raise ConfigError(
                         f"members {other!r} and {name!r} declare the role {role.name!r} differently: {first} and {role}"
                     )
-        features = [set(each.features) for each in needs.values()]
+        features = [set(of_member.features) for name, of_member in needs.items() if self._samples(name)]
         return Needs(
             tuple(role for role, _ in roles.values()),
             max(each.group_min for each in needs.values()),
             any(each.generator_logprobs for each in needs.values()),
             tuple(sorted(set.intersection(*features))),
             max(each.rows_min for each in needs.values()),
+            given_sources=tuple(source for source, name in self._owner.items() if not self._samples(name)),
         )
 
     def use_tokens(self, tokens: Tokens) -> None:
@@ -127,7 +139,8 @@ class PerSource(Algorithm[Group]):
         parts: dict[str, Batch] = {}
         metrics: dict[str, float] = {}
         for name, own in groups.items():
-            own_batch, counts = self.members[name].assemble(own) if own else (None, {})
+            examples_of_member = own if self._samples(name) else [demonstration(group) for group in own]
+            own_batch, counts = self.members[name].assemble(examples_of_member) if own else (None, {})
             metrics |= {f"{name}/{key}": value for key, value in counts.items()}
             if own_batch is not None:
                 parts[name] = own_batch
@@ -207,6 +220,10 @@ class PerSource(Algorithm[Group]):
 
     # ------------------------------------------------------------------------------------- derived
 
+    def _samples(self, name: str) -> bool:
+        """Whether this member learns from samples, not from demonstrations."""
+        return self.members[name].data == "prompts"
+
     def _parts(self, batch: Batch) -> Iterator[tuple[str, Algorithm, Batch]]:
         """Each member with units in the batch, and its part."""
         from rlhf_plugin_per_source.batch_parts import part
@@ -217,8 +234,10 @@ class PerSource(Algorithm[Group]):
                 yield name, member, own
 
     def _check_updates(self, step: int) -> Update:
-        """The passes of a step, on which all members must agree. Raises ConfigError where they do not."""
-        updates = {name: planned_update(name, member, step) for name, member in self.members.items()}
+        """The passes of a step, on which all members that sample must agree; demonstrations take part in them. Raises
+        ConfigError where they do not."""
+        sampling = [(name, member) for name, member in self.members.items() if self._samples(name)]
+        updates = {name: planned_update(name, member, step) for name, member in sampling}
         passes = {name: (update.epochs, update.minibatches) for name, update in updates.items()}
         if len(set(passes.values())) > 1:
             counts = ", ".join(f"{name!r} {e} and {m}" for name, (e, m) in passes.items())
@@ -236,7 +255,10 @@ def check_member(name: str, member: Algorithm) -> None:
     needs = member.needs()
     others = sorted(role.name for role in needs.roles if role.trained and role.name != "policy")
     checks = (
-        (member.data != "prompts", f"learns from {member.data}; members learn from samples (prompts)"),
+        (
+            member.data not in ("prompts", "demonstrations"),
+            f"learns from {member.data}; members learn from samples (prompts) or demonstrations",
+        ),
         (member.has_members, "has members itself; a member has none"),
         (bool(others), f"trains {', '.join(others)}; members train the policy alone. Use one without a critic"),
         (not needs.reward or needs.given > 0, "learns from samples without a reward; members need one"),
@@ -245,6 +267,21 @@ def check_member(name: str, member: Algorithm) -> None:
     for wrong, why in checks:
         if wrong:
             raise ConfigError(f"member {name!r}: algorithm {member.name!r} {why}")
+
+
+def demonstration(group: Group) -> Example:
+    """The answer in the data that stands for the samples of a row, as a row of demonstrations. Raises TrainingError
+    where there is none."""
+    if len(group.trajectories) != 1 or not group.trajectories[0].given:
+        raise TrainingError(
+            f"row {group.row.index} of {group.row.source!r} is a demonstration, but its group holds "
+            f"{len(group.trajectories)} samples; it needs the answer in the data (Turn.given)"
+        )
+    turns = group.trajectories[0].turns
+    ids = [token for turn in turns for token in turn.ids]
+    mask = [turn.sampled for turn in turns for _ in turn.ids]
+    images = joined_images((len(turn.ids), turn.images) for turn in turns)
+    return Example(group.row, [TokenSequence(ids, mask, images=images)])
 
 
 def planned_update(name: str, member: Algorithm, step: int) -> Update:
