@@ -93,7 +93,7 @@ class LossOfMembers(Loss):
             for metric, (level, values, *where) in output.metrics.items():
                 counted = _spread(where[0], keep[level]) if where else keep[level]
                 metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), counted)
-        return LossOutput(terms, metrics)  # type: ignore[arg-type]
+        return LossOutput(terms, metrics)
 
 
 def _nothing(x: LossInput, loss: Loss) -> Tensor:
