@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import PROMPTS, Workshop
+from tests.runs import PROMPTS, Workshop, merged
 
 TWO = {"minibatches": 2}
 """Two optimizer steps, so that the policy of the second is not that of the samples."""
@@ -16,6 +16,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "max_rl": {"advantage": {"use": "max_rl"}},
     "opo": {"advantage": {"use": "opo"}},
     "pass_at_k": {"advantage": {"use": "pass_at_k", "k": 2}},
+    "remax": {"advantage": {"use": "remax"}},
+    "rae": {"advantage": {"use": "rae", "by": ["answer"]}},
     "dppo": {"loss": {"use": "dppo"}, **TWO},
     "vespo": {"loss": {"use": "vespo"}, **TWO},
     "gmpo": {"loss": {"use": "gmpo"}, **TWO},
@@ -23,8 +25,37 @@ METHODS: dict[str, dict[str, Any]] = {
     "kl_cov": {"loss": {"use": "covariance", "treatment": "kl", "share": 0.05}, **TWO},
     "adaptive_entropy": {"entropy": {"target": 2.0}, "loss": {"entropy_coef": 0.01}},
 }
+RATES = {"remax": 2e-2, "rae": 2e-2}
 LENGTHS = "def score(prompt, completion, row):\n    return -abs(len(completion) - 3) * 100\n"
+SUMS = "def score(prompt, completion, row):\n    return len(completion) + float(row['answer'])\n"
 SHORT = ("flash_reinforce", "dppo")
+DIGITS = """
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+
+class Digits(Env):
+    name = "digits"
+
+    async def reset(self, row, seed):
+        return "0"
+
+    async def step(self, action):
+        digits = sum(c in "0123456789" for c in action)
+        return EnvStep(str(digits), digits / 2)
+"""
+"""The observation is how many digits the action had, which is also its reward."""
+
+
+def turns(shop: Workshop, **env: Any) -> dict[str, Any]:
+    """Sections of a run with GiGPO in three turns."""
+    return {
+        "rollout": {"use": "multi_turn"},
+        "env": {"use": f"file:{shop.file('digits.py', DIGITS)}", "max_turns": 3, **env},
+        "algorithm": {"advantage": {"use": "gigpo"}},
+        "sampling": {"samples_per_prompt": 4, "max_new_tokens": 2},
+        "reward": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,7 +68,7 @@ def test_the_reward_rises(shop: Workshop, method: str) -> None:
         "run",
         algorithm=METHODS[method],
         run={"steps": 15},
-        trainer={"lr": 1e-2},
+        trainer={"lr": RATES.get(method, 1e-2)},
         sampling={"samples_per_prompt": 4},
     )
     rewards = [line["reward/mean"] for line in run.lines()]
@@ -97,3 +128,100 @@ def test_pass_at_k_refuses_groups_below_k(shop: Workshop) -> None:
     run = shop.run_config(shop.config("grpo", "run", algorithm={"advantage": {"use": "pass_at_k", "k": 4}}))
     assert run.code == 2
     assert "needs at least 4 samples per prompt, got 3" in run.said
+
+
+def test_gigpo_learns_from_turns_that_follow_the_same_observation(shop: Workshop) -> None:
+    """The credit of each token of the last step is computed again from the record."""
+    run = shop.train("grpo", "run", **turns(shop), run={"steps": 15}, trainer={"lr": 2e-2})
+    rewards = [line["reward/mean"] for line in run.lines()]
+    assert sum(rewards[-5:]) > 1.25 * sum(rewards[:5])
+    turns_of: list[list[dict[str, Any]]] = []
+    for sample in (samples := list(run.samples_of("step-000015.arrow"))):
+        numbers = [n for n, turn in enumerate(sample["turns"]) if turn["sampled"]]
+        turns_of.append([])
+        for k, n in enumerate(numbers):
+            later = [sample["turns"][m]["reward"] for m in numbers[k:]]
+            state = (sample["group"], k == 0, sample["turns"][n - 1]["text"])
+            value = sum(0.95**j * reward for j, reward in enumerate(later))
+            turns_of[-1].append({"state": state, "return": value, "tokens": len(sample["turns"][n]["ids"])})
+    different = 0
+    for sample, own in zip(samples, turns_of, strict=True):
+        whole = standardised(sample["reward"], [s["reward"] for s in samples if s["group"] == sample["group"]])
+        expected = []
+        for turn in own:
+            same = [t["return"] for turns in turns_of for t in turns if t["state"] == turn["state"]]
+            expected += [whole + standardised(turn["return"], same)] * turn["tokens"]
+        advantages = sample["token_values"]["advantages"]  # one value where all are equal
+        assert (advantages * len(expected))[: len(expected)] == pytest.approx(expected, abs=1e-5)
+        different += len(set(advantages)) > 1
+    assert different
+
+
+def standardised(value: float, values: list[float]) -> float:
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return (value - statistics.mean(values)) / (spread + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout": None, "env": None}, "gives credit to single turns, but each answer is one turn"),
+        ({"env": {"max_turns": 1}}, "gives credit to single turns, but each answer is one turn"),
+        ({"env": {"credit": "step"}}, "compares sums of rewards over whole trajectories"),
+    ],
+)
+def test_gigpo_refuses_answers_of_one_turn_and_rewards_at_turns(
+    shop: Workshop, changes: dict[str, Any], says: str
+) -> None:
+    run = shop.run_config(merged(shop.config("grpo", "run", **turns(shop)), changes))
+    assert run.code == 2
+    assert says in run.said
+
+
+def test_a_run_with_a_running_mean_that_is_resumed_ends_with_the_same_weights(shop: Workshop) -> None:
+    method = {"algorithm": {"advantage": {"use": "rae", "by": ["answer"]}}, "run": {"steps": 4}}
+    whole = shop.train("grpo", "whole", **method)
+    shop.train("grpo", "part", "--run.stop_after", "2", **method, checkpoint={"every": 1})
+    resumed = shop.train("grpo", "part", "--resume", **method, checkpoint={"every": 1})
+    assert resumed.weights == whole.weights
+    assert resumed.lines() == whole.lines()
+
+
+def test_a_column_of_the_running_mean_that_no_row_has_is_refused(shop: Workshop) -> None:
+    run = shop.run("grpo", "run", "--dry-run", algorithm={"advantage": {"use": "rae", "by": ["answr"]}})
+    assert run.code == 2
+    assert "no column 'answr', which algorithm 'grpo' or a part of it reads" in run.said
+    assert "Did you mean 'answer'?" in run.said
+
+
+def test_remax_subtracts_the_reward_of_an_answer_that_is_not_trained_on(shop: Workshop) -> None:
+    """A replay has it from the record, and a rollout that draws nothing is refused."""
+    reward = {"use": f"file:{shop.file('sums.py', SUMS)}"}
+    method = {"algorithm": {"advantage": {"use": "remax"}}, "reward": [reward]}
+    run = shop.train("grpo", "run", **method)
+    samples = list(run.samples())
+    assert len(samples) == 3 * 4 * 3, "steps, prompts, samples"
+    for s in samples:
+        assert s["token_values"]["advantages"] == pytest.approx([s["reward"] - s["info"]["rollout/greedy_reward"]])
+    assert len({s["info"]["rollout/greedy_reward"] for s in samples}) > 1
+    again = shop.command("replay", str(run.path), "-o", str(shop.folder / "again"), output=shop.folder / "again")
+    assert again.code == 0, again.said
+    assert again.weights == run.weights
+    refused = shop.run("grpo", "other", **method, rollout={"use": "replay", "path": str(run.path / "rollouts")})
+    assert refused.code == 2
+    assert "rollout 'replay' generates nothing" in refused.said
+
+
+def test_remax_beside_another_method_in_one_run(shop: Workshop) -> None:
+    """All prompts get a greedy answer; the other member does not read it."""
+    rows = {name: str(shop.rows(f"{name}.jsonl", PROMPTS)) for name in ("sums", "others")}
+    members = {
+        "first": {"use": "grpo", "sources": ["sums"], "advantage": {"use": "remax"}},
+        "second": {"use": "grpo", "sources": ["others"], "advantage": {"use": "rae", "by": ["answer"]}},
+    }
+    config = shop.config("per_source", "run", algorithm={"members": members}, run={"steps": 2})
+    config["data"]["train"] = [{"path": path, "name": name} for name, path in rows.items()]
+    run = shop.run_config(config)
+    assert run.code == 0, run.said
+    assert all("rollout/greedy_reward" in sample["info"] for sample in run.samples())
+    assert all(line[f"{name}/advantage/abs_max"] > 0 for line in run.lines() for name in members)

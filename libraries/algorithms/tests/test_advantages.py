@@ -12,7 +12,9 @@ from rlhf_algorithms.advantages import (
     GAE,
     GDPO,
     OPO,
+    RAE,
     BatchMean,
+    GiGPO,
     GroupMean,
     GroupNorm,
     LeaveOneOut,
@@ -20,6 +22,7 @@ from rlhf_algorithms.advantages import (
     PassAtK,
     Reinforce,
     ReinforceBaseline,
+    ReMax,
     best_of_k_scores,
 )
 from rlhf_testing.advantage import AdvantageContract
@@ -123,6 +126,74 @@ class TestOPO(ReturnToGoStatement):
             own = [(length, r) for length, r, g in rows if g == group]
             baselines[int(group)] = sum(length * r for length, r in own) / sum(length for length, _ in own)
         return torch.stack([r - baselines[int(g)] for r, g in zip(r_N, group_N, strict=True)])
+
+
+class TestReMax(ReturnToGoStatement):
+    advantage = ReMax
+
+    def statement_baseline(self, r_N, group_N, config, greedy_N):
+        return torch.tensor([float(r) - float(g) for r, g in zip(r_N, greedy_N, strict=True)]).double()
+
+
+class TestRAE(ReturnToGoStatement):
+    advantage = RAE
+    configs = (RAE.Config(), RAE.Config(decay=0.5, by=("player",)), RAE.Config(decay=0.1))
+
+    def statement_baseline(self, r_N, group_N, config, key_N, sample_N):
+        """Each trajectory's mean is written as the weighted sum of the rewards of its key, up to its own."""
+        place = list(zip(group_N.tolist(), sample_N.tolist(), strict=True))
+        credit = []
+        for i, key in enumerate(key_N):
+            before = sorted(j for j in range(len(r_N)) if key_N[j] == key and place[j] <= place[i])
+            before.sort(key=lambda j: place[j], reverse=True)  # the newest first
+            mean = sum((1 - config.decay) * config.decay**age * float(r_N[j]) for age, j in enumerate(before))
+            credit.append(float(r_N[i]) - mean)
+        return torch.tensor(credit).double()
+
+
+class TestGiGPO(AdvantageContract):
+    advantage = GiGPO
+    configs = (GiGPO.Config(), GiGPO.Config(std="none"), GiGPO.Config(gamma=0.5, step_weight=2.0))
+
+    def statement_baseline(self, r_N, group_N, config):
+        return per_trajectory(r_N, group_N, lambda r, g: (r - g.mean()) / (g.std() if config.std == "group" else 1.0))
+
+    def statement_returns(self, R_NA, mask_NA, values_NA, boot_N, config):
+        out = loops(R_NA, mask_NA, 1.0)
+        return out, out
+
+    def statement_turns(self, reward_M, state_M, trajectory_M, config):
+        turns = list(zip(reward_M.tolist(), trajectory_M.tolist(), strict=True))
+        returns = [
+            sum(config.gamma**k * r for k, (r, t) in enumerate(turns[i:]) if t == trajectory)
+            for i, (_, trajectory) in enumerate(turns)
+        ]
+        credit = []
+        for value, state in zip(returns, state_M.tolist(), strict=True):
+            same = [v for v, s in zip(returns, state_M.tolist(), strict=True) if s == state]
+            spread = statistics.stdev(same) if config.std == "group" and len(same) > 1 else 1.0
+            credit.append(config.step_weight * (value - statistics.mean(same)) / spread)
+        return torch.tensor(credit).double()
+
+
+def test_turns_in_one_state_are_compared_with_each_other():
+    """Two games of two turns. Both begin in state 0; the first goes on to state 1 and wins, the other to state 2. With
+    gamma 0.5 the returns in state 0 are 0.5 and 0. States 1 and 2 have one turn each."""
+    reward_M = torch.tensor([0.0, 1.0, 0.0, 0.0]).double()
+    gigpo = GiGPO(GiGPO.Config(gamma=0.5, std="none"))
+    credit_M = gigpo.turn_credit(reward_M, torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 1, 1]))
+    assert credit_M.tolist() == [0.25, 0.0, -0.25, 0.0]
+
+
+def test_the_running_mean_is_of_one_player():
+    """decay 0.5, from 0. Player 5: rewards 1 and 1, means 0.5 and 0.75. Player 8: -1 and then, in the next step, -1."""
+    rae = RAE(RAE.Config(decay=0.5))
+    one, key_N = torch.ones(3).long(), torch.tensor([5, 8, 5])
+    r_N = torch.tensor([1.0, -1.0, 1.0]).double()
+    assert rae.baseline(r_N, one, key_N=key_N, sample_N=torch.arange(3)).tolist() == [0.5, -0.5, 0.25]
+    rae.remember(r_N, one, key_N, torch.arange(3))
+    assert rae.state_dict() == {"means": {"5": 0.75, "8": -0.5}}
+    assert rae.baseline(r_N[1:2], one[:1], key_N=key_N[1:2], sample_N=one[:1]).tolist() == [-0.25]
 
 
 class TestPassAtK(ReturnToGoStatement):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import Advantage, Loss
 from rlhf.ops.returns import gae, return_to_go
 from rlhf.types import Annotation, LossOutput, OnlineShape, Reduce, RunOptions, Snapshot, Update
+from rlhf_algorithms.advantages import RAE
 from rlhf_algorithms.critic import ValueScale
 from rlhf_algorithms.kl import WithKL
 from rlhf_algorithms.policy_gradient import BOOTSTRAP, PolicyGradient
@@ -95,6 +96,32 @@ def test_declarations_follow_from_the_config(algorithm, roles, annotations, upda
     assert [r.name for r in algorithm.needs().roles] == roles
     assert algorithm.annotations(0) == annotations
     assert algorithm.updates(0) == updates
+
+
+def test_the_running_mean_takes_shaped_rewards_and_no_kl():
+    algorithm = build(RAE, shaping=ShapingConfig(stop_properly=0.0))
+    batch, _ = algorithm.assemble(fabricate.groups(0))
+    algorithm.finish(0, batch, {})
+    expected = RAE()
+    r_U = torch.where(batch.unit["truncated"], 0.0, batch.unit["reward"])
+    expected.remember(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
+    assert algorithm.advantage.means == expected.means
+    assert len(expected.means) == 1, "one source"
+    with pytest.raises(ConfigError, match="before_baseline"):
+        build(RAE, kl=KLConfig(coef=0.1, before_baseline=True))
+
+    class Own(Mine):
+        def finish(self, step, batch, metrics):
+            return {}
+
+    with pytest.raises(ConfigError, match=r"super\(\).finish\(\)"):
+        Own(parts=algorithm.parts)
+
+
+def test_a_row_without_the_column_of_the_running_mean_is_named():
+    algorithm = build(lambda: RAE(RAE.Config(by=("player",))))
+    with pytest.raises(TrainingError, match=r"row 0 of 'fabricated' has no column 'player'"):
+        algorithm.assemble(fabricate.groups(0))
 
 
 TEACHER = Annotation("teacher", "logprobs", "teacher_logprobs")

@@ -7,8 +7,8 @@ import torch
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.ops.trajectories import assemble
-from rlhf.types import Group, Row, Trajectory, Turn
-from rlhf_algorithms.advantages import GAE, GroupMean, GroupNorm, LeaveOneOut, Reinforce, ReinforceBaseline
+from rlhf.types import Group, Image, Row, Trajectory, Turn
+from rlhf_algorithms.advantages import GAE, GiGPO, GroupMean, GroupNorm, LeaveOneOut, Reinforce, ReinforceBaseline
 from rlhf_algorithms.pipeline import KLPenalty, credit
 from rlhf_algorithms.policy_gradient_config import overlong_penalty
 
@@ -86,8 +86,45 @@ def test_kl_in_the_reward_shaping_and_clipping_are_beside_them():
 
 @pytest.mark.parametrize(
     ("estimator", "reads"),
-    [(GAE, True), (Reinforce, True), *((a, False) for a in (ReinforceBaseline, LeaveOneOut, GroupNorm, GroupMean))],
+    [
+        *((a, True) for a in (GAE, Reinforce)),
+        *((a, False) for a in (ReinforceBaseline, LeaveOneOut, GroupNorm, GroupMean, GiGPO)),
+    ],
 )
 def test_which_advantages_support_rewards_at_tokens(estimator, reads):
     """Those without a group baseline: that baseline is over the rewards of whole trajectories."""
     assert estimator().token_rewards is reads
+
+
+def game(sample: int, observations: list[str], rewards: list[float], total: float) -> Trajectory:
+    """Turns of 2 tokens; ``observations`` stand before the turns after the first."""
+    turns = [Turn([9, 9], False, text="start")]
+    for number, reward in enumerate(rewards):
+        turns += [Turn([7], False, text=observations[number - 1])] if number else []
+        turns.append(Turn([5, 6], True, [-1.0] * 2, finish="stop", reward=reward))
+    return Trajectory(ROW, turns, (3, sample), reward=total)
+
+
+def test_turns_after_one_observation_share_their_credit():
+    """Turns are rewarded 0, 0 and 0, 1; the second game got 2 more from a reward source, at its end. With gamma 0.5 the
+    returns are 0, 0 and 1.5, 3, so A^S = -0.75 and 0.75 after "start", and -1.5 and 1.5 after "left". A^E = 0 - 1.5 and
+    3 - 1.5. A game of one turn, after "start" too, would change both: it is of another group."""
+    other = game(0, [], [8.0], 8.0)
+    other.index = (4, 0)
+    games = [game(0, ["left"], [0.0, 0.0], 0.0), game(1, ["left"], [0.0, 1.0], 3.0)]
+    batch = assemble([Group(ROW, 3, games), Group(ROW, 4, [other])], turns=True)
+    assert batch is not None
+    batch, _ = credit(batch, GiGPO(GiGPO.Config(gamma=0.5, std="none")))
+    assert own(batch) == [-2.25, -2.25, -3.0, -3.0, 2.25, 2.25, 3.0, 3.0, 0.0, 0.0]
+
+
+def test_a_reward_of_an_empty_answer_counts_at_the_turn_before_it_and_other_images_are_another_state():
+    """The last turn is empty and rewarded 4. Two turns follow the same text, but see another image."""
+    games = [game(n, ["look"], [0.0, 1.0], 5.0) for n in range(2)]
+    for n, each in enumerate(games):
+        each.turns[2].images = (Image(bytes([n]), 0, 1, [7]),)
+        each.turns += [Turn([7], False, text="end"), Turn([], True, [], finish="stop", reward=4.0)]
+    batch = assemble([Group(ROW, 3, games)], turns=True)
+    assert batch is not None
+    assert own(batch, "turn_reward") == [0.0, 0.0, 0.0, 5.0] * 2
+    assert own(batch, "state") == [0, 0, 1, 1, 0, 0, 3, 3], "2 is that of the empty answer"

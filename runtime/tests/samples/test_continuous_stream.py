@@ -141,9 +141,9 @@ def main() -> Iterator[MainThread]:
 def stream(main: MainThread) -> Iterator[Callable[..., ContinuousStream]]:
     streams = []
 
-    def make(engine: Engine, rollout: Rollout | None = None, **options: Any) -> ContinuousStream:
+    def make(engine: Engine, rollout: Rollout | None = None, greedy: bool = False, **options: Any) -> ContinuousStream:
         rollouts = Rollouts(rollout or ThreeTurns(), engine, Template(), Scorer(), main, pool=engine)  # type: ignore[arg-type]
-        settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0)
+        settings = RolloutSettings(Sampling(max_new_tokens=4), SAMPLES, "sample", 0, 100, 60.0, greedy=greedy)
         options = {"batch_size": 2, "total_steps": 4, "staleness": 1, **options}
         streams.append(ContinuousStream(Numbers(), rollouts, settings, **options))
         return streams[-1]
@@ -194,6 +194,25 @@ def test_a_resume_trains_on_the_sampled_turns_of_unfinished_groups(stream, main,
     assert (ready.version, ready.counts["oldest"], ready.counts["stale"]) == (0, 1.0, 0.0)
     restarted = {why: ready.counts[f"tokens_restarted_{why}"] for why in ("weights", "engine", "resume")}
     assert restarted == {"weights": 0.0, "engine": 5.0, "resume": 7.0}
+
+
+def test_a_resume_continues_greedy_answers_too(stream, main, tmp_path) -> None:
+    engine = Engine(100, held={2: 2, 3: 1})
+    first = stream(engine, greedy=True)
+    first.start(0)
+    first.take(0)
+    main.run(engine.until_held(2 * (SAMPLES + 1)))
+    state, groups = first.snapshot()
+    write_groups(tmp_path / "ready.arrow", groups)
+    saved = read_groups(tmp_path / "ready.arrow", lambda source, index: row(index))
+    assert [len(group.trajectories) for group in saved] == [SAMPLES + 1] * 2
+    engine = Engine(500, version=1)
+    second = stream(engine, greedy=True)
+    second.restore(json.loads(json.dumps(state)), saved)
+    second.start(1)
+    for group in second.take(1).groups:
+        assert [t.info for t in group.trajectories] == [{"rollout/greedy_reward": 1.0}] * SAMPLES
+    assert (engine.answers[2], engine.answers[3]) == (SAMPLES + 1, 2 * (SAMPLES + 1)), "only the missing turns"
 
 
 def test_turns_after_a_changed_observation_are_sampled_again(stream, main, tmp_path) -> None:

@@ -149,6 +149,57 @@ def test_which_groups_have_given_answers_depends_on_seed_and_group_number_alone(
     assert not any(settings().gives(n) for n in range(100))
 
 
+class BySample:
+    """Scores each answer with its number in the group, and the numbers in ``none`` not at all."""
+
+    def __init__(self, none=()):
+        self.none = none
+
+    async def score(self, group, trained_on=True):
+        for n, t in enumerate(group.trajectories):
+            t.reward = t.score = None if n in self.none else float(n)
+
+
+class Warm(Turns):
+    """Asks for a temperature of its own, as an environment may."""
+
+    async def run(self, row, seed, ctx):
+        if row.get("broken") == ctx.index[1]:
+            raise ValueError("the rollout broke")
+        turns = [ctx.encode_prompt(row)]
+        return [*turns, await ctx.generate(turns, replace(ctx.sampling, temperature=0.7, top_k=0))]
+
+
+def run_greedy(main, the_rows, none=(), **changes):
+    class Records(CountingGenerator):
+        def generate(self, requests):
+            self.temperatures = [r.sampling.temperature for r in requests]
+            yield from super().generate(requests)
+
+    generator = Records()
+    rollouts = Rollouts(Warm(), generator, PlainTemplate(), BySample(none), main)
+    return rollouts.run(the_rows, 0, settings(greedy=True, **changes)), generator
+
+
+def test_each_prompt_gets_a_greedy_answer_that_is_scored_and_not_in_the_group(main):
+    groups, generator = run_greedy(main, rows(1, 1))
+    assert generator.temperatures == [0.7, 0.7, 0.0] * 2
+    assert [[t.reward for t in g.trajectories] for g in groups] == [[0.0, 1.0]] * 2
+    assert all(t.info["rollout/greedy_reward"] == 2.0 for g in groups for t in g.trajectories)
+    without, _ = run(main, rows(1, 1), Warm())
+    assert [[t.turns for t in g.trajectories] for g in groups] == [[t.turns for t in g.trajectories] for g in without]
+
+
+def test_without_the_reward_of_the_greedy_answer_its_samples_fail(main):
+    with pytest.raises(RolloutError, match=r"(?s)greedy answer to the same prompt has no reward.*the rollout broke"):
+        run_greedy(main, rows(1, broken=2))
+    for none, row in (((2,), {}), ((), {"broken": 2})):
+        [group], _ = run_greedy(main, rows(1, **row), none, abort_on_failure=False)
+        assert [(t.status, t.reward) for t in group.trajectories] == [("failed", None)] * 2
+    [group], _ = run_greedy(main, rows(1), (0, 1, 2))
+    assert [(t.status, t.reward) for t in group.trajectories] == [("ok", None)] * 2, "the rewards are of other rows"
+
+
 def test_an_observation_closes_an_answer_that_was_cut(main):
     groups, _ = run(main, rows(3), samples=8)
     for t in groups[0].trajectories:

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rlhf.interfaces.advantage import Sources, baseline_of
+from rlhf.interfaces.advantage import Sources, baseline_of, reads, reads_turns
 from torch import Tensor
 
 from rlhf_testing.compare import generators_left_alone, same_bits
-from rlhf_testing.contract import Contract, Nonconformance, expect, missing
+from rlhf_testing.contract import Contract, Nonconformance, check_state, expect, missing
 from rlhf_testing.options import check_options
 
 TOLERANCE = 1e-5
@@ -36,6 +36,8 @@ class Credit:
 
     r_N: Tensor
     group_N: Tensor
+    sample_N: Tensor
+    """int64 [N], the number of each trajectory in its group."""
     R_NA: Tensor
     mask_NA: Tensor
     values_NA: Tensor | None
@@ -52,11 +54,23 @@ class Credit:
         second_N = torch.where(self.r_N > 1, torch.nan, self.r_N.square() - self.r_N)
         return {"first": (1.0, self.r_N), "second": (2.0, second_N)}
 
+    @property
+    def further(self) -> dict[str, Any]:
+        """What ``baseline`` may take beside rewards and groups. The first two of three groups share a key."""
+        return {
+            "own_tokens_N": self.own_tokens_N,
+            "sources": self.sources,
+            "greedy_N": torch.cos(self.group_N.double()),
+            "key_N": (self.group_N > 12).long(),
+            "sample_N": self.sample_N,
+        }
+
     def rows(self, index: Tensor) -> Credit:
         """These trajectories, in this order."""
         values = None if self.values_NA is None else self.values_NA[index]
         boot = None if self.boot_N is None else self.boot_N[index]
-        return Credit(self.r_N[index], self.group_N[index], self.R_NA[index], self.mask_NA[index], values, boot)
+        r_N, group_N, sample_N = self.r_N[index], self.group_N[index], self.sample_N[index]
+        return Credit(r_N, group_N, sample_N, self.R_NA[index], self.mask_NA[index], values, boot)
 
 
 def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4) -> Credit:
@@ -71,11 +85,22 @@ def fabricated(values: bool, seed: int = 0, scale: float = 1.0, samples: int = 4
     boot_N = torch.where(torch.arange(n) % 2 == 0, torch.zeros(n), scale * torch.randn(n, generator=g))
     r_N = scale * torch.randn(n, generator=g, dtype=torch.float64)
     group_N = torch.arange(3).repeat_interleave(samples) * 7 + 5  # not 0, 1, 2: group numbers count over the whole run
-    return Credit(r_N, group_N, R_NA, mask_NA, values_NA if values else None, boot_N if values else None)
+    sample_N = torch.arange(n) % samples
+    return Credit(r_N, group_N, sample_N, R_NA, mask_NA, values_NA if values else None, boot_N if values else None)
+
+
+def fabricated_turns(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """(rewards, states, trajectories) of turns. Of four trajectories the first two and the last two are a group; each
+    visits two or three of its group's states, one twice, and each group has a state with one turn."""
+    g = torch.Generator().manual_seed(2)
+    state_M = torch.tensor([0, 1, 1, 0, 1, 2, 3, 4, 3, 4, 5, 3])
+    trajectory_M = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3])
+    return scale * torch.randn(12, generator=g, dtype=torch.float64), state_M, trajectory_M
 
 
 class AdvantageContract(Contract):
-    """Checks ``baseline`` over trajectories and ``returns`` over own action tokens."""
+    """Checks ``baseline`` over trajectories, ``returns`` over own action tokens, and where there is one ``turn_credit``
+    over turns."""
 
     kind = "advantage"
     advantage: Any = None
@@ -235,10 +260,50 @@ class AdvantageContract(Contract):
         def effect(config: Any) -> Any:
             e = self.build(config)
             c = fabricated(e.needs_values, samples=max(4, e.group_min))
-            declared = (e.needs_values, e.normalise, e.group_min, e.token_rewards)
-            return declared, _baseline(e, c), [values[c.mask_NA] for values in self._returns(e, c)]
+            declared = (e.needs_values, e.normalise, e.group_min, e.token_rewards, list(e.columns()))
+            turns = e.turn_credit(*fabricated_turns()) if reads_turns(e) else None
+            return declared, _baseline(e, c), [values[c.mask_NA] for values in self._returns(e, c)], turns
 
         check_options(self, effect)
+
+    def test_turns(self) -> None:
+        """``turn_credit`` returns finite float64 [M]. It does not depend on the order of the trajectories, the numbers
+        of the states, or the turns of other groups."""
+        for about, _, e, _ in self.cases():
+            if not reads_turns(e):
+                continue
+            for scale in (1.0, 1e4, 0.0):
+                turns = fabricated_turns(scale)
+                credit_M = e.turn_credit(*turns)
+                right = isinstance(credit_M, Tensor) and credit_M.dtype == torch.float64
+                expect(
+                    right and credit_M.shape == turns[0].shape and bool(credit_M.isfinite().all()),
+                    f"{about} turn_credit() must give finite float64 {tuple(turns[0].shape)}, got {_shown(credit_M)}",
+                )
+            reward_M, state_M, trajectory_M = fabricated_turns()
+            whole = e.turn_credit(reward_M, state_M, trajectory_M)
+            order = torch.tensor([9, 10, 11, 6, 7, 8, 3, 4, 5, 0, 1, 2])
+            mixed = e.turn_credit(reward_M[order], 7 - state_M[order], 3 - trajectory_M[order])
+            _close(mixed, whole[order], f"{about} turn_credit() depends on the order of trajectories or of states")
+            first = e.turn_credit(reward_M[:6], state_M[:6], trajectory_M[:6])
+            _close(first, whole[:6], f"{about} turn_credit() of a group depends on the turns of other groups")
+
+    def test_memory(self) -> None:
+        """Where ``baseline`` takes ``key_N``, ``remember`` changes it and nothing else does, and a fresh instance with
+        the same state gives the same."""
+        for config in self.grid():
+            e, about = self.build(config), self.about(config)
+            if not reads(e, "key_N"):
+                continue
+            c = fabricated(e.needs_values, samples=max(4, e.group_min))
+            keys = (c.group_N, c.further["key_N"], c.sample_N)
+            first = _baseline(e, c)
+            expect(same_bits(first, _baseline(e, c)), f"{about} baseline() changes the state: do so in remember()")
+            e.remember(c.r_N, *keys)
+            second, fresh = _baseline(e, c), self.build(config)
+            expect(not same_bits(first, second), f"{about} remember() does not change the baseline of the next step")
+            check_state(e, fresh, about)
+            expect(same_bits(second, _baseline(fresh, c)), f"{about} the state does not restore the baseline")
 
     def test_statement(self) -> None:
         """The estimator equals the author's plain statements."""
@@ -248,11 +313,15 @@ class AdvantageContract(Contract):
             raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
         for about, config, e, c in self.cases():
             if has_baseline:
-                optional = {"own_tokens_N": c.own_tokens_N, "sources": c.sources}
                 parameters = inspect.signature(self.statement_baseline).parameters
-                own = {name: value for name, value in optional.items() if name in parameters}
+                own = {name: value for name, value in c.further.items() if name in parameters}
                 stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
                 _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
+            if reads_turns(e):
+                if type(self).statement_turns is AdvantageContract.statement_turns:
+                    raise missing("statement_turns: the credit of turns written as plain loops")
+                stated = self.statement_turns(*fabricated_turns(), config)
+                _close(e.turn_credit(*fabricated_turns()), stated, f"{about} turn_credit() differs from the statement")
             if has_returns:
                 double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
                 stated_pair = self.statement_returns(c.R_NA.double(), c.mask_NA, double[0], double[1], config)
@@ -261,8 +330,12 @@ class AdvantageContract(Contract):
                     _close(value[c.mask_NA], want[c.mask_NA], f"{about} the {column} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
-        """float64 [N], as loops over groups. Further arguments ``own_tokens_N`` and ``sources``, where it has them, are
-        those of :meth:`rlhf.interfaces.Advantage.baseline`."""
+        """float64 [N], as loops over groups. Further arguments, where it has them, are those of
+        :meth:`rlhf.interfaces.Advantage.baseline`."""
+        raise NotImplementedError
+
+    def statement_turns(self, reward_M: Tensor, state_M: Tensor, trajectory_M: Tensor, config: Any) -> Tensor:
+        """``turn_credit``, float64 [M], as loops over turns."""
         raise NotImplementedError
 
     def statement_returns(
@@ -277,7 +350,7 @@ class AdvantageContract(Contract):
 
 def _baseline(estimator: Any, c: Credit) -> Tensor:
     """Returns the result of ``baseline``. Fails where its shape or dtype is wrong."""
-    r_N = baseline_of(estimator, c.r_N, c.group_N, c.own_tokens_N, c.sources)
+    r_N = baseline_of(estimator, c.r_N, c.group_N, **c.further)
     expect(
         isinstance(r_N, Tensor) and r_N.shape == c.r_N.shape and r_N.dtype == torch.float64,
         f"advantage {estimator.name!r}: baseline() must give float64 {tuple(c.r_N.shape)}, got {_shown(r_N)}",

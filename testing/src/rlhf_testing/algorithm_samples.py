@@ -77,7 +77,7 @@ class AlgorithmSubject(Contract):
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
-        options = {"samples": max(4, needs.group_min), "scored": needs.reward, **options}
+        options = {"samples": max(4, needs.group_min), "scored": needs.reward, "greedy": needs.greedy, **options}
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:

@@ -14,6 +14,7 @@ from rlhf.interfaces.tokens import Tokens
 from rlhf.types import DataForm, Group, Head, RewardResult, RoleSpec, Row, Trajectory, Turn
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
+from rlhf.types.needs import GREEDY_REWARD
 from rlhf.types.rows import Columns
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def groups(
     multi_turn: bool = True,
     equal_rewards: bool = False,
     scored: bool = True,
+    greedy: bool = False,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Scored groups, as a controller passes them to ``Algorithm.assemble``.
@@ -71,6 +73,7 @@ def groups(
         logprobs: whether sampled turns carry log-probs (``Needs.generator_logprobs``).
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
+        greedy: whether samples have the reward of a greedy answer (``Needs.greedy``).
         columns: further columns of every row.
     """
     rng = random.Random(seed)
@@ -93,6 +96,7 @@ def groups(
                     {"fabricated": RewardResult(reward)} if scored else {},
                     reward if scored else None,
                     reward if scored else None,
+                    info={GREEDY_REWARD: shared} if greedy else {},
                 )
             )
         group_list.append(Group(data, number, trajectories))

@@ -158,7 +158,8 @@ def _engines(
         return None
     config, selection, place = run.config, run.parts["generator"], places[GENERATOR]
     generator = selection.resolved.cls
-    longest, per_prompt = max(lengths.longest, lengths.held_out_longest), config.sampling.samples_per_prompt
+    longest = max(lengths.longest, lengths.held_out_longest)
+    per_prompt = config.sampling.samples_per_prompt + run.algorithm.needs().greedy
     samples = math.ceil(config.data.batch_size * per_prompt / place.ranks) if run.online else 1
     prompts = math.ceil(samples / per_prompt)
     if config.data.eval:  # all of its rows are requested at once, each with a prompt of its own

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rlhf.interfaces.component import Component
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Advantage(Component):
-    """Two pure functions, used by the stages between reward and advantage (``rlhf_algorithms.pipeline``).
+    """Pure functions, used by the stages between reward and advantage (``rlhf_algorithms.pipeline``).
 
     :meth:`returns` gets only the action tokens of every trajectory. Prompt and environment tokens are removed before,
     so they neither discount nor decay. Complete example::
@@ -63,16 +63,47 @@ class Advantage(Component):
             r_N: float64 [N], one combined and shaped reward per trajectory.
             group_N: int64 [N], which group each trajectory is in.
 
-        An override that needs lengths (OPO's baseline weighs rewards by them) may take a third argument:
-        ``def baseline(self, r_N, group_N, own_tokens_N=None)``, int64 [N], the number of tokens that the policy sampled
-        in each trajectory, or of the given answer. In :meth:`returns` this number is ``mask_NA.sum(1)``.
+        An override may take further arguments, by name and with the default None, as in
+        ``def baseline(self, r_N, group_N, own_tokens_N=None)``. The run then provides
 
-        An override that treats each reward source by itself (GDPO) may take ``sources=None``: {reward source: (its
-        weight, its values)}, float64 [N], NaN where it gave none. Options that change ``r_N`` are then refused.
+        * ``own_tokens_N``: int64 [N], the number of tokens that the policy sampled in each trajectory, or of the given
+          answer. In :meth:`returns` this number is ``mask_NA.sum(1)``.
+        * ``sources``: {reward source: (its weight, its values)}, float64 [N], NaN where it gave none, for a baseline
+          that treats each reward source by itself. Options that change ``r_N`` are refused.
+        * ``greedy_N``: float64 [N], the reward of a greedy answer to the same prompt. One is drawn for each
+          prompt, beside its samples. It is scored with them and not trained on.
+        * ``key_N``: int64 [N], equal for trajectories whose rows are of one source and have equal values in
+          :meth:`columns`, for running statistics. The run calls :meth:`remember`.
+        * ``sample_N``: int64 [N], the number of each trajectory in its group. Groups are numbered as they were started,
+          so (group, sample) is an order.
 
         Returns: float64 [N].
         """
         return r_N
+
+    def columns(self) -> Collection[str]:
+        """Columns of the data that ``key_N`` is made of, beside the source, by the options. A run is refused if no row
+        of a source has such a column."""
+        return ()
+
+    def remember(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
+        """Update running statistics by the rewards of a step. Called once a step, after the updates, where
+        :meth:`baseline` takes ``key_N``, with the same values. The statistics belong into ``state_dict``."""
+
+    def turn_credit(self, reward_M: Tensor, state_M: Tensor, trajectory_M: Tensor) -> Tensor:
+        """Further credit of single turns, which is added to each of their tokens. M: turns with tokens that
+        the policy sampled, trajectory by trajectory and in order. Called only where it is overridden. A run in which
+        answers are one turn is then refused.
+
+        Args:
+            reward_M: float64, the environment's reward of the turn. The last turn of a trajectory also has what is left
+                of the trajectory's reward ``r``, so that the sum over its turns is ``r``.
+            state_M: int64, equal for turns of one group that follow the same observation (its text and images).
+            trajectory_M: int64, which trajectory each turn is in.
+
+        Returns: float64 [M].
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def returns(
@@ -96,15 +127,17 @@ Sources = Mapping[str, tuple[float, "Tensor"]]
 """{reward source: (weight, values [N])}."""
 
 
-def reads_sources(advantage: Advantage) -> bool:
-    """Whether :meth:`Advantage.baseline` treats each reward source by itself."""
-    return "sources" in inspect.signature(advantage.baseline).parameters
+def reads(advantage: Advantage, name: str) -> bool:
+    """Whether :meth:`Advantage.baseline` takes the further argument ``name``."""
+    return name in inspect.signature(advantage.baseline).parameters
 
 
-def baseline_of(
-    advantage: Advantage, r_N: Tensor, group_N: Tensor, own_tokens_N: Tensor, sources: Sources | None = None
-) -> Tensor:
-    """Call :meth:`Advantage.baseline`, with ``own_tokens_N`` (int64 [N]) and ``sources`` if it has such arguments."""
-    optional = {"own_tokens_N": own_tokens_N, "sources": sources}
-    parameters = inspect.signature(advantage.baseline).parameters
-    return advantage.baseline(r_N, group_N, **{name: value for name, value in optional.items() if name in parameters})
+def reads_turns(advantage: Advantage) -> bool:
+    """Whether the estimator gives credit to single turns."""
+    return type(advantage).turn_credit is not Advantage.turn_credit
+
+
+def baseline_of(advantage: Advantage, r_N: Tensor, group_N: Tensor, **further: Any) -> Tensor:
+    """Call :meth:`Advantage.baseline` with those of the ``further`` arguments that it takes."""
+    own = {name: value for name, value in further.items() if reads(advantage, name)}
+    return advantage.baseline(r_N, group_N, **own)

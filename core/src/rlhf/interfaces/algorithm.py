@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from rlhf.interfaces.advantage import Advantage
 from rlhf.interfaces.component import Component, ComponentConfig
 from rlhf.interfaces.loss import Loss
 from rlhf.interfaces.tokens import Tokens
@@ -78,6 +79,11 @@ class Algorithm(Component, Generic[Examples]):
         """Options that cannot have their effect in a run of this shape: one sentence each, with what to set instead.
         Called before a model is loaded, for data form ``prompts`` only. Default: the sentences of the losses."""
         return [line for part in self.parts.values() if isinstance(part, Loss) for line in part.misfits(shape)]
+
+    def columns(self, source: str) -> Collection[str]:
+        """Columns of the rows of a source that ``assemble`` reads. A run is refused before a model is loaded if no row
+        of the source has such a column. For data form ``prompts`` only. Default: those of the advantages."""
+        return [name for part in self.parts.values() if isinstance(part, Advantage) for name in part.columns()]
 
     @abstractmethod
     def assemble(self, examples: Sequence[Examples]) -> tuple[Batch | None, dict[str, float]]:

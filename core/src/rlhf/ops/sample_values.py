@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rlhf.errors import TrainingError
-from rlhf.types import Trajectory, Turn
+from rlhf.seeds import derive_seed
+from rlhf.types import Row, Trajectory, Turn
+from rlhf.types.needs import GREEDY_REWARD
 
 ENV = "env"
 """Key of ``step_sources`` for the rewards that an environment gives to its turns."""
@@ -37,6 +40,41 @@ def source_reward(trajectory: Trajectory, source: str) -> float:
     return (result.value or 0.0) + math.fsum(value for _, _, value in result.steps)
 
 
+def greedy_reward(trajectory: Trajectory) -> float:
+    """The reward of the greedy answer to the same prompt. Raises TrainingError where none was drawn."""
+    if GREEDY_REWARD not in trajectory.info:
+        raise TrainingError(
+            f"{name_of(trajectory)} has no {GREEDY_REWARD!r} in its info: no greedy answer to its prompt was drawn. "
+            "The algorithm must declare that it needs one: Needs(greedy=True)"
+        )
+    return _finite(trajectory, GREEDY_REWARD, float(trajectory.info[GREEDY_REWARD]))
+
+
+def row_key(row: Row, columns: Collection[str]) -> int:
+    """63 bits that are equal for rows of one source with equal values in ``columns``, in every process. Raises
+    TrainingError for a row that lacks a column."""
+    if missing := [name for name in columns if name not in row.columns]:
+        raise TrainingError(
+            f"row {row.index} of {row.source!r} has no column {missing[0]!r}, which the advantage reads; columns "
+            f"present: {', '.join(map(str, row.columns))}"
+        )
+    return derive_seed(0, repr((row.source, [(name, row[name]) for name in columns])))
+
+
+def states_of(trajectory: Trajectory) -> dict[int, str]:
+    """{number of a sampled turn: the observation that it follows}: the text of the turns since the sampled turn before
+    it (their tokens, where they have no text), and their images."""
+    states, texts = dict[int, str](), list[str]()
+    for number, turn in enumerate(trajectory.turns):
+        if turn.sampled:
+            states[number] = repr(texts)
+            texts = []
+        else:
+            texts.append(turn.text or repr(turn.ids.tolist()))
+            texts += [hashlib.sha256(image.data).hexdigest() for image in turn.images]
+    return states
+
+
 def wrong_logprobs(trajectory: Trajectory, number: int) -> TrainingError:
     """The error for turn ``number``, whose log-probs are too few, too many or not finite."""
     turn = trajectory.turns[number]
@@ -64,7 +102,7 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
     placed: dict[tuple[int, int], float] = {}
     for source, weight in step_sources.items():
         if source == ENV:
-            steps = _turn_rewards(trajectory)
+            steps = turn_rewards(trajectory)
         else:
             steps = trajectory.rewards[source].steps if source in trajectory.rewards else ()
         for number, token, value in steps:
@@ -80,7 +118,7 @@ def step_rewards_of(trajectory: Trajectory, step_sources: Mapping[str, float]) -
     return placed
 
 
-def _turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
+def turn_rewards(trajectory: Trajectory) -> tuple[tuple[int, int, float], ...]:
     """(turn, token, reward) of each reward that the environment gave."""
     rewards, last = [], None
     for number, turn in enumerate(trajectory.turns):

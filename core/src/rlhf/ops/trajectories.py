@@ -9,8 +9,13 @@ Columns of the batch:
 ``gen_logprobs``      token  float32, as the generator reported (only if every sampled turn has them)
 ``temperature``       token  float32, at which the token was sampled (1 if not sampled)
 ``step_reward``       token  float32, weighted rewards of sources with ``credit = "step"``
+``turn``              token  int64, number of its turn in the trajectory, -1 if not sampled (only with ``turns``)
+``turn_reward``       token  float64, the environment's reward of a turn, at its last token (likewise)
+``state``             token  int64, equal for turns of one group that follow the same observation (likewise)
 ``reward``            unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
 ``reward.SOURCE``     unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
+``greedy``            unit   float64, reward of the greedy answer to the same prompt (only with ``greedy``)
+``key``               unit   int64, equal for rows of one source with equal values in columns (only with ``key``)
 ``score``             unit   float64, the score that the dynamic filter read (only with ``scored``)
 ``group, sample``     unit   int64, the trajectory's index
 ``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
@@ -37,7 +42,18 @@ from torch import Tensor
 
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
-from rlhf.ops.sample_values import check_reward, name_of, source_reward, step_rewards_of, temperature_of, wrong_logprobs
+from rlhf.ops.sample_values import (
+    check_reward,
+    greedy_reward,
+    name_of,
+    row_key,
+    source_reward,
+    states_of,
+    step_rewards_of,
+    temperature_of,
+    turn_rewards,
+    wrong_logprobs,
+)
 from rlhf.ops.spans import empty, masked, sums
 from rlhf.types import Group, Image, Trajectory, Turn
 from rlhf.types.images import joined_images
@@ -51,6 +67,9 @@ def assemble(
     scored: bool = True,
     rewards: Collection[str] = (),
     observations: bool = False,
+    greedy: bool = False,
+    key: Collection[str] | None = None,
+    turns: bool = False,
 ) -> Batch | None:
     """Scored groups as a batch; None if no trajectory has a reward and a sampled token.
 
@@ -66,10 +85,14 @@ def assemble(
             other sources are already in ``Trajectory.reward``.
         rewards: reward sources that get a column of their own; ``env`` is the sum of the rewards of turns.
         observations: add the column ``observation_mask``. Tokens that stand for an image are not in it.
+        greedy: whether there is a greedy answer to each prompt (:attr:`Needs.greedy`).
+        key: columns of the data that ``key`` is made of, beside the source; None: the batch has no such column.
+        turns: whether the batch says which turn each token is of.
         scored: False if rewards are not used (``Needs.reward = False``). Trajectories without a reward are then kept.
 
     Raises:
-        TrainingError: a reward, log-prob or step is not a finite number, or a step is at a token that does not exist.
+        TrainingError: a reward, log-prob or step is not a finite number, or a step is at a token that does not exist; a
+            greedy answer or a column of ``key`` is missing.
     """
     live = [t for g in groups for t in g.trajectories if t.status != "failed"]
     trajectories = [t for t in live if t.reward is not None or not scored]
@@ -86,7 +109,13 @@ def assemble(
     for name in rewards:
         values = [source_reward(trajectory, name) for trajectory in trajectories]
         batch.unit[f"reward.{name}"] = torch.tensor(values, dtype=torch.float64)
+    if greedy:
+        batch.unit["greedy"] = torch.tensor([greedy_reward(t) for t in trajectories], dtype=torch.float64)
+    if key is not None:
+        batch.unit["key"] = torch.tensor([row_key(t.row, key) for t in trajectories])
     tok = layout.columns(with_logprobs)
+    if turns:
+        tok |= layout.turn_columns()
     tok["loss_mask"][batch.starts_B] = False  # nothing predicts the first token of a sequence
     end_B = torch.cumsum(lens_B, 0) - 1  # a sequence ends with its last action, if it has one
     action_B = tok["loss_mask"][end_B]
@@ -217,6 +246,23 @@ class _Layout:
             "temperature": per_token([temperature_of(t, t.turns[n]) for t, n in self.turns], np.float32),
         }
         return {"gen_logprobs": self._logprobs(), **columns} if with_logprobs else columns
+
+    def turn_columns(self) -> dict[str, Tensor]:
+        """``state``, ``turn`` and ``turn_reward``."""
+        counts_T = [len(t.turns[n].ids) for t, n in self.turns]
+        ends = {(id(t), n): end for (t, n), end in zip(self.turns, accumulate(counts_T), strict=True)}
+        reward_N = np.zeros(self.tokens)
+        numbers: dict[tuple[int, str], int] = {}
+        states: dict[tuple[int, int], int] = {}
+        for trajectory in {id(t): t for t, _ in self.turns}.values():
+            for n, state in states_of(trajectory).items():
+                states[id(trajectory), n] = numbers.setdefault((trajectory.index[0], state), len(numbers))
+            for n, _, reward in turn_rewards(trajectory):
+                reward_N[ends[id(trajectory), n] - 1] += reward
+        turn_T = [n if t.turns[n].sampled else -1 for t, n in self.turns]
+        state_T = [states.get((id(t), n), -1) for t, n in self.turns]
+        columns = {"state": np.repeat(state_T, counts_T), "turn": np.repeat(turn_T, counts_T), "turn_reward": reward_N}
+        return {name: torch.from_numpy(values_N) for name, values_N in columns.items()}
 
     def _logprobs(self) -> Tensor:
         """float32 [N]: as the generator reported, 0 at tokens that were not sampled."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+GREEDY_REWARD = "rollout/greedy_reward"
+"""Key of :attr:`Trajectory.info`: the reward of the greedy answer to the same prompt (:attr:`Needs.greedy`)."""
+
 DataForm = Literal["prompts", "demonstrations", "pairs", "labels", "steps"]
 
 
@@ -53,6 +56,10 @@ class Needs:
     given_sources: tuple[str, ...] = ()
     """Data form ``prompts``: sources of ``data.train`` whose rows are demonstrations. The group of such a row is one
     trajectory with the answer in the data, as with :attr:`given`, beside groups that are sampled and scored."""
+    greedy: bool = False
+    """Data form ``prompts``, with a reward: each prompt also gets a greedy answer (temperature 0). It is scored with
+    the samples and is no part of the group. Its reward is ``rollout/greedy_reward`` in :attr:`Trajectory.info` of each
+    sample. Where it fails or gets no reward, the samples fail."""
 
     @property
     def answered(self) -> bool | tuple[str, ...]:

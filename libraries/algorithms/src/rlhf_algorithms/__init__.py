@@ -13,7 +13,9 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
         GAE,
         GDPO,
         OPO,
+        RAE,
         BatchMean,
+        GiGPO,
         GroupMean,
         GroupNorm,
         LeaveOneOut,
@@ -21,9 +23,11 @@ def rlhf_register_advantage() -> list[type[Advantage]]:
         PassAtK,
         Reinforce,
         ReinforceBaseline,
+        ReMax,
     )
 
-    return [GAE, Reinforce, ReinforceBaseline, BatchMean, LeaveOneOut, GroupNorm, GroupMean, GDPO, MaxRL, OPO, PassAtK]
+    of_groups = [LeaveOneOut, GroupNorm, GroupMean, GDPO, MaxRL, OPO, PassAtK, GiGPO]
+    return [GAE, Reinforce, ReinforceBaseline, BatchMean, *of_groups, ReMax, RAE]
 
 
 @hookimpl

@@ -7,7 +7,8 @@ in the reward, credit differs from token to token.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -205,6 +206,128 @@ class OPO(ReturnToGo):
             return centred_N
         length_N = group_mean(own_tokens_N, group_N).clamp(min=1e-9)
         return centred_N - group_mean(centred_N * own_tokens_N, group_N) / length_N
+
+
+class ReMax(ReturnToGo):
+    """Reward minus that of the greedy answer to the same prompt, which is drawn for this and not trained on; works with
+    one sample per prompt.
+
+    Deviations: (1) Several samples of a prompt share one greedy answer; the paper has one sample. (2) Shaping and KL
+    change the reward of a sample, not that of the greedy answer, as in verl. The baseline stays independent of the
+    sample. (3) The paper has KL in the reward; here it is off unless ``kl.coef`` is set.
+    """
+
+    name = "remax"
+    source = "Li et al. 2023, ReMax, arXiv:2310.10505 (algorithm 1)"
+
+    def baseline(self, r_N: Tensor, group_N: Tensor, greedy_N: Tensor | None = None) -> Tensor:
+        assert greedy_N is not None
+        return r_N - greedy_N
+
+
+class RAEConfig(ReturnConfig):
+    decay: float = Field(default=0.95, gt=0, lt=1)
+    """Weight of the mean before a sample's reward enters it."""
+    by: tuple[str, ...] = ()
+    """Columns of the data that, with its source, say which mean a sample has: the game and the player."""
+
+
+class RAE(ReturnToGo):
+    """Reward minus the running mean of its environment and player: b <- decay b + (1 - decay) r, A = r - b, sample by
+    sample; b starts at 0. The means are in checkpoints. Works with one sample per prompt.
+
+    The environment and the player of a sample are those of its row: the name of the source in ``data.train``, and the
+    columns ``by``.
+
+    Deviations: (1) A sample is of one player; another player is part of the environment. In the paper one policy plays
+    all, and each game gives a trajectory for each player. (2) The samples of a batch enter in the order of their
+    prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the mean before the sample enters it,
+    which gives r - b before.
+    """
+
+    name = "rae"
+    source = "Liu et al. 2025, SPIRAL, arXiv:2506.24119 (eq. 2, algorithm 1)"
+    Config = RAEConfig
+    over_batch = True
+
+    def __init__(self, config: ComponentConfig | None = None) -> None:
+        super().__init__(config)
+        self.means: dict[int, float] = {}
+
+    def columns(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.config.by
+        return names
+
+    def baseline(
+        self, r_N: Tensor, group_N: Tensor, key_N: Tensor | None = None, sample_N: Tensor | None = None
+    ) -> Tensor:
+        assert key_N is not None
+        assert sample_N is not None
+        return self._enter(dict(self.means), r_N, group_N, key_N, sample_N)
+
+    def remember(self, r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> None:
+        self._enter(self.means, r_N, group_N, key_N, sample_N)
+
+    def _enter(self, means: dict[int, float], r_N: Tensor, group_N: Tensor, key_N: Tensor, sample_N: Tensor) -> Tensor:
+        """Update ``means`` by each reward in turn. Returns the rewards minus their means."""
+        credit_N, decay = torch.zeros(r_N.shape, dtype=torch.float64), self.config.decay
+        rows = zip(group_N.tolist(), sample_N.tolist(), key_N.tolist(), r_N.tolist(), range(len(r_N)), strict=True)
+        for _, _, key, reward, i in sorted(rows):
+            means[key] = decay * means.get(key, 0.0) + (1 - decay) * reward
+            credit_N[i] = reward - means[key]
+        return credit_N
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": {str(key): mean for key, mean in self.means.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.means = {int(key): float(mean) for key, mean in state["means"].items()}
+
+
+class GiGPOConfig(ComponentConfig):
+    gamma: float = Field(default=0.95, ge=0, le=1)
+    """Discount per turn, of the return whose credit turns share."""
+    step_weight: float = Field(default=1.0, gt=0)
+    """omega: weight of the credit of turns beside that of the whole answer."""
+    std: Literal["group", "none"] = "group"
+    """Divide both by the unbiased standard deviation of their group, or not at all."""
+
+
+class GiGPO(ReturnToGo):
+    """A^E + omega A^S for each token of a turn. A^E is the group's as in ``group_norm``. A^S compares turns that the
+    policy sampled in one state: with R_t = sum over k >= t of gamma^(k - t) r_k, it is (R_t - mean) / (std + 1e-9) over
+    all turns of the group that follow the same observation. So two actions in one state are told apart, although no
+    state was sampled from twice on purpose. A state with one turn gives A^S = 0.
+
+    Deviations: (1) Observations are one state if their texts and images are equal; verl-agent can also join similar
+    ones. The observation must therefore say what the state is. (2) What a reward that is not the environment's (a
+    reward source, shaping) gives to an answer counts at its last turn. ``reward_clip`` changes A^E only.
+    """
+
+    name = "gigpo"
+    source = "Feng et al. 2025, Group-in-group policy optimization, arXiv:2505.10978 (eq. 8)"
+    Config = GiGPOConfig
+    group_min = 2
+
+    def baseline(self, r_N: Tensor, group_N: Tensor) -> Tensor:
+        return self._normalised(r_N, group_N)
+
+    def turn_credit(self, reward_M: Tensor, state_M: Tensor, trajectory_M: Tensor) -> Tensor:
+        returns, trajectories = reward_M.tolist(), trajectory_M.tolist()
+        for i in reversed(range(len(returns) - 1)):
+            if trajectories[i] == trajectories[i + 1]:
+                returns[i] += self.config.gamma * returns[i + 1]
+        return self.config.step_weight * self._normalised(torch.tensor(returns, dtype=torch.float64), state_M)
+
+    def returns(
+        self, R_NA: Tensor, mask_NA: Tensor, values_NA: Tensor | None, boot_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        G_NA = return_to_go(R_NA, mask_NA, 1.0)
+        return G_NA, G_NA
+
+    def _normalised(self, values: Tensor, groups: Tensor) -> Tensor:
+        centred = group_center(values, groups)
+        return centred if self.config.std == "none" else centred / (group_std(values, groups) + 1e-9)
 
 
 class PassAtKConfig(ReturnConfig):

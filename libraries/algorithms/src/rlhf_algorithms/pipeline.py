@@ -6,7 +6,8 @@
 4. :func:`subtract_kl` if the KL is subtracted before the baseline, then :func:`baseline`, the advantage's own.
 5. :func:`clip_rewards`.
 6. :func:`token_rewards`: step rewards at their tokens, the rest at the last action token, minus beta KL per token.
-7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only.
+7. :func:`returns`: the advantage's own ``returns`` over each trajectory's action tokens only; with estimators that give
+   credit to single turns also :func:`add_turn_credit`.
 8. :func:`normalise`: over the whole rollout batch, weighted by tokens.
 
 An algorithm with another order overrides ``PolicyGradient.stages()`` and calls these functions itself.
@@ -23,7 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 from rlhf.errors import TrainingError
-from rlhf.interfaces.advantage import Advantage, baseline_of
+from rlhf.interfaces.advantage import Advantage, baseline_of, reads_turns
 from rlhf.ops.batch import Batch
 from rlhf.ops.groups import group_std, one_per_group
 from rlhf.ops.spans import empty, masked
@@ -75,11 +76,14 @@ def credit(
     r_U = shaped_U
     if kl is not None and kl_N is not None and kl.before_baseline:
         r_U = subtract_kl(batch, r_U, kl_N, kl.beta)
+    whole_U = r_U
     r_U = baseline(batch, advantage, r_U, weights)
     r_U = clip_rewards(r_U, reward_clip)
     per_token = kl is not None and not kl.before_baseline
     R_N = token_rewards(batch, r_U, kl_N if per_token else None, kl.beta if kl else 0.0)
     batch, raw_advantages_N = returns(batch, advantage, R_N)
+    if reads_turns(advantage):
+        raw_advantages_N = add_turn_credit(batch, advantage, whole_U, raw_advantages_N)
     advantages_N = raw_advantages_N
     if advantage.normalise != "none":
         advantages_N = normalise(raw_advantages_N, batch.tok["loss_mask"], advantage.normalise)
@@ -106,7 +110,16 @@ def subtract_kl(batch: Batch, r_U: Tensor, kl_N: Tensor, beta: float) -> Tensor:
 def baseline(batch: Batch, advantage: Advantage, r_U: Tensor, weights: Mapping[str, float] | None = None) -> Tensor:
     """Stage 4: subtract the advantage's own baseline."""
     sources = {name: (weight, batch.unit[f"reward.{name}"]) for name, weight in (weights or {}).items()}
-    return baseline_of(advantage, r_U, batch.unit["group"], batch.unit["own_tokens"], sources)
+    return baseline_of(
+        advantage,
+        r_U,
+        batch.unit["group"],
+        own_tokens_N=batch.unit["own_tokens"],
+        sources=sources,
+        greedy_N=batch.unit.get("greedy"),
+        key_N=batch.unit.get("key"),
+        sample_N=batch.unit["sample"],
+    )
 
 
 def clip_rewards(r_U: Tensor, clip: tuple[float, float] | None) -> Tensor:
@@ -181,6 +194,32 @@ def _returns(block: Batch, advantage: Advantage, R_N: Tensor, boot_U: Tensor | N
                 f"{tuple(estimate_UA.shape)} with {int((~estimate_UA.isfinite()).sum())} values that are not finite"
             )
     return flat
+
+
+def add_turn_credit(batch: Batch, advantage: Advantage, r_U: Tensor, advantages_N: Tensor) -> Tensor:
+    """Stage 7, optional: the advantage's own credit of single turns, added to each token of the turn.
+
+    Args:
+        r_U: the trajectories' rewards before the baseline.
+    """
+    mask_N = batch.tok["loss_mask"]
+    turns_A = torch.stack([batch.unit_N[mask_N], batch.tok["turn"][mask_N]], 1)
+    turns_M2, turn_A = torch.unique_consecutive(turns_A, return_inverse=True, dim=0)
+    unit_M = turns_M2[:, 0]
+    state_M = torch.zeros_like(unit_M).index_copy_(0, turn_A, batch.tok["state"][mask_N])
+    reward_M = torch.zeros(len(unit_M), dtype=torch.float64).index_add_(0, turn_A, batch.tok["turn_reward"][mask_N])
+    left_U = r_U - torch.zeros_like(r_U).index_add_(0, unit_M, reward_M)
+    last_M = torch.ones_like(unit_M, dtype=torch.bool)
+    last_M[:-1] = unit_M[1:] != unit_M[:-1]
+    reward_M[last_M] += left_U[unit_M[last_M]]
+    credit_M = advantage.turn_credit(reward_M, state_M, unit_M)
+    if credit_M.shape != unit_M.shape or not bool(credit_M.isfinite().all()):
+        raise TrainingError(
+            f"turn_credit() of advantage {advantage.name!r} must give {len(unit_M)} finite values, got shape "
+            f"{tuple(credit_M.shape)} with {int((~credit_M.isfinite()).sum())} values that are not finite"
+        )
+    credit_N = torch.zeros(batch.tokens).masked_scatter_(mask_N, credit_M[turn_A].float())
+    return advantages_N + credit_N
 
 
 def bootstrap_values(batch: Batch) -> Tensor | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rlhf.errors import ConfigError, PluginInvalid
-from rlhf.interfaces.advantage import Advantage, reads_sources
+from rlhf.interfaces.advantage import Advantage, reads, reads_turns
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
@@ -28,7 +28,7 @@ from rlhf_algorithms.echo import WithEcho
 from rlhf_algorithms.entropy import EntropyController
 from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
-from rlhf_algorithms.policy_gradient_overrides import check_overrides
+from rlhf_algorithms.policy_gradient_overrides import check_overrides, replaces
 from rlhf_algorithms.snapshots import snapshots_due
 from rlhf_algorithms.teacher import TEACHER, TEACHER_LOGPROBS, with_teacher
 
@@ -79,8 +79,18 @@ class PolicyGradient(Algorithm[Group]):
         if self.config.echo_coef is not None:
             self.parts["loss"] = WithEcho(self.parts["loss"], self.config.echo_coef)
         self.loss: Loss = self.parts["loss"]
-        if reads_sources(self.advantage):
+        if reads(self.advantage, "sources"):
             self._check_sources()
+        if self._remembers and kl.before_baseline:
+            raise ConfigError(
+                "algorithm.kl.before_baseline = true changes the rewards by the KL, which the running statistics of "
+                f"the advantage {self.advantage.name!r} do not contain; leave it out"
+            )
+        if self._remembers and replaces(type(self), PolicyGradient, "finish"):
+            raise ConfigError(
+                f"{type(self).__name__}.finish() of algorithm {self.name!r} replaces the method that updates the "
+                f"running statistics of the advantage {self.advantage.name!r}; choose another, or call super().finish()"
+            )
         if self.advantage.needs_values and not self.config.teacher.task:
             raise ConfigError(
                 f"algorithm.teacher.task = false leaves out the advantage {self.advantage.name!r} and its critic; "
@@ -165,11 +175,12 @@ class PolicyGradient(Algorithm[Group]):
             roles.append(RoleSpec(TEACHER))
         corrected, task = self.loss.generator_logprobs, self.config.teacher.task
         features = ("correction",) if corrected else ()
-        return Needs(tuple(roles), self.advantage.group_min if task else 1, corrected, features, reward=task)
+        group_min, greedy = self.advantage.group_min if task else 1, task and reads(self.advantage, "greedy_N")
+        return Needs(tuple(roles), group_min, corrected, features, reward=task, greedy=greedy)
 
     def misfits(self, shape: OnlineShape) -> list[str]:
         problems, shaping = super().misfits(shape), self.config.shaping
-        if reads_sources(self.advantage) and len(self.run.weights) < 2:
+        if reads(self.advantage, "sources") and len(self.run.weights) < 2:
             names = ", ".join(self.run.weights) or "none"
             problems.append(
                 f"algorithm.advantage.use = {self.advantage.name!r} treats each reward by itself and needs two or "
@@ -181,6 +192,12 @@ class PolicyGradient(Algorithm[Group]):
                 f"algorithm.echo_coef = {self.config.echo_coef} trains on what an environment or a tool says after an "
                 "answer, but a sample of this run is one prompt and one answer. Name an environment (--env.use, with "
                 "env.max_turns above 1) or a rollout with tools, or leave it out."
+            )
+        if reads_turns(self.advantage) and not shape.observations:
+            problems.append(
+                f"algorithm.advantage.use = {self.advantage.name!r} gives credit to single turns, but each answer is "
+                "one turn. Set --rollout.use to a rollout with several (multi_turn with an [env] whose max_turns is 2 "
+                "or more, tools, agent), or use the advantage group_norm."
             )
         if self.config.minibatches > shape.trajectories:
             problems.append(
@@ -232,8 +249,17 @@ class PolicyGradient(Algorithm[Group]):
     # ---------------------------------------------------------------------------------------- work
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
-        task, observations = self.config.teacher.task, self.config.echo_coef is not None
-        return assemble(examples, self.run.step_sources, task, self.source_weights, observations), {}
+        batch = assemble(
+            examples,
+            self.run.step_sources,
+            scored=self.config.teacher.task,
+            rewards=self.source_weights,
+            observations=self.config.echo_coef is not None,
+            greedy=self.needs().greedy,
+            key=self.advantage.columns() if self._remembers else None,
+            turns=reads_turns(self.advantage),
+        )
+        return batch, {}
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
@@ -295,7 +321,7 @@ class PolicyGradient(Algorithm[Group]):
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
         """Adapt the coefficients: of the KL to the KL of this step and its number of trajectories, including masked
-        ones, and of the entropy bonus to the entropy."""
+        ones, and of the entropy bonus to the entropy. The advantage remembers the rewards, shaped."""
         used: dict[str, float] = {}
         learns = step >= self.config.critic_warmup  # else the policy is not trained, so nothing is adapted
         if self._uses_kl:
@@ -307,6 +333,9 @@ class PolicyGradient(Algorithm[Group]):
             used["entropy/coef"] = self.entropy.factor * self.entropy.start
             if "policy/entropy" in metrics and learns:
                 self.entropy.update(metrics["policy/entropy"])
+        if self._remembers:
+            r_U = pipeline.shape(batch, batch.unit["reward"], self.config.shaping.shapers())
+            self.advantage.remember(r_U, batch.unit["group"], batch.unit["key"], batch.unit["sample"])
         return used
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,7 +359,12 @@ class PolicyGradient(Algorithm[Group]):
     @property
     def source_weights(self) -> Mapping[str, float]:
         """{reward source: weight} where the advantage treats each source by itself; else empty."""
-        return self.run.weights if reads_sources(self.advantage) else {}
+        return self.run.weights if reads(self.advantage, "sources") else {}
+
+    @property
+    def _remembers(self) -> bool:
+        """Whether the advantage keeps running statistics of rewards."""
+        return bool(self.config.teacher.task) and reads(self.advantage, "key_N")
 
     @property
     def _uses_kl(self) -> bool:

@@ -58,6 +58,11 @@ def check_overrides(cls: type[Any], base: type[Any], config: PolicyGradientConfi
             )
 
 
+def replaces(cls: type[Any], base: type[Any], method: str) -> bool:
+    """Whether an override of the base's method does not call it."""
+    return _replaced(cls, base, method) is not None
+
+
 def _replaced(cls: type[Any], base: type[Any], method: str) -> tuple[type[Any], tuple[str, ...]] | None:
     """The class whose override replaces the base's method, and the options that it and its subclasses declare to apply;
     None if the method of ``base`` is used."""

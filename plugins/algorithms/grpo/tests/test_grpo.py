@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rlhf.errors import TrainingError
 from rlhf.types import OnlineShape, Update
+from rlhf_algorithms.advantages import RAE, ReMax
 from rlhf_algorithms.policy_gradient_config import KLConfig, ShapingConfig
 from rlhf_plugin_grpo import DAPO, GRPO, DrGRPO
 from rlhf_testing import fabricate
@@ -29,6 +30,16 @@ class TestDAPO(AlgorithmContract):
 
 class TestDrGRPO(AlgorithmContract):
     algorithm = DrGRPO
+
+
+class TestGRPOWithAGreedyAnswer(AlgorithmContract):
+    algorithm = GRPO
+    parts = {"advantage": ReMax}
+
+
+class TestGRPOWithARunningMean(AlgorithmContract):
+    algorithm = GRPO
+    parts = {"advantage": lambda: RAE(RAE.Config(by=("answer",)))}
 
 
 def test_one_optimizer_step_needs_no_second_forward():

@@ -191,8 +191,8 @@ def _check_declared(algorithm: Algorithm, roles: Collection[str], copied: Collec
 
 
 def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequence[Row], samples: bool) -> None:
-    """Refuse a run in which a reward cannot score any row of a source, because a column is missing that the reward
-    declares (``Reward.columns``).
+    """Refuse a run in which a reward or the algorithm can read no row of a source, because a column is missing that it
+    declares (``Reward.columns``, ``Algorithm.columns``).
 
     A source lacks a column where none of its rows has it. No row is read for this. A column that only some rows lack is
     not found here: the reward fails when it scores such a row.
@@ -211,6 +211,18 @@ def check_columns(plugins_of_run: RunPlugins, data: TrainData, held_out: Sequenc
         plugins_of_run.rewards, [s for s in data.sources["eval"] if s.name in evaluated], "eval"
     )
     refuse(problems)
+    algorithm = plugins_of_run.algorithm
+    raise_problems(
+        "the algorithm cannot read the data",
+        [
+            f"data.train {source.name!r} ({source.section.path}) has no column {column!r}, which algorithm "
+            f"{algorithm.name!r} or a part of it reads; columns present: {', '.join(source.columns)}."
+            f"{did_you_mean(column, source.columns)} Change the option that names it, or add it to the data."
+            for source in trained
+            for column in algorithm.columns(source.name)
+            if not source.has(column)
+        ],
+    )
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -64,6 +64,17 @@ def sampling(run: RunPlugins) -> list[str]:
             f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
             "so given needs reward = False and lies from 0 to below 1. Report this to its author."
         )
+    if needs.greedy and not needs.reward:
+        problems.append(
+            f"{name} declares greedy = True and reward = False: nothing reads a greedy answer without a reward. Report "
+            "this to its author."
+        )
+    if needs.greedy and run.rollout is not None and not run.rollout.needs_generator:
+        problems.append(
+            f"{name} configured like this compares samples with a greedy answer to the same prompt, but rollout "
+            f"{config.rollout.use!r} generates nothing, so it has none. Use another --rollout.use or "
+            "--algorithm.advantage.use; `rlhf replay RUN` repeats a run with its greedy answers."
+        )
     if needs.answered and config.env is not None:
         sources = ", ".join(map(repr, needs.given_sources))
         problems.append(

@@ -192,7 +192,7 @@ class ContinuousStream(Stream):
                     await asyncio.sleep(0)
 
     def _add(self, row: Row, version: int) -> Pending:
-        logs = [TurnLog() for _ in range(self.settings.samples)]
+        logs = [TurnLog() for _ in range(self.settings.answers)]
         pending = Pending(self.next_number, row, version, logs)
         self.next_number += 1
         self.pending.add(pending)

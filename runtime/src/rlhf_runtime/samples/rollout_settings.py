@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhf.seeds import derive_seed
 from rlhf.types import Sampling
@@ -34,6 +34,22 @@ class RolloutSettings:
     """Counts failed samples when a failure does not abort the run, and stops the run when too many fail."""
     max_images: int = 8
     """Largest number of images in a sequence."""
+    greedy: bool = False
+    """Whether each prompt gets a greedy answer beside its samples (``Needs.greedy``): the last of its group, until the
+    group is scored."""
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt: its samples, and the greedy one."""
+        return self.samples + self.greedy
+
+    def sampling_of(self, sample: int) -> Sampling:
+        """Sampling parameters of an answer, by its number in the group."""
+        return greedy_sampling(self.sampling) if self.is_greedy(sample) else self.sampling
+
+    def is_greedy(self, sample: int) -> bool:
+        """Whether this is the greedy answer."""
+        return self.greedy and sample == self.samples
 
     @property
     def has_given(self) -> bool:
@@ -46,3 +62,8 @@ class RolloutSettings:
             self.given_share > 0
             and derive_seed(self.seed, f"{self.purpose}/given", number) < self.given_share * 2.0**63
         )
+
+
+def greedy_sampling(sampling: Sampling) -> Sampling:
+    """``sampling``, but always the likeliest token."""
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

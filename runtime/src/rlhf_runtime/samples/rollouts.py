@@ -12,6 +12,7 @@ from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, Training
 from rlhf.interfaces import EnginePool, Env, Generator, Rollout
 from rlhf.seeds import derive_seed
 from rlhf.types import Group, Row, Trajectory
+from rlhf.types.needs import GREEDY_REWARD
 
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.calls.returned_values import InvalidResult, check_turns
@@ -70,9 +71,9 @@ class Rollouts:
         self, rows: Sequence[Row], first_number: int, settings: RolloutSettings, count: Count
     ) -> list[Group]:
         sampled_numbers = [n for n, row in enumerate(rows, first_number) if not settings.gives(n, row.source)]
-        samples = [(number, sample) for number in sampled_numbers for sample in range(settings.samples)]
+        samples = [(number, sample) for number in sampled_numbers for sample in range(settings.answers)]
         if settings.failures is not None:
-            settings.failures.expect(len(samples))
+            settings.failures.expect(len(sampled_numbers) * settings.samples)
         requests: Requests = Waves(self.generator, self.main, samples, self.limit)
         if self.pool is not None:
             requests = SingleRequests(self.pool, self.limit)
@@ -102,7 +103,7 @@ class Rollouts:
         logs: Sequence[TurnLog] = (),
         ended: Callable[[], None] = lambda: None,
     ) -> Group:
-        """The scored group of ``row``.
+        """The scored group of ``row``, without its greedy answer.
 
         Args:
             logs: of each sample the turns that were sampled for it before. They are not sampled again.
@@ -110,12 +111,14 @@ class Rollouts:
         """
         if settings.gives(number, row.source):
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
-        logs = logs or [TurnLog() for _ in range(settings.samples)]
+        logs = logs or [TurnLog() for _ in range(settings.answers)]
         samples = [self._admitted(row, (number, s), settings, requests, log, ended) for s, log in enumerate(logs)]
         group = Group(row, number, list(await asyncio.gather(*samples)))
         if any(t.status != "failed" for t in group.trajectories):
             with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
                 await self.scorer.score(group, settings.purpose == TRAINING)
+        if settings.greedy:
+            set_greedy_apart(group)
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
         if failed is not None and settings.abort_on_failure:
             raise RolloutError(
@@ -191,3 +194,16 @@ class Rollouts:
         if self.open_env is None:
             raise RolloutError(f"rollout {self.rollout.name!r} opens an environment; set [env] use = ...")
         return self.open_env(slice)
+
+
+def set_greedy_apart(group: Group) -> None:
+    """Remove the last answer of a scored group, the greedy one, and note its reward in each of the others. Where it has
+    none, those with a reward fail."""
+    greedy = group.trajectories.pop()
+    for trajectory in group.trajectories:
+        if greedy.status != "failed" and greedy.reward is not None:
+            trajectory.info[GREEDY_REWARD] = greedy.reward
+        elif trajectory.status != "failed" and trajectory.reward is not None:
+            trajectory.status, trajectory.reward, trajectory.score = "failed", None, None
+            cause = greedy.error or "no reward applied to it"
+            trajectory.error = f"the greedy answer to the same prompt has no reward: {cause}"

@@ -21,7 +21,7 @@ from rlhf.types.images import joined_images
 from rlhf_runtime.observe.timeline import Slice
 from rlhf_runtime.samples.episodes import Episode
 from rlhf_runtime.samples.protocols import Messages, PromptTemplate, Requests
-from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings
+from rlhf_runtime.samples.rollout_settings import TRAINING, RolloutSettings, greedy_sampling
 
 
 class SampleContext(RolloutContext):
@@ -45,7 +45,7 @@ class SampleContext(RolloutContext):
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
-        self.index, self.sampling, self.max_tokens = index, settings.sampling, settings.max_tokens
+        self.index, self.sampling, self.max_tokens = index, settings.sampling_of(index[1]), settings.max_tokens
 
     @property
     def tokenizer(self) -> Any:
@@ -94,7 +94,9 @@ class SampleContext(RolloutContext):
                 "turn before asking for the next"
             )
         check_sampling(sampling)  # checked here so that only this sample fails, not the other samples of its wave
-        if self._settings.purpose == TRAINING:
+        if self._settings.is_greedy(self.index[1]):
+            sampling = greedy_sampling(sampling)  # also where an environment or a program asks for another temperature
+        elif self._settings.purpose == TRAINING:
             _check_distribution(sampling, self.sampling)
         start = max((i for i, t in enumerate(turns) if t.fresh), default=0)
         ids = turns[start].ids if start == len(turns) - 1 else array("i", b"".join(t.ids for t in turns[start:]))

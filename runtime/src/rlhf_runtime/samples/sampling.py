@@ -69,6 +69,7 @@ def training_settings(config: RunFile, failures: Failures, needs: Needs) -> Roll
         needs.given_sources,
         failures,
         config.data.image_limit,
+        needs.greedy,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,11 @@ class PerSource(Algorithm[Group]):
             tuple(sorted(set.intersection(*features))),
             max(each.rows_min for each in needs.values()),
             given_sources=tuple(source for source, name in self._owner.items() if not self._samples(name)),
+            greedy=any(each.greedy for each in needs.values()),
         )
+
+    def columns(self, source: str) -> Collection[str]:
+        return self.members[self._owner[source]].columns(source)
 
     def use_tokens(self, tokens: Tokens) -> None:
         for member in self.members.values():
