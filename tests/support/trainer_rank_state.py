@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import WorkerError
+from rlhf.interfaces.model import PARTS
 from rlhf_testing.suite_losses import InfiniteGradient, InfiniteLoss, TokenLoss, ValueLoss
 
 from tests.support.rank_batches import batch, shares
@@ -77,6 +78,7 @@ class StateCases(TrainerRankSetup):
         trainer.save(self.folder / f"lora-saved-{layout}")
         trainer.export(self.folder / f"lora-exported-{layout}")
         self.keep(f"lora-weights-{layout}", held(trainer))
+        self.keep(f"lora-parts-{layout}", held(trainer, PARTS))
         return {"base": same(base, held(trainer, "base")), "merged": not same(base, held(trainer))}
 
     def case_export(self, layout: str) -> Any:

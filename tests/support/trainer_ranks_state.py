@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.errors import CheckpointError
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf_modeling.adapter_files import FOLDER as ADAPTER
 from rlhf_testing.contract import expect
 from rlhf_testing.suite_losses import TokenLoss
@@ -155,6 +156,10 @@ class StateOfRanks(RankTests):
         file = f"{ADAPTER}/adapter_model.safetensors"
         alone, exported = (load_file(f / file) for f in (tmp_path / "one", ranks.folder / f"lora-exported-{layout}"))
         same_bits(exported, alone.items(), "the exported adapter")
+        parts, adapters = dict(trainer.weights(PARTS)), dict(trainer.weights(ADAPTERS))
+        same_bits(parts, ranks.tensors(f"lora-parts-{layout}").items(), "the base and its adapters")
+        same_bits(adapters, exported.items(), "the adapters alone, under PEFT's names")
+        equal(parts.keys() - adapters.keys(), weights.keys(), "the names of the base")
 
     @reads("export")
     def test_an_export_gathers_few_tensors_at_a_time_and_loads_in_transformers(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rlhf.errors import CapabilityError, SyncError, TrainingError, WorkerError
 from rlhf.interfaces import EnginePool, Generator, ModelSpec, Place, Proof, Sleeps, TrainerFacts, WorkerGroup
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.types import Image, RoleSpec
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf_runtime.config.sections import SyncSection
@@ -158,6 +159,43 @@ def made():
     for tensor in trainer.live.values():  # one update
         tensor += 0.5 * tensor.roll(1, 0)
     return trainer, group, generator, sync, notes
+
+
+def test_with_adapters_the_base_is_sent_only_where_an_engine_lacks_it(made, monkeypatch):
+    trainer, _, generator, sync, _ = made
+    views, end = [], generator.end_load
+
+    def sent(view, limit):
+        views.append(view)
+        trainer.marks = {}
+        names = ["head"] if view == ADAPTERS else list(trainer.live)
+        return buckets([(name, trainer.live[name]) for name in names], limit, trainer.marks)
+
+    def end_load():
+        proofs = end()
+        generator.has_base = True
+        return proofs
+
+    monkeypatch.setattr(trainer, "buckets", sent)
+    monkeypatch.setattr(generator, "end_load", end_load)
+    weights = WeightSync(sync().policy, generator, SyncSection(), 0, print, adapters=True)
+    assert weights.push(1)["sync/MiB"] > weights.push(2)["sync/MiB"]
+    generator.has_base = False  # an engine was replaced when the load began
+    weights.push(3)
+    weights.push(4)
+    weights.refresh()
+    assert views == [PARTS, ADAPTERS, PARTS, ADAPTERS, PARTS]
+
+    def died():
+        """An engine dies in the load: the pool replaces it, sends all again, and answers with the new proofs."""
+        monkeypatch.setattr(generator, "end_load", end_load)
+        end_load()
+        weights.refresh()
+        return [Proof(generator.version, nbytes=generator.size, received=generator.got)]
+
+    monkeypatch.setattr(generator, "end_load", died)
+    assert weights.push(5)["sync/version"] == 5
+    assert views[-2:] == [ADAPTERS, PARTS]
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(9, 9), (2048, 24)])

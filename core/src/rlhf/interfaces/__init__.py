@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf.interfaces.generator_spec import GeneratorSpec
     from rlhf.interfaces.launcher import GENERATOR, EnginePool, Launcher, Place, WorkerGroup
     from rlhf.interfaces.loss import Loss
-    from rlhf.interfaces.model import ModelSpec, Precision, TrainerFacts
+    from rlhf.interfaces.model import LowRankAdapters, ModelSpec, Precision, TrainerFacts
     from rlhf.interfaces.observer import Observer, RunControl, RunInfo
     from rlhf.interfaces.reward import ReadRole, Reward, RewardContext, ScoreWithRole
     from rlhf.interfaces.rollout import Rollout, RolloutContext
@@ -63,7 +63,7 @@ _FILES = {
     "generator_spec": "GeneratorSpec",
     "launcher": "GENERATOR EnginePool Launcher Place WorkerGroup",
     "loss": "Loss",
-    "model": "ModelSpec Precision TrainerFacts",
+    "model": "LowRankAdapters ModelSpec Precision TrainerFacts",
     "observer": "Observer RunControl RunInfo",
     "reward": "ReadRole Reward RewardContext ScoreWithRole",
     "rollout": "Rollout RolloutContext",
@@ -96,7 +96,7 @@ __all__ = [
     "GENERATOR", "KINDS", "Ability", "Adapter", "Advantage", "Algorithm", "AnswersRequests", "ApplyResult", "Backend",
     "Check", "Command", "Component", "ComponentConfig", "Curriculum", "EnginePool", "Env", "Examination", "Extension",
     "Finding", "FinishedGroup", "Generator", "GeneratorSpec", "HasViews", "Launcher", "LendsHead", "Loss",
-    "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward",
+    "LowRankAdapters", "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward",
     "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo", "ScoreWithRole",
     "SendsWeights", "SharesModule", "Sleeps", "Slot", "Sums", "TakesModule", "TakesTensors", "TakesWeights", "Tokens",
     "Trainer", "TrainerFacts", "TrainingRows", "WorkerGroup", "abilities", "interface",

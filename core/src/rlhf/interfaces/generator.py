@@ -82,6 +82,10 @@ class TakesTensors(Ability):
     """Holds a copy of the weights of a trainer (:class:`rlhf.interfaces.trainer.SendsWeights`). They come by
     :meth:`begin_load`, :meth:`take` for each bucket, :meth:`end_load`; between begin and end nothing is generated."""
 
+    has_base: bool = False
+    """With ``GeneratorSpec.adapters``: every engine has the base, so that a load may bring the adapters alone. Read after
+    :meth:`begin_load`."""
+
     @abstractmethod
     def begin_load(self, version: int) -> None:
         """Weights of ``version`` follow."""
@@ -93,7 +97,8 @@ class TakesTensors(Ability):
     @abstractmethod
     def end_load(self) -> list[Proof]:
         """All tensors have been sent: get ready to sample with them. Returns one proof per process that holds weights.
-        Raises SyncError if a tensor that the model needs is missing."""
+        Raises SyncError if a tensor that the model needs is missing. With ``GeneratorSpec.adapters`` a load may bring
+        the adapters alone, beside a base that is there already."""
 
     def logprobs(
         self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rlhf.interfaces.model import LowRankAdapters
+
 
 @dataclass(frozen=True, slots=True)
 class GeneratorSpec:
@@ -39,3 +41,7 @@ class GeneratorSpec:
     shares_devices: bool = False
     """Roles of the run are on the engine's devices. They are loaded before the engine starts, and the engine may
     be told to sleep while they compute (:class:`Sleeps`)."""
+    adapters: LowRankAdapters | None = None
+    """The engine computes with the base and these adapters beside it: a load brings the base's tensors, the adapters'
+    in PEFT's names, or both (:data:`rlhf.interfaces.model.PARTS`). The base stays until the next one comes. None: loads
+    bring whole weights."""

@@ -52,6 +52,26 @@ class ModelSpec:
     """The algorithm replaces the weights in the course of the run (:class:`rlhf.types.Snapshot`)."""
 
 
+ADAPTERS, PARTS = "adapters", "parts"
+"""Streams of :meth:`rlhf.interfaces.SendsWeights.weights` of a role that trains adapters: the adapters' tensors alone,
+or the model without its adapters and then these."""
+ADAPTER_PREFIX = "base_model.model."
+"""PEFT's, in the names of adapters' tensors: ``base_model.model.LAYER.lora_A.weight`` and ``lora_B``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankAdapters:
+    """The adapters that a role trains, as far as a generator must know them that computes with the base and the
+    adapters: a layer computes with W + scaling x B A."""
+
+    rank: int
+    scaling: float
+    layers: tuple[str, ...] = ()
+    """Last parts of the names of the layers that have an adapter."""
+    inseparable: str = ""
+    """Why the trainer sends one merged model only; empty: it also sends :data:`ADAPTERS` and :data:`PARTS`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flops:
     """Floating-point operations of a model's forward pass, counted from its sizes: two for each weight that a token

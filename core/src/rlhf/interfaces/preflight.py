@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork, TrainerMemory, TrainerWork, whole_copy
-from rlhf.interfaces.model import ModelSpec, Precision
+from rlhf.interfaces.model import LowRankAdapters, ModelSpec, Precision
 from rlhf.types import Sampling
 
 
@@ -63,9 +63,25 @@ class TrainerPreflight(Preflight):
         again = spec.gradient_checkpointing
         return whole_copy(size, work, trained=spec.role.trained, checkpointing=again, ranks=spec.world_size)
 
+    @classmethod
+    def adapters(cls, config: Any, spec: ModelSpec) -> LowRankAdapters | None:
+        """The adapters that the role would train; None: it trains none."""
+        return None
+
 
 class GeneratorPreflight(Preflight):
     """What a generator's class is asked."""
+
+    @classmethod
+    def precision(cls, config: Any, dtype: str) -> str:
+        """``auto`` | ``fp32`` | ``bf16``: of an engine's weights, where the policy's is ``dtype``."""
+        return dtype
+
+    @classmethod
+    def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
+        """Why an engine cannot compute with its base's weights and ``spec.adapters`` beside them, as far as this is
+        known before the start; empty: it can."""
+        return f"generator {cls.__name__} takes whole weights only"
 
     @classmethod
     def parallel_sizes(cls, config: Any) -> tuple[int, int]:

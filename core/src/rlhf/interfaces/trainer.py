@@ -173,7 +173,9 @@ class SendsWeights(Ability):
         Every rank calls it. Rank 0 yields; the other ranks take part and may yield nothing.
 
         Args:
-            view: one of :attr:`TrainerFacts.views`.
+            view: one of :attr:`TrainerFacts.views`; also :data:`~rlhf.interfaces.model.ADAPTERS` and
+                :data:`~rlhf.interfaces.model.PARTS`, of the current view (:meth:`HasViews.use_view`), where
+                ``Trainer.adapters`` says that they can be sent.
             every_rank: every rank must yield all tensors, on its own device.
         """
 

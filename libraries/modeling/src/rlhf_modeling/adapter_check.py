@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
-from rlhf.interfaces import ModelSpec
+from rlhf.interfaces import LowRankAdapters, ModelSpec
 from rlhf_hub.adapter_folders import AdapterFolder, adapter_of, require_base
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import model_folder, weights_of
 from torch import nn
 
-from rlhf_modeling.adapter_files import adapter_headers, alpha, saved_whole
-from rlhf_modeling.adapters import adaptable, matching
+from rlhf_modeling.adapter_files import adapter_headers, base_of, saved_whole
+from rlhf_modeling.adapters import adaptable, alpha, matching, scaling
+from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.skeleton import skeleton
+from rlhf_modeling.state import named_tensors
 
 _OTHER_FORM = ("rank_pattern", "alpha_pattern", "layer_replication")
 
@@ -39,6 +41,29 @@ def check_adapter(spec: ModelSpec, lora: LoraOptions | None) -> None:
     module = require_same_base(adapter, spec)
     if lora is not None:
         require_options(adapter, spec, lora, module)
+
+
+def separable_adapters(lora: LoraOptions, spec: ModelSpec) -> LowRankAdapters:
+    """See :meth:`rlhf.interfaces.Trainer.adapters`."""
+    reasons = {
+        "use_dora: the rows are scaled after the sum": lora.use_dora,
+        "modules_to_save: weights of the base change too": lora.modules_to_save,
+        "vision: engines take adapters of the text part only": lora.vision,
+    }
+    if refused := next((f"trainer.lora.{reason}" for reason, used in reasons.items() if used), ""):
+        return LowRankAdapters(lora.rank, scaling(lora), inseparable=refused)
+    try:
+        module = skeleton(base_of(spec), spec.trust_remote_code, spec.images)
+    except Exception:  # any exception: loading the model reports it better
+        refused = "transformers builds no such model from its config alone, so that its layers' names are not known"
+        return LowRankAdapters(lora.rank, scaling(lora), inseparable=refused)
+    head: Any = module.get_output_embeddings()
+    names = matching([name for name, _ in adaptable(module, head)], lora.targets, type(module).__name__)
+    published = Published(module, {name: tensor.shape for name, tensor in named_tensors(module).items()})
+    odd = next((name for name in names if published.layer(name) is None), None)
+    refused = f"checkpoints hold the weight of {odd!r} in another shape" if odd is not None else ""
+    layers = tuple(sorted({name.rpartition(".")[2] for name in names}))
+    return LowRankAdapters(lora.rank, scaling(lora), layers, refused)
 
 
 def require_same_base(adapter: AdapterFolder, spec: ModelSpec) -> nn.Module | None:

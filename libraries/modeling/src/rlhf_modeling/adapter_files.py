@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
+from rlhf.interfaces.model import ADAPTER_PREFIX
 from rlhf_hub.adapter_folders import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_HASH, AdapterFolder, adapter_of, require_base
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import model_folder, weights_of
@@ -23,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rlhf_modeling.adapters import NAME, adapted, is_adapter
+from rlhf_modeling.adapters import NAME, adapted, alpha, is_adapter
+from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.loaded import LoadedModel
 
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 FOLDER = "adapter"
 """The folder inside an export."""
-_PREFIX = "base_model.model."
-"""PEFT's names begin with those of its wrappers."""
 
 
 def write_adapter(
@@ -81,13 +81,9 @@ def write_adapter(
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # one field only: safetensors writes several in any order
     metadata = {BASE_HASH: weights_of(Path(model_folder(base, weights=True)))}
-    whole = {f"{_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
+    whole = {f"{ADAPTER_PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in files.items()}
     save_file(whole, folder / ADAPTER_WEIGHTS, metadata)
     (folder / ADAPTER_WEIGHTS).chmod(0o644)
-
-
-def alpha(lora: LoraOptions) -> int:
-    return lora.alpha if lora.alpha is not None else 2 * lora.rank
 
 
 def base_of(spec: ModelSpec) -> str:
@@ -101,13 +97,19 @@ def peft_name(name: str) -> str:
     return name.replace(f".{NAME}.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
+def sent_name(published: Published, name: str) -> str:
+    """The name under which an engine gets a tensor of an adapter: PEFT's, by the layers' names in checkpoints."""
+    layer, _, factor = name.partition(".lora_")
+    return f"{ADAPTER_PREFIX}{published.layer(layer)}.lora_{peft_name(factor)}"
+
+
 def tensors_of(adapter: AdapterFolder) -> dict[str, Tensor]:
     """The tensors of an adapter, named as :func:`peft_name` does. Raises ModelError where they cannot be read."""
     try:
         tensors = load_file(adapter.folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as cause:
         raise _unreadable(adapter, cause) from cause
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    return {name.removeprefix(ADAPTER_PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def adapter_headers(adapter: AdapterFolder) -> tuple[dict[str, tuple[int, ...]], str | None]:
@@ -118,7 +120,7 @@ def adapter_headers(adapter: AdapterFolder) -> tuple[dict[str, tuple[int, ...]],
     try:
         with safe_open(adapter.folder / ADAPTER_WEIGHTS, "pt") as file:
             names = list(file.keys())
-            shapes = {name.removeprefix(_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
+            shapes = {name.removeprefix(ADAPTER_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
             return shapes, (file.metadata() or {}).get(BASE_HASH)
     except (OSError, SafetensorError) as cause:
         raise _unreadable(adapter, cause) from cause
@@ -205,7 +207,7 @@ def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
         config.task_type = None  # PEFT's wrapper of a task refuses the other kinds of heads
         model = peft.PeftModel.from_pretrained(module, str(adapter.folder), config=config)
-        names = {name.removeprefix(_PREFIX) for name in peft.get_peft_model_state_dict(model)}
+        names = {name.removeprefix(ADAPTER_PREFIX) for name in peft.get_peft_model_state_dict(model)}
     except Exception as cause:  # of many kinds: files of other people
         raise ModelError(
             f"the adapter {adapter.folder} does not fit {adapter.base}: {type(cause).__name__}: {cause}"

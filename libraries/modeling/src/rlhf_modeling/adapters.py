@@ -12,6 +12,7 @@ Shape suffixes: N tokens, I inputs and O outputs of a layer, R rank.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -208,6 +209,15 @@ def whole(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     layer: Any = module.get_submodule(name.rpartition(".")[0])
     values: Tensor = layer.weight
     return values
+
+
+def alpha(lora: LoraOptions) -> int:
+    return lora.alpha if lora.alpha is not None else 2 * lora.rank
+
+
+def scaling(lora: LoraOptions) -> float:
+    """s of a layer's W + s B A, as peft computes it."""
+    return alpha(lora) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
 def length_of(layer: Any) -> Tensor | None:

@@ -41,6 +41,14 @@ class Published:
         self.shapes = {name: whole[name] for name in names}
         """{published name: shape}, in the order of :meth:`stream`."""
 
+    def layer(self, name: str) -> str | None:
+        """The published name of a layer of the module; None where its weight is not one tensor of the same shape."""
+        own = f"{name}.weight"
+        names = self._alone.get(own, [own])
+        if own in self._together or len(names) != 1 or self.shapes.get(names[0]) != self._own.get(own):
+            return None
+        return names[0].removesuffix(".weight")
+
     def _plan(self, whole: Mapping[str, torch.Size]) -> None:
         for name, shape in self._own.items():
             shapes = self._published_shapes({name: shape})

@@ -15,6 +15,7 @@ from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import (
     LendsHead,
     Loss,
+    LowRankAdapters,
     ModelSpec,
     Offloads,
     SendsWeights,
@@ -33,6 +34,7 @@ from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
+from rlhf_modeling.adapter_check import separable_adapters
 from rlhf_modeling.adapters import train_adapters_only
 from rlhf_modeling.arithmetic import arithmetic, default_micro_tokens, frozen_parameters, saved_parameters
 from rlhf_modeling.config import TrainingConfig
@@ -89,6 +91,10 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             frozen=frozen,
             quantization=config.quantization,
         )
+
+    @classmethod
+    def adapters(cls, config: TrainingConfig, spec: ModelSpec) -> LowRankAdapters | None:
+        return separable_adapters(config.lora, spec) if spec.role.trained and config.lora is not None else None
 
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError, TrainingError
 from rlhf.interfaces import HasViews, ModelSpec
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf_hub.adapter_folders import adapter_of
 
 from rlhf_modeling.adapters import without_adapters
@@ -67,7 +68,7 @@ class WeightViews(HasViews):
 
     def merges(self, view: str) -> bool:
         """Whether weights of the view are those with adapters added."""
-        return self.has_adapters and (view != "base" or self.continues_adapter)
+        return self.has_adapters and view not in (ADAPTERS, PARTS) and (view != "base" or self.continues_adapter)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class WeightViews(HasViews):
 
     def _view(self, view: str) -> AbstractContextManager[None]:
         """Inside, the module computes a view of the weights. Raises CapabilityError where there is no such view."""
-        if view == "live":
+        if view == "live" or (view in (ADAPTERS, PARTS) and self.has_adapters):
             return nullcontext()
         if view == "ema" and self.average is not None:
             return self.average.swapped_in()

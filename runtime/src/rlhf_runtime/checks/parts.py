@@ -5,9 +5,10 @@ rarely intended. Nothing is started for them: the classes of the parts are asked
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import ConfigError, PluginError, PluginInvalid, boundary, did_you_mean, shown
+from rlhf.errors import CapabilityError, ConfigError, PluginError, PluginInvalid, boundary, did_you_mean, shown
 from rlhf.interfaces import (
     GENERATOR,
     Advantage,
@@ -72,9 +73,29 @@ def check_parts(
             keys=config.sync.keys,
             max_images=plugins_of_run.engine_images(policy),
         )
+        engine = with_adapters(plugins_of_run, policy, engine)
         samplings = [evaluation_sampling(config)] if data.eval else []
         samplings += [training_sampling(config)] if plugins_of_run.online and plugins_of_run.trains else []
         generator.resolved.cls.check(generator.config, engine, samplings, device)
+
+
+def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> GeneratorSpec:
+    """``engine``, with the adapters that it computes with beside their base (``sync.adapters``), if there are any.
+
+    Raises CapabilityError where they cannot be sent alone as the run file asks.
+    """
+    choice, generator = plugins_of_run.config.sync.adapters, plugins_of_run.parts[GENERATOR]
+    trainer, cls = plugins_of_run.trainer("policy"), generator.resolved.cls
+    adapters = trainer.resolved.cls.adapters(trainer.config, policy) if choice != "merged" else None
+    why = "the policy trains no adapters (trainer.lora)"
+    if adapters is not None:
+        beside = replace(engine, adapters=adapters)
+        why = adapters.inseparable or cls.refuses_adapters(generator.config, beside)
+        if not why and (choice == "alone" or cls.precision(generator.config, engine.dtype) == "bf16"):
+            return beside
+    if choice == "alone" and policy.role.trained:
+        raise CapabilityError(f"sync.adapters = 'alone': {why}. Leave it out, or set it to 'merged'.")
+    return engine
 
 
 def idle_options(plugins_of_run: RunPlugins) -> list[str]:

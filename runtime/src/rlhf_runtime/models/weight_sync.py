@@ -12,12 +12,13 @@ import io
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from rlhf.errors import CapabilityError, SyncError
 from rlhf.interfaces import EnginePool, Generator, Proof, TakesModule, TakesTensors
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.seeds import derive_seed
@@ -56,6 +57,8 @@ class WeightSync:
     Args:
         longest: largest number of tokens of a sequence that the generator accepts.
         images: makes the tokens of images, in a run that has some.
+        adapters: the generator has :attr:`GeneratorSpec.adapters`. It gets the base at the first sync, and where it
+            lost its weights; else the adapters alone.
     """
 
     def __init__(
@@ -67,10 +70,12 @@ class WeightSync:
         note: Callable[[str], None],
         longest: int = CANARY_TOKENS,
         images: ImageTokens | None = None,
+        adapters: bool = False,
     ) -> None:
         self.policy, self.generator, self.section, self.seed, self.note = policy, generator, section, seed, note
         self.longest, self.images = longest, images
-        self.version = 0
+        self.adapters, self._base_proven = adapters, False
+        self.version, self._pushes = 0, 0
         self.pause_seconds = 0.0
         """For which sampling stood still, over all syncs."""
         self.peak_memory: list[Mapping[str, int]] = []
@@ -78,12 +83,13 @@ class WeightSync:
 
     def refresh(self) -> None:
         """Send the current weights again: the generator lost them, or an engine of it was replaced."""
+        self._base_proven = False
         self.push(self.version)
 
     def push(self, version: int) -> dict[str, float]:
         """Send the weights of ``version``, with which the generator samples from now on. Raises SyncError if the proof
         fails and ``sync.check`` does not allow that."""
-        self.version = version
+        self.version, self._pushes = version, self._pushes + 1
         generator, worker = self.generator, self.policy.group.worker
         if HOLDS_NOTHING in generator.capabilities:
             generator.version = version
@@ -125,7 +131,9 @@ class WeightSync:
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
             self.peak_memory = [proof.peak_memory for proof in proofs]
             if not problems:
+                self._base_proven = True
                 return metrics
+            self._base_proven = False
             message = f"the weight sync of version {version} cannot be proven:\n  " + "\n  ".join(problems)
             if attempt < tries:
                 self.note(f"{message}\nsending once more")
@@ -137,13 +145,20 @@ class WeightSync:
 
     def _send(self, generator: TakesTensors, version: int) -> tuple[list[Proof], _Reference]:
         generator.begin_load(version)
-        for bucket in self._buckets():
+        for bucket in self._buckets(generator):
             generator.take(bucket)
         reference = self._reference(version)  # the trainer computes this while the generator prepares
-        return generator.end_load(), reference
+        pushes = self._pushes
+        proofs = generator.end_load()
+        if self._pushes != pushes:  # an engine was replaced: these are the proofs of refresh(), which sent the base too
+            reference = replace(reference, marks=self._marks())
+        return proofs, reference
+
+    def _marks(self) -> Callable[[], list[Any]]:
+        return self.policy.group.begin("sent", [()] * self.policy.group.size)
 
     def _reference(self, version: int) -> _Reference:
-        marks = self.policy.group.begin("sent", [()] * self.policy.group.size)
+        marks = self._marks()
         if not (count := self.section.canaries):
             return _Reference(version, marks, [], None)
         canaries = self._canaries(version, count)
@@ -166,9 +181,12 @@ class WeightSync:
             self.images = None
         return canaries
 
-    def _buckets(self) -> Iterator[Any]:
+    def _buckets(self, generator: TakesTensors) -> Iterator[Any]:
         limit, timeout = self.section.bucket_mb * 2**20, self.section.timeout
-        return self.policy.group.send_buckets("live", limit, timeout)
+        view = "live"
+        if self.adapters:
+            view = ADAPTERS if self._base_proven and generator.has_base else PARTS
+        return self.policy.group.send_buckets(view, limit, timeout)
 
     def _examine(
         self, generator: TakesTensors, proofs: Sequence[Proof], reference: _Reference
@@ -211,7 +229,7 @@ class WeightSync:
     def _suspects(self, generator: TakesTensors) -> str:
         """After a canary failed, send the weights once more, for comparison only."""
         stale: list[str] = []
-        for bucket in self._buckets():
+        for bucket in self._buckets(generator):
             stale += generator.stale(bucket)
         if not stale:
             return "No single tensor could be shown to be stale: look for other arithmetic (dtype, attention)."

@@ -22,6 +22,7 @@ from rlhf.interfaces import (
 )
 
 from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.checks.parts import with_adapters
 from rlhf_runtime.config.placement import neighbours
 from rlhf_runtime.data.tokenizer import TokenDecoder, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
@@ -117,6 +118,7 @@ def launch_sampler(
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
     if selected is not None:
+        spec = with_adapters(prepared, policy.spec, spec)
         cls, options = selected.resolved.cls, selected.config
         # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
         with phase(f"starting the generator {cls.name}"):
@@ -126,7 +128,9 @@ def launch_sampler(
     if prepared.trains and config.stream.mode == "continuous" and config.stream.replay is None:
         pool = _require_pool(generator, launcher)
     images = template.images.tokens if policy.spec.images else None
-    weights = WeightSync(policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images)
+    weights = WeightSync(
+        policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images, spec.adapters is not None
+    )
     main = MainThread(stop)
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))

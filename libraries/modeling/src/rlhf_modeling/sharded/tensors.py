@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from rlhf_modeling.adapter_files import sent_name
 from rlhf_modeling.adapters import NAME, adapted, is_adapter, merged_name, with_product
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.sharded.partition import Partition
@@ -52,6 +53,10 @@ class NamedTensors(ABC):
     def renamed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors by the module's names, in its order, under the names of :meth:`published`."""
         return self._published.stream(tensors)
+
+    def sent_name(self, name: str) -> str:
+        """The name under which an engine gets a tensor of an adapter."""
+        return sent_name(self._published, name)
 
     def published(self, fp32: bool = False) -> dict[str, int]:
         """{name: bytes} of the whole model without adapters, under the names of the architecture's checkpoints;

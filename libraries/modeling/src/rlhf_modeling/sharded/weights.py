@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 from rlhf.errors import TrainingError
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,7 +52,12 @@ class ShardedWeights(PackedTrainer):
         the embedding's name), adapters merged. Other ranks take part and yield nothing. Tensors that are whole on a
         rank share memory with the model: copy what must outlive the next step."""
         with self._guard("weights"), self._view(view):
-            yield from self._stream(every_rank, merge=self.merges(view))
+            if view != ADAPTERS:
+                yield from self._stream(every_rank, merge=self.merges(view))
+            for name in self.parameters if view in (ADAPTERS, PARTS) else ():
+                whole = self._whole(name)
+                if self.spec.rank == 0 or every_rank:
+                    yield self.tensors.sent_name(name), whole
 
     @abstractmethod
     def _stream(self, every_rank: bool, merge: bool) -> Iterator[tuple[str, Tensor]]:

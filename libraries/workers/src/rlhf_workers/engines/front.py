@@ -195,6 +195,7 @@ class EngineGroup(Sleeps, EnginePool):
             ]
             self.version = self._proofs[0].version
             self._reloads += 1
+            self.has_base = True
             return self._proofs
         self._replace_dead()  # sends the weights to all engines again; the new proofs hold for this load too
         return self._proofs
@@ -221,6 +222,7 @@ class EngineGroup(Sleeps, EnginePool):
 
     def wake(self) -> bool:
         discarded = self._sleeps and any(self.pool.ask("wake").values())
+        self.has_base = self.has_base and not discarded
         self._asleep, before = False, self._reloads
         self._replace_dead()
         return discarded and self._reloads == before
@@ -235,6 +237,7 @@ class EngineGroup(Sleeps, EnginePool):
     def _replace_dead(self, refresh: bool = True) -> None:
         """Replace dead engines, and send the current weights if the engines had weights."""
         while replaced := self.pool.replace():
+            self.has_base = False
             if self._single is not None:
                 self._single.replaced(replaced)
             if self._asleep:

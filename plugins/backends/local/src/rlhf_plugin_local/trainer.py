@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ApplyResult, Component, ModelSpec, SharesModule
+from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
-from rlhf_modeling.adapter_files import write_adapter
+from rlhf_modeling.adapter_files import sent_name, write_adapter
 from rlhf_modeling.adapters import base_tensors, is_adapter, merged, merged_name
 from rlhf_modeling.checkpoint_tensors import Published
 from rlhf_modeling.config import TrainingConfig
@@ -153,7 +154,10 @@ class TorchTrainer(SharesModule, PackedTrainer):
         with self._view(view):
             tensors = state.named_tensors(self.module)
             add = merged if self.merges(view) else base_tensors
-            yield from self._published.stream(add(self.module, tensors))
+            if view != ADAPTERS:
+                yield from self._published.stream(add(self.module, tensors))
+            for name in self.parameters if view in (ADAPTERS, PARTS) else ():
+                yield sent_name(self._published, name), tensors[name].detach()
 
     @cached_property
     def _published(self) -> Published:

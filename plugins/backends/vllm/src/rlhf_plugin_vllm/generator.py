@@ -18,6 +18,7 @@ from rlhf.types import GenerationRequest, Image, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config
+from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
 from rlhf_plugin_vllm.memory import engine_memory
@@ -58,6 +59,15 @@ class VllmGenerator(WeightLoading):
         return config.tensor_parallel, config.pipeline_parallel
 
     @classmethod
+    def precision(cls, config: Any, dtype: str) -> str:
+        chosen: str = config.dtype
+        return chosen if chosen != "auto" else dtype
+
+    @classmethod
+    def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
+        return refusal(config, spec, None)
+
+    @classmethod
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
@@ -68,6 +78,7 @@ class VllmGenerator(WeightLoading):
         for sampling in samplings:
             check_sampling(sampling, LOWEST_TEMPERATURE)
         _check_kept_keys(config, spec)
+        _check_adapters(config, spec, device)
         if device is not None:
             where = platform()
             check_platform(config, where)
@@ -83,6 +94,7 @@ class VllmGenerator(WeightLoading):
         where = platform()
         check_platform(self.config, where)
         _check_kept_keys(self.config, spec)
+        _check_adapters(self.config, spec, where.device)
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
@@ -216,4 +228,12 @@ def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
             f"the generator 'vllm' with pipeline_parallel = {config.pipeline_parallel} cannot say which weights "
             "sampled a token if keys are kept (sync.keys = 'keep'). Set sync.keys = 'recompute', or pipeline_parallel "
             "= 1 and a larger tensor_parallel."
+        )
+
+
+def _check_adapters(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None) -> None:
+    why = refusal(config, spec, device) if spec.adapters is not None else ""
+    if why:
+        raise CapabilityError(
+            f"the generator 'vllm' cannot serve adapters beside their base: {why}. Set sync.adapters = 'merged'."
         )

@@ -73,7 +73,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self._loads += 1
         if not (self._live and self.spec.keys == "keep"):
             self.engine.forget_prefixes(under_way=bool(self._live))
-        self._call_workers("rlhf_begin")
+        self._call_workers("rlhf_begin", self.spec.adapters)
         self._loading = version
 
     def receivers(self) -> int:
@@ -99,6 +99,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
                     "is sampled until a load is complete."
                 )
         self.version, self._not_ready, self._given_up = version, "", False
+        self.has_base = True
         self._change_version(version)
         return [
             Proof(version, worker, result.nbytes, result.received, self.engine.dtype, result.peak_memory)
@@ -157,7 +158,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         if self._frees_memory:
             self.engine.sleep(self.config.sleep_level)
             if self.config.sleep_level == 2:
-                self._given_up = True
+                self._given_up, self.has_base = True, False
                 self._not_ready = "its weights were discarded while it slept (sleep_level = 2) and were not sent again"
         self._asleep = {_WEIGHTS, _CACHE}
 

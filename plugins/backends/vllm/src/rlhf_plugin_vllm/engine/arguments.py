@@ -10,6 +10,7 @@ from rlhf.interfaces import GeneratorSpec
 from rlhf_hub.published import model_folder
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine.adapters import adapter_arguments
 from rlhf_plugin_vllm.engine.device_memory import memory_fraction
 from rlhf_plugin_vllm.memory import KV_CACHE_GIB, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import Platform
@@ -63,6 +64,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         chosen["enable_sleep_mode"] = spec.shares_devices  # its allocator costs time and memory
     if config.tensor_parallel * config.pipeline_parallel > 1:
         chosen["distributed_executor_backend"] = "mp"
+    if spec.adapters is not None:
+        chosen |= adapter_arguments(spec.adapters)
     return chosen
 
 

@@ -16,6 +16,7 @@ from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_model
+from rlhf_plugin_vllm.engine.adapters import adapter_request
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.engine.global_state import (
     disable_small_compiles,
@@ -84,6 +85,7 @@ class Engine:
         self._files.note(self._llm.model_executor)
         self._workers = WorkerProcesses(self._llm.model_executor, after_death=self._files.remove)
         self._images = ImagePrompts(self._llm.renderer)
+        self._adapter = adapter_request() if spec.adapters is not None else None
         model = self._llm.model_config
         self.length: int = model.max_model_len
         """Longest sequence in tokens, including the sampled ones."""
@@ -132,7 +134,7 @@ class Engine:
 
         prompt = self._images.prompt(ids, images, weights, salt) if images else tokens_input(list(ids), cache_salt=salt)
         with self._workers.needed():  # the first request makes vLLM ask its workers for their capabilities
-            self._llm.add_request(name, prompt, parameters)
+            self._llm.add_request(name, prompt, parameters, lora_request=self._adapter)
 
     def step(self) -> list[Any]:
         """Run one scheduler step; returns vLLM's outputs."""

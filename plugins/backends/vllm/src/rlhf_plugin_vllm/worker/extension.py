@@ -12,12 +12,14 @@ from functools import wraps
 from typing import Any
 
 from rlhf.errors import RlhfError, SyncError
+from rlhf.interfaces import LowRankAdapters
 from rlhf.process_memory import peak_memory
 from rlhf.weights.bucket import Bucket
 from rlhf_workers.links.ends import connect_receiver
 from rlhf_workers.links.link import BucketHeader, Link, Receiver
 from vllm.config import set_current_vllm_config
 
+from rlhf_plugin_vllm.worker.adapters import AdapterLoads
 from rlhf_plugin_vllm.worker.readback import differing
 from rlhf_plugin_vllm.worker.reload import Reload
 
@@ -63,15 +65,23 @@ def answered(method: Callable[..., Any]) -> Callable[..., WorkerAnswer]:
 class WeightReceiver:
     """Methods for ``collective_rpc``; ``self`` is a vLLM worker."""
 
-    _rlhf_reload: Reload | None = None
+    _rlhf_reload: Reload | AdapterLoads | None = None
+    _rlhf_adapters: AdapterLoads | None = None
     _rlhf_receiver: Receiver | None = None
 
     @answered
-    def rlhf_begin(self: Any) -> None:
+    def rlhf_begin(self: Any, adapters: LowRankAdapters | None) -> None:
         """Start a load. An unfinished load is abandoned."""
         if self._rlhf_reload is not None:
             self._rlhf_reload.abandon()
-        self._rlhf_reload = Reload(self.get_model(), self.model_config)
+        if adapters is None:
+            self._rlhf_reload = Reload(self.get_model(), self.model_config)
+            return
+        if self._rlhf_adapters is None:
+            whole = self.parallel_config.world_size == 1
+            self._rlhf_adapters = AdapterLoads(self.model_runner, self.model_config, adapters, whole)
+        self._rlhf_adapters.begin()
+        self._rlhf_reload = self._rlhf_adapters
 
     @answered
     def rlhf_connect(self: Any, link: Link, first: int) -> None:
@@ -106,4 +116,6 @@ class WeightReceiver:
     def rlhf_differing(self: Any, message: Bucket | BucketHeader) -> list[str]:
         """See :func:`rlhf_plugin_vllm.worker.readback.differing`; an empty list if layers are split over workers."""
         with self._rlhf_open(message) as bucket:
+            if self._rlhf_adapters is not None:
+                return self._rlhf_adapters.differing(bucket)
             return differing(self.get_model(), bucket) if self.parallel_config.world_size == 1 else []

@@ -27,7 +27,11 @@ class TensorNames:
 
     def place(self, name: str) -> tuple[str, int | None]:
         """For a sent tensor: (vLLM's parameter, index of the part; None if the tensor is the whole parameter)."""
-        *path, module, attribute = self.renamed(name).split(".")
+        return self.packed(self.renamed(name))
+
+    def packed(self, name: str) -> tuple[str, int | None]:
+        """:meth:`place` of a name in vLLM's spelling."""
+        *path, module, attribute = name.split(".")
         whole = self.whole.get(module)
         if whole is None or len(self.parts[whole]) == 1:
             return ".".join([*path, module, attribute]), None
