@@ -3,9 +3,10 @@ the bytes and the time of both kinds of sync.
 
     .venv/bin/python benchmarks/adapters.py MODEL [--result FILE]
 
-The base is rounded to bf16 first, so that it is the same in the trainer (fp32) and in the engine. The effect of an
-update is, for each token of held-out text, its change of the log-prob. The share that survives in the engine is the
-slope of the engine's changes over the trainer's; the rest is the engine's own rounding (rms). Prints one JSON object.
+The base is rounded to bf16 first, so that it is the same in the trainer (fp32) and in the engines. The effect of an
+update is, for each token of held-out text, its change of the log-prob (rms). The share that survives in an engine is
+the slope of its changes over the trainer's, the rest its own rounding (rms). Engines in fp32 get the weights or factors
+rounded to bf16: they show what is lost in storage alone. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
+from rlhf.weights.bucket import buckets
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
@@ -39,7 +41,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEXT = Path(__file__).parents[1] / "docs" / "concepts" / "architecture.md"
-TOKENS, TRAINED, MEASURED = 64, 4, 12
+TOKENS, TRAINED, MEASURED = 64, 4, 10
 """Tokens of a sequence; sequences of an update; sequences that are measured."""
 WAYS = ("merged", "alone")
 
@@ -76,10 +78,10 @@ def policy(folder: str, rank: int, lr: float) -> Role:
     return Role(spec, LocalLauncher(None).launch_trainer(TorchTrainer, config, spec), 2048)
 
 
-def engine(folder: str, rank: int, way: str) -> VllmGenerator:
+def engine(folder: str, rank: int, way: str, dtype: str = "bf16") -> VllmGenerator:
     spec = ModelSpec(RoleSpec("policy", trained=True), folder)
     adapters = TorchTrainer.adapters(TorchTrainerConfig(lora={"rank": rank}), spec) if way == "alone" else None
-    generated = GeneratorSpec((1,), str, folder, "bf16", max_tokens=256, adapters=adapters)
+    generated = GeneratorSpec((1,), str, folder, dtype, max_tokens=256, adapters=adapters)
     return VllmGenerator(VllmGenerator.Config(kv_cache_gib=0.25, max_sequences=64), generated)
 
 
@@ -88,7 +90,7 @@ def engine(folder: str, rank: int, way: str) -> VllmGenerator:
 
 def effects(folder: str, ids: list[int], arguments: argparse.Namespace) -> list[dict[str, object]]:
     rows = [ids[i * TOKENS : (i + 1) * TOKENS] for i in range(TRAINED + MEASURED)]
-    engines = {way: engine(folder, 8, way) for way in WAYS}
+    engines = {f"{way}, {dtype}": engine(folder, 8, way, dtype) for dtype in ("fp32", "bf16") for way in WAYS}
     try:
         before: dict[str, Tensor] = {}
         return [line for lr in arguments.rates for line in effect(folder, rows, lr, arguments.steps, engines, before)]
@@ -108,7 +110,7 @@ def effect(
     """One line for each of ``steps``. ``before``: readings of the base, which the first call fills."""
     role = policy(folder, 8, lr)
     update, measured = weigh(batch(rows[:TRAINED]), Nll().reduce()), rows[TRAINED:]
-    read = readings(folder, role, measured, engines)
+    read = readings(role, measured, engines)
     for name, reading in read.items() if not before else ():
         before[name] = reading()
     for step in range(1, max(steps) + 1):
@@ -119,40 +121,33 @@ def effect(
             line: dict[str, object] = {"lr": lr, "steps": step, "rms": rms(truth_N)}
             for name, change_N in changes.items():
                 share = float((change_N @ truth_N) / (truth_N @ truth_N))
-                line[name] = {"share": round(share, 4), "rest": rms(change_N - share * truth_N)}
+                rest = rms(change_N - share * truth_N)
+                error = rest / (rms(truth_N) * len(truth_N) ** 0.5)
+                line[name] = {"share": round(share, 4), "error": round(error, 4), "rest": rest}
             print(json.dumps(line), file=sys.stderr)
             yield line
 
 
 def readings(
-    folder: str, role: Role, rows: list[list[int]], engines: Mapping[str, VllmGenerator]
+    role: Role, rows: list[list[int]], engines: Mapping[str, VllmGenerator]
 ) -> dict[str, Callable[[], Tensor]]:
-    """{name: function that returns the log-probs [N] of the rows' tokens}: of the trainer, of a trainer in fp32 whose
-    weights are the merged ones in bf16, and of each engine after a sync."""
-    spec = ModelSpec(RoleSpec("rounded", trained=False), folder, "fp32")
-    rounded = Role(spec, LocalLauncher(None).launch_trainer(TorchTrainer, TorchTrainerConfig(device="cpu"), spec), 2048)
+    """{name: function that returns the log-probs [N] of the rows' tokens}: of the trainer, and of each engine after a
+    sync."""
 
-    def of(role: Role) -> Tensor:
+    def of_trainer() -> Tensor:
         flat = role.forward(batch(rows), [resolve_head("logprobs", None)])["logprobs"]
         return torch.cat([part[1:] for part in flat.split(TOKENS)]).double()
 
-    def of_rounded() -> Tensor:
-        weights = ((name, tensor.bfloat16().float()) for name, tensor in role.group.worker.weights())
-        rounded.group.worker.load_weights(weights)
-        return of(rounded)
-
     def of_engine(way: str) -> Tensor:
         engines[way].begin_load(0)
-        for bucket in role.group.worker.buckets(PARTS if way == "alone" else "live"):
+        view = PARTS if way.startswith("alone") else "live"
+        rounded = ((name, tensor.bfloat16().float()) for name, tensor in role.group.worker.weights(view))
+        for bucket in buckets(rounded, 2**28, {}):
             engines[way].take(bucket)
         engines[way].end_load()
         return torch.tensor(engines[way].logprobs(rows)[0]).flatten().double()
 
-    return {
-        "trainer": lambda: of(role),
-        "merged, computed in fp32": of_rounded,
-        **{way: lambda way=way: of_engine(way) for way in engines},
-    }
+    return {"trainer": of_trainer, **{way: lambda way=way: of_engine(way) for way in engines}}
 
 
 def batch(rows: list[list[int]]) -> Batch:

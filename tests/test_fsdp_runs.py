@@ -34,6 +34,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
         eval={"every": 2},
         data={"eval": [{"path": str(tiny.data), "max_rows": 3, "name": "held_out"}]},
         checkpoint={"every": 1},
+        sync={"adapters": "alone" if adapters else "auto"},
     )
     run = Training(forks, place, config, "--backend", "fsdp")
     with run.held_after(2):
@@ -48,6 +49,8 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
     lines = resumed.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3, 4]
     assert all(line["sync/canary"] < 1e-5 for line in lines)
+    whole = (resumed.path / "model" / "model.safetensors").stat().st_size
+    assert all((2 * line["sync/MiB"] * 2**20 < whole) == adapters for line in lines)
     assert all(abs(line["policy/kl_generator"]) < 1e-8 for line in lines)  # sampled with the weights of now
     assert (resumed.path / "model" / "config.json").exists()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import pytest
 from rlhf_plugin_local.launcher import LocalLauncher
 
 KL = {"kl": {"coef": 0.1, "where": "loss", "estimator": "k3"}}
@@ -73,3 +74,14 @@ def test_an_adapter_without_its_base_is_refused_before_the_start(shop):
     run = shop.run("sft", "run", "--dry-run", policy={"model": str(first.path / "model" / "adapter")},
                    trainer={"lora": {"rank": 8}})  # fmt: skip
     assert (run.code, "trainer.lora.rank is 8" in run.said) == (2, True), run.said
+
+
+def test_adapters_that_cannot_go_alone_are_refused_before_the_start(shop):
+    pytest.importorskip("vllm")
+    options = {"generator": {"use": "vllm"}, "sync": {"adapters": "alone"}}
+    for trainer, named in (
+        ({"lora": {"rank": 4, "use_dora": True}}, "sync.adapters = 'alone': trainer.lora.use_dora"),
+        ({}, "sync.adapters = 'alone': the policy trains no adapters"),
+    ):
+        run = shop.run("grpo", "run", "--dry-run", trainer=trainer, **options)
+        assert (run.code, named in run.said) == (2, True), run.said

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
-from rlhf.errors import ConfigError
+from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import (
+    GENERATOR,
     Advantage,
     Algorithm,
     Generator,
+    GeneratorSpec,
     LendsHead,
     Loss,
+    LowRankAdapters,
+    ModelSpec,
     SendsWeights,
     TakesModule,
     TakesTensors,
     Trainer,
 )
 from rlhf.types import Lent, Needs, RoleSpec
+from rlhf_runtime.checks.parts import with_adapters
 
 from runtime.tests.checks.stub_run import check
 
@@ -384,3 +392,48 @@ def test_capabilities():
     message = messages(BASE, Fake(generator_logprobs=True), generator=Silent, trainer=Remote)
     assert "needs the log-probs of the generator, which generator 'silent' does not report" in message
     assert "generator 'silent' (TakesModule) cannot take weights from trainer 'remote' (SendsWeights)" in message
+
+
+@pytest.mark.parametrize(
+    ("choice", "dtype", "inseparable", "alone"),
+    [
+        ("auto", "bf16", "", True),
+        ("auto", "fp32", "", False),
+        ("auto", "bf16", "trainer.lora.use_dora", False),
+        ("merged", "bf16", "", False),
+        ("alone", "fp32", "", True),
+    ],
+)
+def test_adapters_go_alone_to_engines_in_bf16_that_can_serve_them(choice, dtype, inseparable, alone):
+    adapters = LowRankAdapters(4, 2.0, ("q_proj",), inseparable)
+    engine = with_adapters(run_with(adapters, choice), POLICY, GeneratorSpec((), str, dtype=dtype))
+    assert engine.adapters == (adapters if alone else None)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "refusal", "named"),
+    [
+        (None, "", r"the policy trains no adapters \(trainer\.lora\)"),
+        (LowRankAdapters(4, 2.0, (), "trainer.lora.use_dora: the rows"), "", "trainer.lora.use_dora: the rows"),
+        (LowRankAdapters(4, 2.0), "it has stages", "it has stages"),
+    ],
+)
+def test_adapters_that_cannot_go_alone_are_refused_with_the_reason(adapters, refusal, named):
+    engine = GeneratorSpec((), str)
+    with pytest.raises(CapabilityError, match=f"sync.adapters = 'alone': {named}.*set it to 'merged'"):
+        with_adapters(run_with(adapters, "alone", refusal), POLICY, engine)
+    assert with_adapters(run_with(adapters, "auto", refusal), POLICY, engine) == engine
+    answers = replace(POLICY, role=RoleSpec("policy"))  # a job with the section of the run that trained
+    assert with_adapters(run_with(None, "alone"), answers, engine) == engine
+
+
+POLICY = ModelSpec(RoleSpec("policy", trained=True), "m")
+
+
+def run_with(adapters, choice, refusal=""):
+    trainer = SimpleNamespace(adapters=lambda config, spec: adapters)
+    generator = SimpleNamespace(refuses_adapters=lambda c, s: refusal, precision=lambda c, dtype: dtype)
+    parts = {GENERATOR: SimpleNamespace(resolved=SimpleNamespace(cls=generator), config=None)}
+    role = SimpleNamespace(resolved=SimpleNamespace(cls=trainer), config=None)
+    sync = SimpleNamespace(adapters=choice)
+    return SimpleNamespace(config=SimpleNamespace(sync=sync), parts=parts, trainer=lambda name: role)

@@ -96,8 +96,8 @@ __all__ = [
     "GENERATOR", "KINDS", "Ability", "Adapter", "Advantage", "Algorithm", "AnswersRequests", "ApplyResult", "Backend",
     "Check", "Command", "Component", "ComponentConfig", "Curriculum", "EnginePool", "Env", "Examination", "Extension",
     "Finding", "FinishedGroup", "Generator", "GeneratorSpec", "HasViews", "Launcher", "LendsHead", "Loss",
-    "LowRankAdapters", "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole", "Reward",
-    "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo", "ScoreWithRole",
+    "LowRankAdapters", "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole",
+    "Reward", "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo", "ScoreWithRole",
     "SendsWeights", "SharesModule", "Sleeps", "Slot", "Sums", "TakesModule", "TakesTensors", "TakesWeights", "Tokens",
     "Trainer", "TrainerFacts", "TrainingRows", "WorkerGroup", "abilities", "interface",
 ]  # fmt: skip

@@ -83,8 +83,8 @@ class TakesTensors(Ability):
     :meth:`begin_load`, :meth:`take` for each bucket, :meth:`end_load`; between begin and end nothing is generated."""
 
     has_base: bool = False
-    """With ``GeneratorSpec.adapters``: every engine has the base, so that a load may bring the adapters alone. Read after
-    :meth:`begin_load`."""
+    """With ``GeneratorSpec.adapters``: every engine has the base, so that a load may bring the adapters alone. It is
+    read after :meth:`begin_load`."""
 
     @abstractmethod
     def begin_load(self, version: int) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from rlhf.errors import ConfigError, TrainingError
-from rlhf.interfaces import GeneratorSpec
-from rlhf.types import GenerationRequest, Sampling
+from rlhf.interfaces import GeneratorSpec, ModelSpec
+from rlhf.interfaces.model import ADAPTER_PREFIX, ADAPTERS, PARTS
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling.adapters import add_adapters, linear
 from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.fused import restore_layers
 from rlhf_plugin_local.generator import TransformersGenerator
+from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_testing.tiny import tiny_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 LORA = LoraOptions(rank=4)
@@ -58,6 +61,39 @@ def test_weights_and_exports_are_one_merged_model(tmp_path, make_trainer, make_b
     trainer.export(tmp_path / "export")
     AutoModelForCausalLM.from_pretrained(str(tmp_path / "export"))
     assert torch.equal(logprobs(make_trainer(tmp_path / "export"), batch), logprobs(merged, batch))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_adapters_alone_are_those_of_the_export(tmp_path, make_trainer, make_batch, nll, rslora):
+    """Names, values and scale: base + scaling x B A is the merged model."""
+    lora = LoraOptions(rank=4, use_rslora=rslora)
+    trainer, batch = make_trainer(lora=lora, lr=0.02), make_batch([9, 30, 4], loss=nll)
+    trainer.update([batch], nll, {}, {})
+    trainer.export(tmp_path / "export")
+    adapters, live = dict(trainer.weights(ADAPTERS)), dict(trainer.weights())
+    exported = load_file(tmp_path / "export" / "adapter" / "adapter_model.safetensors")
+    assert adapters.keys() == exported.keys()
+    assert all(torch.equal(adapters[name], exported[name]) for name in adapters)
+    told = trainer.adapters(trainer.config, trainer.spec)
+    assert (told.rank, told.scaling, told.inseparable) == (4, 4.0 if rslora else 2.0, "")
+    assert set(told.layers) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    for name, base in dict(trainer.weights(PARTS)).items():
+        a, b = (f"{ADAPTER_PREFIX}{name.removesuffix('weight')}lora_{factor}.weight" for factor in "AB")
+        if b in adapters:
+            base = base + told.scaling * adapters[b] @ adapters[a]
+        assert name in adapters or torch.allclose(base, live[name], atol=1e-6), name
+
+
+def test_adapters_that_are_no_sum_beside_the_base_go_merged(tmp_path):
+    spec = ModelSpec(RoleSpec("policy", trained=True), str(tiny_model(tmp_path / "model")))
+    for options, named in (
+        ({"use_dora": True}, "use_dora: the rows"),
+        ({"modules_to_save": ("lm_head",)}, "modules_to_save: weights of the base change"),
+        ({"vision": True}, "vision: engines take"),
+    ):
+        config = TorchTrainerConfig(lora=LoraOptions(rank=4, **options))
+        assert named in TorchTrainer.adapters(config, spec).inseparable
+    assert TorchTrainer.adapters(TorchTrainerConfig(), spec) is None
 
 
 SPARSE = {
