@@ -40,13 +40,16 @@ def test_samples_are_yielded_as_they_finish(run):
 def test_a_killed_engine_is_replaced_and_its_samples_are_the_same(run, caplog, capfd):
     r = run(seconds=0.2)
     r.sync(1)
+    r.sync(1)
+    assert r.had_base
     asked = requests(6)
     before = r.pids()
     assert r.answers(asked, kill=before[0]) == expected(r.weights, asked)
+    assert not r.had_base, "the new engine gets the base too"
     after = r.pids()
     assert after[0] != before[0]
     assert after[1] == before[1]
-    assert r.pushes == 2, "the new engine got the current weights"
+    assert r.pushes == 3, "the new engine got the current weights"
     assert f"engine 0 (node 127.0.0.1, pid {before[0]}) died during generate()" in caplog.text
     assert "The engine is replaced; 2 more replacements are allowed" in caplog.text
     assert capfd.readouterr().out == "", "nothing repeats the message"

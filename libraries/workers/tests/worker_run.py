@@ -36,6 +36,7 @@ class Run:
         self.pushes += 1
         self.engines.pause()
         self.engines.begin_load(self.version)
+        self.had_base = self.engines.has_base
         for bucket in self.policy.send_buckets("live", 24, 60.0):
             self.engines.take(bucket)
         self.proofs = self.engines.end_load()
