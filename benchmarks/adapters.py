@@ -41,7 +41,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEXT = Path(__file__).parents[1] / "docs" / "concepts" / "architecture.md"
-TOKENS, TRAINED, MEASURED = 64, 4, 10
+TOKENS, TRAINED, MEASURED = 64, 2, 10
 """Tokens of a sequence; sequences of an update; sequences that are measured."""
 WAYS = ("merged", "alone")
 

@@ -205,6 +205,7 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_starts():
     )
     spec = GeneratorSpec((1,), str, path, "fp32", adapters=adapters)
     assert VllmGenerator.refuses_adapters(config(), spec) == ""
+    assert "images" in VllmGenerator.refuses_adapters(config(), replace(spec, max_images=1))
     for options, rank, device, named in (
         ({"pipeline_parallel": 2}, 4, None, "pipeline_parallel = 2"),
         ({}, 513, None, "rank = 513: vLLM's kernels take up to 512"),

@@ -23,6 +23,8 @@ def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None
     assert spec.adapters is not None
     if config.pipeline_parallel > 1:
         return f"generator.pipeline_parallel = {config.pipeline_parallel}: a stage has a part of the layers only"
+    if spec.max_images:
+        return "the rows have images, with which no test proves it"
     if spec.adapters.rank > RANKS[-1]:
         return f"trainer.lora.rank = {spec.adapters.rank}: vLLM's kernels take up to {RANKS[-1]}"
     if device == "cuda" and (config.dtype if config.dtype != "auto" else spec.dtype) == "fp32":

@@ -108,9 +108,9 @@ class AdapterLoads:
         for name, tensor in factors.tensors:
             path, factor = self._place(name)
             layer, part = self._layer(path)
-            held = (layer.lora_a_stacked if factor == "A" else layer.lora_b_stacked)[part][0, 0]
+            stacked = (layer.lora_a_stacked if factor == "A" else layer.lora_b_stacked)[part][0, 0]
             value = self._stored(factor, tensor)
-            if not torch.equal(held[: len(value), : value.shape[1]], value):
+            if not torch.equal(stacked[: len(value), : value.shape[1]], value):
                 names.append(name)
         return names
 
@@ -146,6 +146,7 @@ class AdapterLoads:
         self.manager.remove_adapter(ADAPTER)
         self.manager.add_adapter(LoRAModel(ADAPTER, self.adapters.rank, layers))
         self.manager.activate_adapter(ADAPTER)
+        self.manager._last_mapping = None  # what was computed from it is gone after a sleep that discards weights
 
     def _require_shapes(self, path: str, a_RI: Tensor, b_OR: Tensor) -> None:
         """vLLM would take a smaller matrix in silence."""
