@@ -94,7 +94,7 @@ class AdapterLoads:
         base, self._base = self._base, None
         if base is not None:
             base.abandon()
-            self._wrap()
+        self._wrap()
 
     @torch.no_grad()
     def differing(self, bucket: Bucket) -> list[str]:
