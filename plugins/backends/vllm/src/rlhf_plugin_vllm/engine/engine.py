@@ -78,7 +78,8 @@ class Engine:
                 if isinstance(error, RlhfError):
                     raise
                 failure = f"vLLM ({where.distribution}) could not start with {spec.path!r}"
-                raise ModelError(f"{failure}: {_first(error)}") from error
+                remedy = " If it serves no adapters, set sync.adapters = 'merged'." if spec.adapters is not None else ""
+                raise ModelError(f"{failure}: {_first(error)}{remedy}") from error
         _running[id(self)] = foreign
         if sleeps:
             _sleeping.add(id(self))
