@@ -76,6 +76,7 @@ def test_an_adapter_without_its_base_is_refused_before_the_start(shop):
     assert (run.code, "trainer.lora.rank is 8" in run.said) == (2, True), run.said
 
 
+@pytest.mark.cluster  # the generator vllm
 def test_adapters_that_cannot_go_alone_are_refused_before_the_start(shop):
     pytest.importorskip("vllm")
     options = {"generator": {"use": "vllm"}, "sync": {"adapters": "alone"}}
