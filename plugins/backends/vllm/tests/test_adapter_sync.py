@@ -187,6 +187,7 @@ def test_a_sample_goes_on_with_the_adapters_that_come(setups):
     assert float((ours[count:] - torch.tensor(turns[0][1].logprobs)[count:]).abs().max()) < 1e-5
 
 
+@pytest.mark.full
 def test_layers_that_workers_share_get_their_parts_of_the_adapters():
     setup = Setup("all layers, rsLoRA", tensor_parallel=2)
     try:
