@@ -34,7 +34,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_with_one(tiny: Workshop, tmp_path:
         eval={"every": 2},
         data={"eval": [{"path": str(tiny.data), "max_rows": 3, "name": "held_out"}]},
         checkpoint={"every": 1},
-        sync={"adapters": "alone" if adapters else "auto"},
+        sync={"adapters": "alone" if adapters else "merged"},
     )
     run = Training(forks, place, config, "--backend", "fsdp")
     with run.held_after(2):

@@ -73,11 +73,6 @@ class GeneratorPreflight(Preflight):
     """What a generator's class is asked."""
 
     @classmethod
-    def precision(cls, config: Any, dtype: str) -> str:
-        """``auto`` | ``fp32`` | ``bf16``: of an engine's weights, where the policy's is ``dtype``."""
-        return dtype
-
-    @classmethod
     def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
         """Why an engine cannot compute with its base's weights and ``spec.adapters`` beside them, as far as this is
         known before the start; empty: it can."""

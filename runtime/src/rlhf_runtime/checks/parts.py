@@ -80,22 +80,20 @@ def check_parts(
 
 
 def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: GeneratorSpec) -> GeneratorSpec:
-    """``engine``, with the adapters that it computes with beside their base (``sync.adapters``), if there are any.
+    """``engine``, with the adapters that it computes with beside their base, if ``sync.adapters`` is ``alone``.
 
-    Raises CapabilityError where they cannot be sent alone as the run file asks.
+    Raises CapabilityError where they cannot be sent alone.
     """
-    choice, generator = plugins_of_run.config.sync.adapters, plugins_of_run.parts[GENERATOR]
-    trainer, cls = plugins_of_run.trainer("policy"), generator.resolved.cls
-    adapters = trainer.resolved.cls.adapters(trainer.config, policy) if choice != "merged" else None
-    why = "the policy trains no adapters (trainer.lora)"
+    if plugins_of_run.config.sync.adapters == "merged" or not policy.role.trained:
+        return engine
+    generator, trainer = plugins_of_run.parts[GENERATOR], plugins_of_run.trainer("policy")
+    adapters = trainer.resolved.cls.adapters(trainer.config, policy)
+    why, beside = "the policy trains no adapters (trainer.lora)", replace(engine, adapters=adapters)
     if adapters is not None:
-        beside = replace(engine, adapters=adapters)
-        why = adapters.inseparable or cls.refuses_adapters(generator.config, beside)
-        if not why and (choice == "alone" or cls.precision(generator.config, engine.dtype) == "bf16"):
-            return beside
-    if choice == "alone" and policy.role.trained:
+        why = adapters.inseparable or generator.resolved.cls.refuses_adapters(generator.config, beside)
+    if why:
         raise CapabilityError(f"sync.adapters = 'alone': {why}. Leave it out, or set it to 'merged'.")
-    return engine
+    return beside
 
 
 def idle_options(plugins_of_run: RunPlugins) -> list[str]:

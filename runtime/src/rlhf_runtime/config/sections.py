@@ -161,10 +161,9 @@ class SyncSection(ComponentConfig):
     """``in_flight = "continue"``: ``recompute``: the generator computes keys and values of the tokens so far again with
     the new weights, so that log-probs of further tokens are those of the new policy. ``keep``: it goes on with the old
     ones at once. The log-probs are then of a mixture of both policies."""
-    adapters: Literal["auto", "merged", "alone"] = "auto"
+    adapters: Literal["merged", "alone"] = "merged"
     """With ``trainer.lora``: what is sent after an update. ``merged``: the whole model with the adapters added, in the
-    engine's number format. ``alone``: the adapters; the engine computes with the base and the adapters beside it.
-    ``auto``: ``alone`` where the engine is in bf16 and can do it, else ``merged``."""
+    engine's number format. ``alone``: the adapters; the engine computes with the base and the adapters beside it."""
     check: Literal["fail", "retry", "warn"] = "fail"
     """What happens if the proof after a sync fails. ``fail``: the run ends. ``retry``: the weights are sent once
     more, and the run ends if the proof fails again. ``warn``: the run goes on with a warning."""

@@ -59,11 +59,6 @@ class VllmGenerator(WeightLoading):
         return config.tensor_parallel, config.pipeline_parallel
 
     @classmethod
-    def precision(cls, config: Any, dtype: str) -> str:
-        chosen: str = config.dtype
-        return chosen if chosen != "auto" else dtype
-
-    @classmethod
     def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
         return refusal(config, spec, text_config(spec), None)
 
