@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf_testing.optimizer_batch import columns, slim_batch
@@ -47,6 +48,8 @@ class Case:
     """Of the :class:`ModelSpec`."""
     rows: tuple[int, ...] = ()
     """Tokens of each micro-batch, one row each; empty: fabricated rows."""
+    experts: tuple[int, int, int] | None = None
+    """Records of experts for most tokens: of (layers, experts, experts of a token)."""
 
     @property
     def head(self) -> str:
@@ -61,7 +64,17 @@ class Case:
             return [[_row(length, number, self.loss) for length in self.rows]] * groups
         whole = batch(number, self.loss)
         tokens = torch.tensor(whole.tokens_per_unit(), dtype=torch.float32)
+        if self.experts is not None:
+            whole = with_records(whole, *self.experts)
         return shares(whole.with_column("unit", "weight/tokens", tokens / tokens.sum(), over=None), groups)
+
+
+def with_records(batch: Batch, layers: int, experts: int, chosen: int) -> Batch:
+    """Choices of experts that no router made, for all tokens but some."""
+    draw = torch.Generator().manual_seed(1)
+    experts_NLK = torch.rand(batch.tokens, layers, experts, generator=draw).argsort(-1)[..., :chosen].to(torch.int16)
+    experts_NLK[batch.ids_N % 5 == 0] = UNKNOWN
+    return batch.with_column("tok", EXPERTS, experts_NLK, over=None)
 
 
 def _row(length: int, number: int, loss: Loss) -> Batch:
@@ -78,12 +91,13 @@ CASES = {
     "three key heads": Case("three key heads"),
     "window and softcap": Case("window and softcap"),
     "experts": Case("experts", options={"aux_loss_coef": 0.1}),
+    "router replay": Case("experts", options={"router_replay": True}, experts=(2, 4, 2)),
     "recomputed adapters": Case(options={"lora": {"rank": 4}}, of_role={"gradient_checkpointing": True}),
     "prefixes computed again": Case(options={"shared_prefixes": False}),
     "short rows": Case(rows=(3, 2, 4)),
     "bf16": Case(of_role={"dtype": "bf16"}),
 }
-IN_EVERY_RUN = ("tokens", "checkpointing", "one key head")
+IN_EVERY_RUN = ("tokens", "checkpointing", "one key head", "router replay")
 """The cases of ``make test``; the others are for ``make test-all``."""
 
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import feather
 from rlhf.errors import CheckpointError
-from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
+from rlhf.types import ExpertRecord, Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint import sample_table
 from rlhf_runtime.checkpoint.saved_groups import group_lines, read_groups, write_groups
 
+EXPERTS = ExpertRecord(bytes([3, 0, 1, 255] * 3), layers=2, experts=256, chosen=2)
 ROWS = {("gsm", n): Row({"prompt": f"p{n}", "answer": n}, "gsm", n) for n in range(5)}
 
 
@@ -31,7 +32,7 @@ def group(number=3, samples=2, logprob=-0.1, info=None):
             row=row,
             turns=[
                 Turn([1, 2, 3], False, text="Q: 1+1?\u2028\n", images=(Image(b"\x89\xff", 1, 2, [7]),)),
-                Turn([4, 5], True, [logprob, -1e-30], ((0, 7), (1, 8)), "stop", 0.7, 0.5, "zwei é"),
+                Turn([4, 5], True, [logprob, -1e-30], ((0, 7), (1, 8)), "stop", 0.7, 0.5, "zwei é", experts=EXPERTS),
                 Turn([6], False, text="again", fresh=True, messages=(("tool", "é\n2"), ("user", "again"))),
                 Turn([9], True, [-2.5], ((0, 8),), "length", 1.0, None, "x", score=0.25),
             ],
@@ -61,18 +62,19 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     assert type(back[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
-EARLIER = ["without values of tokens", "without messages", "without messages and scores"]
+EARLIER = ["without experts", "without values of tokens", "without messages", "without messages and scores"]
 
 
-@pytest.mark.parametrize("version", range(3), ids=EARLIER)
+@pytest.mark.parametrize("version", range(4), ids=EARLIER)
 def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
     path, made = tmp_path / "ready.arrow", group(samples=1)
     with monkeypatch.context() as earlier:
-        earlier.setattr(sample_table, "TURN", [sample_table.TURN, *sample_table.EARLIER_TURNS][version])
+        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[max(0, version - 1)])
         earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
         write_groups(path, [made])
     turns = made.trajectories[0].turns
-    turns[2].messages, turns[3].score = () if version else turns[2].messages, None if version == 2 else turns[3].score
+    turns[1].experts, turns[2].messages = None, turns[2].messages if version < 2 else ()
+    turns[3].score = None if version == 3 else turns[3].score
     assert read_groups(path, find) == [made]
 
 

@@ -48,7 +48,7 @@ class Generator(GeneratorPreflight, Component):
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """``logprobs``, ``seeds``, ``keep:keys`` (:attr:`GeneratorSpec.keys`), ``top_p``, ``images``
-    (:attr:`rlhf.types.GenerationRequest.images`), ..."""
+    (:attr:`rlhf.types.GenerationRequest.images`), ``experts`` (:attr:`GeneratorSpec.experts`), ..."""
 
     version: int = 0
     """Version of the current weights: the number of updates that the policy had."""

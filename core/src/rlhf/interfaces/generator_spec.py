@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf.interfaces.model import LowRankAdapters
+from rlhf.types import ExpertLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,5 @@ class GeneratorSpec:
     """The engine computes with the base and these adapters beside it: a load brings the base's tensors, the adapters'
     in PEFT's names, or both (:data:`rlhf.interfaces.model.PARTS`). The base stays until the next one comes. None: loads
     bring whole weights."""
+    experts: ExpertLayers | None = None
+    """Turns must have :attr:`~rlhf.types.Turn.experts` of these layers (capability ``experts``). None: no records."""

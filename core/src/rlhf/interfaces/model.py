@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlhf.types import RoleSpec
+from rlhf.types import ExpertLayers, RoleSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +139,6 @@ class TrainerFacts:
     """None: not known."""
     notes: tuple[str, ...] = ()
     """Remarks for people on how the model is computed. A run shows each one once, at its start."""
+    experts: ExpertLayers | None = None
+    """The trainer sends tokens to recorded experts (token column ``experts``, :mod:`rlhf.ops.experts`) of these layers.
+    None: it does not."""

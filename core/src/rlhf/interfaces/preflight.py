@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork, TrainerMemory, TrainerWork, whole_copy
 from rlhf.interfaces.model import LowRankAdapters, ModelSpec, Precision
-from rlhf.types import Sampling
+from rlhf.types import ExpertLayers, Sampling
 
 
 class Preflight:
@@ -42,6 +42,12 @@ class TrainerPreflight(Preflight):
 
         Raises CapabilityError or ConfigError.
         """
+
+    @classmethod
+    def experts(cls, config: Any, spec: ModelSpec) -> ExpertLayers | None:
+        """The layers whose experts the trainer takes from records (:attr:`TrainerFacts.experts`), before anything is
+        loaded; None: it does not. A run that gets an answer has a generator with the capability ``experts``."""
+        return None
 
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:

@@ -6,6 +6,8 @@ Columns of the batch:
 ``loss_mask``         token  bool, the policy sampled this token, or it belongs to a given answer
 ``observation_mask``  token  bool, the token is of an observation (only with ``observations``)
 ``last_action``       token  bool, the last sampled token of the trajectory
+``experts``           token  int16 [N, layers, experts of a token], the recorded experts, -1 without a record
+                             (only if there is one)
 ``gen_logprobs``      token  float32, as the generator reported (only if every sampled turn has them)
 ``temperature``       token  float32, at which the token was sampled (1 if not sampled)
 ``step_reward``       token  float32, weighted rewards of sources with ``credit = "step"``
@@ -42,6 +44,7 @@ from torch import Tensor
 
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS, expert_column
 from rlhf.ops.sample_values import (
     check_reward,
     greedy_reward,
@@ -92,7 +95,7 @@ def assemble(
 
     Raises:
         TrainingError: a reward, log-prob or step is not a finite number, or a step is at a token that does not exist; a
-            greedy answer or a column of ``key`` is missing.
+            greedy answer or a column of ``key`` is missing; records of experts are of different models.
     """
     live = [t for g in groups for t in g.trajectories if t.status != "failed"]
     trajectories = [t for t in live if t.reward is not None or not scored]
@@ -245,7 +248,16 @@ class _Layout:
             "step_reward": step_reward_N,
             "temperature": per_token([temperature_of(t, t.turns[n]) for t, n in self.turns], np.float32),
         }
-        return {"gen_logprobs": self._logprobs(), **columns} if with_logprobs else columns
+        experts_NLK = self._experts()
+        recorded = {} if experts_NLK is None else {EXPERTS: experts_NLK}
+        logprobs = {"gen_logprobs": self._logprobs()} if with_logprobs else {}
+        return {**recorded, **logprobs, **columns}
+
+    def _experts(self) -> Tensor | None:
+        try:
+            return expert_column([t.turns[n] for t, n in self.turns])
+        except ValueError as cause:
+            raise TrainingError(f"a batch: {cause}") from cause
 
     def turn_columns(self) -> dict[str, Tensor]:
         """``state``, ``turn`` and ``turn_reward``."""

@@ -4,6 +4,7 @@ Nothing here imports torch, so rewards, environments and the command line start 
 in :mod:`rlhf.ops`; tensors first appear in :class:`rlhf.ops.batch.Batch`.
 """
 
+from rlhf.types.experts import ExpertLayers, ExpertRecord
 from rlhf.types.generation import EnvStep, GenerationRequest, Sampling
 from rlhf.types.images import Image
 from rlhf.types.learning import Annotation, Snapshot, Update
@@ -13,7 +14,7 @@ from rlhf.types.rows import Row
 from rlhf.types.trajectories import Finish, Group, RewardResult, Status, Trajectory, Turn
 
 __all__ = [  # noqa: RUF022 - the order in which a reader meets them, and that of their page in docs/reference
-    "Row", "Image", "Finish", "Turn", "RewardResult", "Status", "Trajectory", "Group",
+    "Row", "Image", "ExpertLayers", "ExpertRecord", "Finish", "Turn", "RewardResult", "Status", "Trajectory", "Group",
     "Sampling", "GenerationRequest", "EnvStep",
     "DataForm", "RoleSpec", "Lent", "Needs", "RunOptions", "OnlineShape",
     "How", "Reduce", "Head", "Annotation", "Update", "Snapshot", "Level", "LossOutput",

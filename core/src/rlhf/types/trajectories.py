@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf.types.arrays import FloatArray, IntArray, float_array, int_array
+from rlhf.types.experts import ExpertRecord
 from rlhf.types.images import Image
 from rlhf.types.rows import Row
 
@@ -56,6 +57,10 @@ class Turn:
     messages: tuple[tuple[str, str], ...] = ()
     """((role, text), ...): the messages that a chat template wrote as these tokens, for people to read. Sampled turns
     and the row's own prompt have none."""
+    experts: ExpertRecord | None = None
+    """The experts that a mixture of experts chose while it sampled this turn (``GeneratorSpec.experts``). The last
+    recorded token is the last but one of the turn, because the last one is never an input. The record may begin before
+    the turn, with tokens of its context."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -74,6 +79,7 @@ class Turn:
             images: tuple[Image, ...] = (),
             score: float | None = None,
             messages: tuple[tuple[str, str], ...] = (),
+            experts: ExpertRecord | None = None,
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:

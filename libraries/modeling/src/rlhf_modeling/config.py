@@ -92,6 +92,10 @@ class TrainingConfig(ComponentConfig):
     aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the auxiliary loss of a mixture of experts, which keeps tokens spread over them; reported as
     ``aux_loss``. A statistic of a micro-batch, so it depends on how batches are split."""
+    router_replay: bool = False
+    """The policy of a mixture of experts: send the tokens of samples to the experts that the generator chose for them
+    (R3, Ma et al. 2025, arXiv:2510.11370), in every forward pass. The weights of the experts are the trainer's own.
+    Tokens without a record are routed by the trainer, and counted in ``policy/experts_unrecorded``."""
     attention: Literal["auto", "sdpa", "flash"] = "auto"
     """Kernel on a GPU: one call for all sequences (``flash``, bf16), or one per run of equally long ones (``sdpa``).
     ``auto``: ``flash`` if it is available. Other kernels are used on a CPU."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rlhf.errors import ModelError, TrainingError
+from rlhf.ops.experts import UNKNOWN
 from rlhf.ops.heads import OutputHead, shape_logits
 from rlhf.types import Image
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from rlhf_modeling.attention import LayerKind, attend_with, packed
 from rlhf_modeling.config import HeadFp32
 from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.rope import LengthRope
+from rlhf_modeling.router_replay import Routers, replayed
 from rlhf_modeling.shared_prefixes import Shared, share_prefixes
 from rlhf_modeling.stored import head_product
 from rlhf_modeling.token_parts import PartAttention, RowPart, TokenGroup
@@ -84,6 +86,8 @@ class LoadedModel:
     """Set where the model reads images."""
     no_images: str = "reads text only"
     """Why it does not."""
+    routers: Routers | None = None
+    """Set where records of experts are replayed (``trainer.router_replay``)."""
     images_anywhere: Callable[[bool], bool] | None = None
     """Given whether this rank's call has images, returns whether any rank's has. Set where all ranks must compute the
     vision tower if one does."""
@@ -110,7 +114,13 @@ class LoadedModel:
         return hidden_MH if place_N is None else hidden_MH[place_N]
 
     def compute(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
+        self,
+        ids_N: Tensor,
+        position_N: Tensor,
+        lens: Sequence[int],
+        share: bool,
+        images_B: Images = (),
+        experts_NLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
         ranks, only the hidden states of :attr:`part`.
@@ -118,6 +128,7 @@ class LoadedModel:
         Args:
             share: compute common prefixes once, where the layout is ``shared``.
             images_B: the images of each sequence; empty: there are none.
+            experts_NLK: the experts that :attr:`routers` send the tokens to; negative: those that they choose.
 
         Raises TrainingError where there are images and the model does not read them.
         """
@@ -126,14 +137,16 @@ class LoadedModel:
         calls = self._calls(lens)
         extra = 0 if self.most_calls is None else self.most_calls(len(calls)) - len(calls)
         if len(calls) == 1 and not extra:
-            return self._call(ids_N, position_N, lens, share, images_B)
+            return self._call(ids_N, position_N, lens, share, images_B, experts_NLK)
         starts = [0, *accumulate(lens)]
         parts: list[Tensor] = []
         place_N, rows = torch.empty_like(ids_N), 0
         for call in calls:
             where = torch.cat([torch.arange(starts[b], starts[b + 1], device=ids_N.device) for b in call])
             images_C = [images_B[b] for b in call] if images_B else ()
-            hidden_CH, place_C = self._call(ids_N[where], position_N[where], [lens[b] for b in call], share, images_C)
+            experts_CLK = None if experts_NLK is None else experts_NLK[where]
+            lens_C = [lens[b] for b in call]
+            hidden_CH, place_C = self._call(ids_N[where], position_N[where], lens_C, share, images_C, experts_CLK)
             own_C = torch.arange(len(where), device=ids_N.device) if place_C is None else place_C
             place_N[where] = rows + own_C
             parts.append(hidden_CH)
@@ -155,7 +168,13 @@ class LoadedModel:
         return [calls[kind] for kind in sorted(calls)]
 
     def _call(
-        self, ids_N: Tensor, position_N: Tensor, lens: Sequence[int], share: bool, images_B: Images = ()
+        self,
+        ids_N: Tensor,
+        position_N: Tensor,
+        lens: Sequence[int],
+        share: bool,
+        images_B: Images = (),
+        experts_NLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         own = any(images_B)
         anywhere = own if self.images_anywhere is None else self.images_anywhere(own)
@@ -166,31 +185,47 @@ class LoadedModel:
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
-                out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
+                with replayed(experts_NLK):
+                    out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
                 return out.last_hidden_state.flatten(0, 1), None
-            shared = share_prefixes(ids_N, lens) if share and self.layout == "shared" else None
+            shares = share and self.layout == "shared"
+            shared = share_prefixes(ids_N, lens, experts_NLK=experts_NLK) if shares else None
             if self.divided_over is not None:
-                return self._call_on_part(self.divided_over, ids_N, position_N, lens, shared)
-            ids_M, position_M = (ids_N, position_N) if shared is None else (shared.ids_M, shared.position_M)
+                return self._call_on_part(self.divided_over, ids_N, position_N, lens, shared, experts_NLK)
+            ids_M, position_M, experts_MLK = ids_N, position_N, experts_NLK
+            if shared is not None:
+                ids_M, position_M = shared.ids_M, shared.position_M
+                experts_MLK = None if experts_NLK is None else experts_NLK[shared.source_M]
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
-            with packed(lens, shared, self.attention):
+            with packed(lens, shared, self.attention), replayed(experts_MLK):
                 out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
         return out.last_hidden_state[0], None if shared is None else shared.place_N
 
     def _call_on_part(
-        self, among: TokenGroup, ids_M: Tensor, position_M: Tensor, lens: Sequence[int], shared: Shared | None
+        self,
+        among: TokenGroup,
+        ids_M: Tensor,
+        position_M: Tensor,
+        lens: Sequence[int],
+        shared: Shared | None,
+        experts_MLK: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """A row of fewer tokens than ranks gets a further sequence, so that every rank computes a token."""
         if shared is not None and shared.ids_M.numel() >= among.ranks:
             ids_M, position_M = shared.ids_M, shared.position_M
+            experts_MLK = None if experts_MLK is None else experts_MLK[shared.source_M]
         else:
             shared, lacking = None, max(0, among.ranks - len(ids_M))
             if lacking:
                 ids_M = torch.cat([ids_M, ids_M[:1].expand(lacking)])
                 position_M = torch.cat([position_M, torch.arange(lacking, device=ids_M.device)])
                 lens = self.computing = [*lens, lacking]
+                if experts_MLK is not None:
+                    unknown = torch.full_like(experts_MLK[:1], UNKNOWN).expand(lacking, -1, -1)
+                    experts_MLK = torch.cat([experts_MLK, unknown])
         self.part = part = RowPart(among, len(ids_M))
-        with attend_with(PartAttention(part, lens, shared, self.attention)):
+        experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
+        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(experts_PLK):
             out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
         return out.last_hidden_state[0], None if shared is None else shared.place_N
 

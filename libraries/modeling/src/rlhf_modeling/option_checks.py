@@ -24,7 +24,7 @@ LEARNING = frozenset(
     {
         "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef", "optimizer", "muon_lr",
-        "muon_momentum", "export_masters", "freeze_vision",
+        "muon_momentum", "export_masters", "freeze_vision", "router_replay",
     }
 )  # fmt: skip
 """Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""

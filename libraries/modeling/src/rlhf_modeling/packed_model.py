@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS
 from rlhf.types import Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
-from rlhf_modeling.attention import attend_with, attention_route
+from rlhf_modeling.attention import Route, attend_with, attention_route
 from rlhf_modeling.config import TrainingConfig, most_logits
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
+from rlhf_modeling.router_replay import replayed, replayed_choices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +57,8 @@ def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tenso
     """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
     lens = batch.lens_B.tolist()
     loaded.require_positions(lens)
-    return loaded.compute(batch.ids_N, batch.position_N, lens, share, batch.images_B)
+    experts_NLK = batch.tok.get(EXPERTS) if loaded.routers is not None else None
+    return loaded.compute(batch.ids_N, batch.position_N, lens, share, batch.images_B, experts_NLK)
 
 
 def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
@@ -65,13 +68,18 @@ def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:
     return not loaded.noisy and not has_noise(loaded.module)
 
 
+@contextmanager
+def _as_before(route: Route | None, choices_MLK: Tensor | None) -> Iterator[None]:
+    with nullcontext() if route is None else attend_with(route), replayed(choices_MLK):
+        yield
+
+
 def checkpoint_gradients(module: PreTrainedModel) -> None:
-    """Compute layers again in the backward pass, under the lengths of the forward pass."""
+    """Compute layers again in the backward pass, under the lengths and with the experts of the forward pass."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        # the second forward pass runs inside backward(), outside of the context that holds the lengths
-        route = attention_route()
-        return nullcontext(), nullcontext() if route is None else attend_with(route)
+        # the second forward pass runs inside backward(), outside of the contexts of the first one
+        return nullcontext(), _as_before(attention_route(), replayed_choices())
 
     try:
         module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from rlhf.ops.experts import distinct_ids
 from rlhf.ops.prefixes import content_ids, sorted_by_prefix, worth_sharing
 from rlhf.ops.spans import owners
 from rlhf.types import Image
@@ -53,16 +54,22 @@ class Shared:
     """In the order of the M tokens. A sequence whose tokens are all computed by others has no stretch."""
 
 
-def share_prefixes(ids_N: Tensor, lens: Sequence[int], images_B: Sequence[tuple[Image, ...]] = ()) -> Shared | None:
+def share_prefixes(
+    ids_N: Tensor,
+    lens: Sequence[int],
+    images_B: Sequence[tuple[Image, ...]] = (),
+    experts_NLK: Tensor | None = None,
+) -> Shared | None:
     """Which tokens to compute; None if no two sequences share a long enough prefix.
 
     Args:
         ids_N: int64, on any device; the result is on the same device.
         lens: tokens of each sequence; they sum to N.
         images_B: images of each sequence; empty: there are none.
+        experts_NLK: of each token, for models without images. Tokens that use different experts share nothing.
     """
     plain = ids_N.cpu()
-    ids = content_ids(plain, lens, images_B)
+    ids = content_ids(plain, lens, images_B) if experts_NLK is None else distinct_ids(plain, experts_NLK.cpu())
     starts = [0, *accumulate(lens)][:-1]
     order, fronts = sorted_by_prefix(ids, starts, lens, range(len(lens)))
     if not worth_sharing(sum(fronts), len(ids)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rlhf.errors import CapabilityError, ConfigError
 from rlhf.interfaces import ModelSpec
+from rlhf.types import ExpertLayers
 from rlhf_hub.adapter_folders import adapter_of
 from rlhf_hub.hub import hub_name
 from rlhf_hub.published import model_folder
@@ -23,6 +24,7 @@ from rlhf_modeling.export_files import read_generation_config, try_export
 from rlhf_modeling.images.architecture import has_vision, is_image_text, language_model
 from rlhf_modeling.model import model_class, require_floats, require_weights, take_apart
 from rlhf_modeling.pretrained import headers_of, quiet, read, read_config
+from rlhf_modeling.router_replay import expert_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +38,7 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
     Raises ModelError, ConfigError or CapabilityError. A model that transformers cannot build from its config alone is
     checked when it is loaded.
     """
+    replayed_layers(config, spec)
     lora, image_text = config.lora, is_image_text(spec)
     options = spec.role.trained and bool(lora or config.aux_loss_coef or config.freeze_vision)
     if not (options or image_text):
@@ -65,6 +68,26 @@ def check_model(config: TrainingConfig, spec: ModelSpec) -> None:
             f"trainer.aux_loss_coef = {config.aux_loss_coef:g}: {type(module).__name__} has no experts to balance "
             "(transformers names no routers of it). Leave the option out."
         )
+
+
+def replayed_layers(config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | None:
+    """The layers whose experts a trainer replays; None: ``router_replay`` is off, or the role is no trained language
+    model. Raises CapabilityError where the model is dense, has routers that cannot replay, or reads images."""
+    if not (config.router_replay and spec.role.trained and spec.role.head == "lm"):
+        return None
+    if spec.images or is_image_text(spec):
+        raise CapabilityError(
+            f"trainer.router_replay is for models of text, and role {spec.role.name!r} has an image-text model: "
+            "engines number the tokens of images in ways of their own. Leave the option out."
+        )
+    try:
+        module = skeleton(spec.path, spec.trust_remote_code)
+    except Exception as cause:  # any exception: the config may have any content
+        raise CapabilityError(
+            f"trainer.router_replay: transformers cannot build {spec.path!r} from its config alone, so its routers are "
+            f"not known ({type(cause).__name__}: {cause}). Leave the option out."
+        ) from cause
+    return expert_layers(module)
 
 
 @cache

@@ -30,7 +30,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead
 from rlhf.ops.loss_value import add_sums, evaluate, over_mask
 from rlhf.seeds import derive_seed
-from rlhf.types import Head
+from rlhf.types import ExpertLayers, Head
 from torch import Tensor, nn
 
 from rlhf_modeling import heads as head_ops
@@ -52,7 +52,8 @@ from rlhf_modeling.memory import trainer_memory
 from rlhf_modeling.packed_model import PackedModel, checkpoint_gradients
 from rlhf_modeling.precision import Precision, choose_precision, precision_of
 from rlhf_modeling.pretrained import eos_token_ids, load_tokenizer, set_padding
-from rlhf_modeling.skeleton import check_files
+from rlhf_modeling.router_replay import Routers
+from rlhf_modeling.skeleton import check_files, replayed_layers
 from rlhf_modeling.storage import whole_storage
 from rlhf_modeling.weight_views import WeightViews
 
@@ -72,6 +73,10 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     @classmethod
     def check_files(cls, spec: ModelSpec) -> None:
         check_files(spec)
+
+    @classmethod
+    def experts(cls, config: TrainingConfig, spec: ModelSpec) -> ExpertLayers | None:
+        return replayed_layers(config, spec)
 
     @classmethod
     def memory(
@@ -126,6 +131,8 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             checkpoint_gradients(self.module)
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
+        layers = replayed_layers(self.config, spec)
+        loaded.routers = None if layers is None else Routers(self.module, layers)
         alpha = self.config.neftune_alpha if spec.role.trained else None
         self.noise = None if alpha is None else EmbeddingNoise(loaded, alpha)
 
@@ -168,6 +175,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
             device_name=torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             flops=self._flops(),
             notes=self.loaded.notes + self._notes,
+            experts=self.loaded.routers.layers if self.loaded.routers is not None else None,
         )
 
     def _flops(self) -> Flops | None:

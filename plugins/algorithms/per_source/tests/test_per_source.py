@@ -16,6 +16,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import OnlineShape, RunOptions
 from rlhf_plugin_per_source import Member, PerSource, PerSourceConfig
 from rlhf_plugin_per_source.algorithm import demonstration
+from rlhf_plugin_per_source.batch_parts import join, part
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm_step import Step, model_step
 
@@ -212,3 +213,12 @@ def test_a_row_of_a_source_without_a_member_ends_the_run() -> None:
 def test_advice_names_the_option_of_the_member() -> None:
     [told] = algorithm("clipped").misfits(OnlineShape(8, 512, 2047))
     assert "--algorithm.members.chat.loss.max_length 512" in told
+
+
+def test_records_of_experts_are_shared_and_absent_ones_are_not_known():
+    recorded, bare = fabricate.batch(1, units=2), fabricate.batch(2, units=3)
+    experts_NLK = torch.ones(recorded.tokens, 2, 2, dtype=torch.int16)
+    joined = join({"math": recorded.with_column("tok", "experts", experts_NLK, over=None), "chat": bare}, SOURCES)
+    assert joined.tok["experts"][:, 0, 0].tolist() == [1] * recorded.tokens + [-1] * bare.tokens
+    assert not {"math/experts", "chat/experts"} & joined.tok.keys()
+    assert torch.equal(part(joined, "math").tok["experts"], experts_NLK)

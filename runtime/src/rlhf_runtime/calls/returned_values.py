@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlhf.errors import CheckpointError, shown
-from rlhf.types import EnvStep, RewardResult, Sampling, Trajectory, Turn
+from rlhf.types import EnvStep, ExpertLayers, RewardResult, Sampling, Trajectory, Turn
 
 from rlhf_runtime.checkpoint.json_values import encode
 
@@ -57,8 +57,12 @@ def check_observation(text: object) -> str:
     return text
 
 
-def check_turns(turns: object) -> list[Turn]:
-    """Returns the result of a rollout's ``run``. Raises InvalidResult where it is not allowed."""
+def check_turns(turns: object, experts: ExpertLayers | None = None) -> list[Turn]:
+    """Returns the result of a rollout's ``run``. Raises InvalidResult where it is not allowed.
+
+    Args:
+        experts: of the policy, if the records of experts are replayed.
+    """
     if not isinstance(turns, list | tuple):
         raise InvalidResult(f"returned {shown(turns)}; allowed: a list of turns")
     for number, turn in enumerate(turns):
@@ -67,6 +71,13 @@ def check_turns(turns: object) -> list[Turn]:
         raise InvalidResult("must return turns that start with a prompt of at least one token")
     if not any(t.sampled for t in turns):
         raise InvalidResult("returned no sampled turn: there is nothing to learn from")
+    if any(turn.experts is not None for turn in turns):
+        from rlhf.ops.experts import check_records  # a worker process under another Python has no torch
+
+        try:
+            check_records(turns, experts)
+        except ValueError as cause:
+            raise InvalidResult(f"returned a record that cannot be used: {cause}") from None
     return list(turns)
 
 

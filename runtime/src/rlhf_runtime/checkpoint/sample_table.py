@@ -28,6 +28,14 @@ IMAGE = pa.struct(
         "short": pa.list_(pa.int32()),
     }
 )
+EXPERTS = pa.struct(
+    {
+        "choices": pa.large_string(),  # base64
+        "layers": pa.int64(),
+        "experts": pa.int64(),
+        "chosen": pa.int64(),
+    }
+)
 TURN = pa.struct(
     {
         "ids": pa.list_(pa.int32()),
@@ -43,6 +51,7 @@ TURN = pa.struct(
         "images": pa.list_(IMAGE),
         "score": pa.float64(),
         "messages": pa.list_(pa.list_(pa.string())),
+        "experts": EXPERTS,
     }
 )
 STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
@@ -78,13 +87,13 @@ SCHEMA = pa.schema(
 )
 EARLIER_TURNS = [
     pa.struct([field for field in TURN if field.name not in missing])
-    for missing in (("messages",), ("messages", "score"))
+    for missing in (("experts",), ("experts", "messages"), ("experts", "messages", "score"))
 ]
 """Turns in files of earlier versions."""
 _WITHOUT_VALUES = SCHEMA.remove(SCHEMA.get_field_index("token_values"))
 EARLIER_SCHEMAS = [
-    _WITHOUT_VALUES.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn)))
-    for turn in (TURN, *EARLIER_TURNS)
+    schema.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn)))
+    for schema, turn in [(SCHEMA, EARLIER_TURNS[0]), *((_WITHOUT_VALUES, turn) for turn in EARLIER_TURNS)]
 ]
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file that does not hold the prompts of its samples."""

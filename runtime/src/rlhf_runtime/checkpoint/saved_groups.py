@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhf.errors import CheckpointError, DataError, shown
 from rlhf.saved import WAY_OUT
-from rlhf.types import Group, Image, RewardResult, Row, Trajectory, Turn
+from rlhf.types import ExpertRecord, Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf.types.arrays import FloatArray
 
 from rlhf_runtime.checkpoint.atomic_files import write_atomic
@@ -146,7 +146,17 @@ def _turn_out(turn: Turn) -> dict[str, Any]:
         {"data": b64encode(i.data).decode(), "at": i.at, "tokens": i.tokens, "short": i.short.tolist()}
         for i in turn.images
     ]
+    if turn.experts is not None:
+        out["experts"] = {**asdict(turn.experts), "choices": b64encode(turn.experts.choices).decode()}
     return out
+
+
+def _experts_in(values: dict[str, Any] | None) -> ExpertRecord | None:
+    if values is None:
+        return None
+    for name in ("layers", "experts", "chosen"):
+        _require_type(values[name], int, f"experts.{name}")
+    return ExpertRecord(**{**values, "choices": b64decode(values["choices"], validate=True)})
 
 
 def _images_in(images: Sequence[dict[str, Any]]) -> tuple[Image, ...]:
@@ -172,7 +182,8 @@ def _trajectory_in(line: dict[str, Any], row: Row) -> Trajectory:
     values = {name: line[name] for name in _names(Trajectory) if name != "row"}
     turns = [
         Turn(**{**{name: turn[name] for name in _names(Turn) if name in turn}, "versions": _tuples(turn["versions"]),
-                "images": _images_in(turn["images"]), "messages": _tuples(turn.get("messages", ()))})
+                "images": _images_in(turn["images"]), "messages": _tuples(turn.get("messages", ())),
+                "experts": _experts_in(turn.get("experts"))})
         for turn in line["turns"]
     ]  # fmt: skip
     rewards = {
@@ -192,7 +203,7 @@ def _check_fields(part: Any) -> None:
     kind: Any = type(part)
     hints = _hints(kind)
     for name in _names(kind):
-        if name not in ("row", "turns", "rewards", "ids", "logprobs", "images"):  # built by the caller
+        if name not in ("row", "turns", "rewards", "ids", "logprobs", "images", "experts"):  # built by the caller
             _require_type(getattr(part, name), hints[name], name)
 
 

@@ -24,7 +24,7 @@ from rlhf.interfaces import (
     SendsWeights,
     TakesWeights,
 )
-from rlhf.types import Lent, RoleSpec, Row, Update
+from rlhf.types import ExpertLayers, Lent, RoleSpec, Row, Update
 
 from rlhf_runtime.checks.run import RunPlugins, device_here, where_trainer
 from rlhf_runtime.checks.sampling import ANSWERS, CORRECTION
@@ -40,6 +40,9 @@ from rlhf_runtime.models.assemble import assemble
 from rlhf_runtime.models.precompute import problems_of
 from rlhf_runtime.rewards.scoring import ActiveReward
 from rlhf_runtime.samples.sampling import evaluation_sampling, training_sampling
+
+EXPERTS = "experts"
+"""Capability of generators: ``GeneratorSpec.experts``."""
 
 
 def check_parts(
@@ -59,6 +62,7 @@ def check_parts(
         if here:
             trainer.resolved.cls.check_files(spec)
         trainer.resolved.cls.check(trainer.config, spec, device)
+    experts = _replayed_experts(plugins_of_run, specs["policy"]) if "policy" in specs else None
     if generator is not None and "policy" in specs:
         policy, data = specs["policy"], config.data
         engine = GeneratorSpec(
@@ -72,6 +76,7 @@ def check_parts(
             in_flight=config.sync.in_flight,
             keys=config.sync.keys,
             max_images=plugins_of_run.engine_images(policy),
+            experts=experts,
         )
         engine = with_adapters(plugins_of_run, policy, engine)
         samplings = [evaluation_sampling(config)] if data.eval else []
@@ -94,6 +99,23 @@ def with_adapters(plugins_of_run: RunPlugins, policy: ModelSpec, engine: Generat
     if why:
         raise CapabilityError(f"sync.adapters = 'alone': {why}. Leave it out, or set it to 'merged'.")
     return beside
+
+
+def _replayed_experts(run: RunPlugins, policy: ModelSpec) -> ExpertLayers | None:
+    """The experts that the generator must record. Raises CapabilityError where nothing can have a record."""
+    trainer, generator = run.trainer("policy"), run.generator_class
+    experts = trainer.resolved.cls.experts(trainer.config, policy)
+    if experts is None:
+        return None
+    where = f"trainer {trainer.resolved.cls.name!r} is to replay the experts that were chosen in sampling"
+    if not run.online:
+        raise CapabilityError(f"{where}, but this run learns from data. Remove trainer.router_replay.")
+    if generator is not None and EXPERTS not in generator.capabilities:
+        raise CapabilityError(
+            f"{where}, but generator {generator.name!r} records none (it lacks the capability {EXPERTS!r}). Remove "
+            "trainer.router_replay, or use another --generator.use: transformers and vllm record them."
+        )
+    return experts
 
 
 def idle_options(plugins_of_run: RunPlugins) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import ApplyResult, Loss, ModelSpec, Sums, TrainerFacts, WorkerGroup
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.heads import gives, resolve_head
 from rlhf.ops.loss_value import FILLER, add_sums, masks, over_mask, required_columns
 from rlhf.ops.reduce import WEIGHT
@@ -81,10 +82,11 @@ class Role:
         if not bool(read_B.all()):
             wait, read_N = self.begin_forward(batch.keep(read_B), heads, view), read_B[batch.seq_N]
             return lambda: {name: _spread_over(read_N, values) for name, values in wait().items()}
+        view = self.view if view == "live" else view
         needed = {"temperature", *(h.over for h in heads), *(c for h in heads for c in h.columns)}
+        needed |= {EXPERTS} if self.facts.experts is not None and view == "live" else set()
         slim = batch.only(sorted(needed))
         shares = self._plan(slim)
-        view = self.view if view == "live" else view
         results = self._begin("forward", [(share, list(heads), view) for share in micro_batches(slim, shares)])
 
         def outputs() -> dict[str, Tensor]:
@@ -112,6 +114,10 @@ class Role:
         sums = add_sums(sums for sums, _ in results)
         if loss.signal():
             sums["tokens_left_out"] = (float(batch.tokens - computed.tokens), float(batch.tokens))
+        if self.facts.experts is not None:
+            experts_NLK = computed.tok.get(EXPERTS)
+            unknown = computed.tokens if experts_NLK is None else int((experts_NLK[:, 0, 0] == UNKNOWN).sum())
+            sums["experts_unrecorded"] = (float(unknown), float(computed.tokens))
         return sums, results[0][1]
 
     def take_work(self) -> Work:
@@ -177,7 +183,8 @@ class Role:
 
     def _columns(self, loss: Loss) -> tuple[str, ...]:
         """Every column that a rank needs to evaluate ``loss``."""
-        return required_columns(loss, [self._head(o, over_mask(loss)) for o in loss.outputs()])
+        columns = required_columns(loss, [self._head(o, over_mask(loss)) for o in loss.outputs()])
+        return columns if self.facts.experts is None else (*columns, EXPERTS)
 
     def _plan(self, batch: Batch) -> Plan:
         count = self.group.size // self.facts.ranks_per_share

@@ -10,8 +10,9 @@ from functools import partial
 
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import EnginePool, Env, Generator, Rollout
+from rlhf.ops.experts import drop_repeated
 from rlhf.seeds import derive_seed
-from rlhf.types import Group, Row, Trajectory
+from rlhf.types import ExpertLayers, Group, Row, Trajectory
 from rlhf.types.needs import GREEDY_REWARD
 
 from rlhf_runtime.calls.main_thread import MainThread
@@ -43,7 +44,9 @@ class Rollouts:
         phases: Phases | None = None,
         pool: EnginePool | None = None,
         timeline: Timeline = NO_TIMELINE,
+        experts: ExpertLayers | None = None,
     ) -> None:
+        """``experts``: of the policy, if the records of experts are replayed."""
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
         self.phases = phases
@@ -51,7 +54,7 @@ class Rollouts:
         """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
         self.pool = pool
         """The generator, if each request is sent to it by itself, not in waves."""
-        self.timeline = timeline
+        self.timeline, self.experts = timeline, experts
         self.sampled_tokens = 0
         """Of all training samples that have ended."""
 
@@ -170,7 +173,8 @@ class Rollouts:
             with boundary(RolloutError, label):
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
-            trajectory.turns = check_turns(turns)
+            trajectory.turns = check_turns(turns, self.experts)
+            drop_repeated(trajectory.turns)
             trajectory.status = "truncated" if trajectory.truncated else "ok"
         except FATAL:
             raise

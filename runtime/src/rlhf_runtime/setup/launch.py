@@ -114,6 +114,7 @@ def launch_sampler(
         config.sync.keys,
         min(template.images.limit, prepared.engine_images(policy.spec)),
         shares_devices=_shares_devices(prepared, launcher),
+        experts=policy.facts.experts,
     )
     selected = prepared.parts.get(GENERATOR)
     generator: Generator = NoGenerator(None, spec)
@@ -153,6 +154,7 @@ def launch_sampler(
         phases,
         pool=pool,
         timeline=timeline,
+        experts=policy.facts.experts,
     )
     return Sampler(rollouts, weights, phases)
 

@@ -1,22 +1,23 @@
 """Several batches as one, and back. The *part* of a member is what the batch holds for its units.
 
 The columns of member M are called ``M/<column>`` in the joined batch, and are zero at units of other members.
-``M/part`` is the unit column that says which units are its own. ``loss_mask`` and ``temperature``, which trainers read,
-are also there for all units together.
+``M/part`` is the unit column that says which units are its own. ``loss_mask``, ``temperature`` and ``experts``, which
+trainers read, are also there for all units together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from rlhf.errors import TrainingError
 from rlhf.ops.batch import Batch, concat
+from rlhf.ops.experts import EXPERTS, UNKNOWN
 from torch import Tensor
 
 PART = "part"
-SHARED = ("loss_mask", "temperature")
+SHARED = ("loss_mask", "temperature", EXPERTS)
 
 
 def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
@@ -39,7 +40,7 @@ def join(parts: Mapping[str, Batch], names: Iterable[str]) -> Batch:
             (seq, b.seq, sequence, joined.sequences),
             (unit, b.unit, first, joined.units),
         ):
-            table |= {f"{name}/{c}": _padded(v, start, size) for c, v in columns.items() if c != "temperature"}
+            table |= {f"{name}/{c}": _padded(v, start, size) for c, v in columns.items() if c not in SHARED[1:]}
         member_units[name][first : first + b.units] = True
         token, sequence, first = token + b.tokens, sequence + b.sequences, first + b.units
     unit |= {f"{name}/{PART}": units_U for name, units_U in member_units.items()}
@@ -61,11 +62,15 @@ def part(batch: Batch, name: str) -> Batch | None:
     return replace(units, tok={**own(units.tok), **shared}, seq=own(units.seq), unit=unit)
 
 
-def _shared(b: Batch, parts: Iterable[Batch]) -> dict[str, Tensor]:
-    """The columns that members share. A part without ``temperature`` was sampled at 1, and gets this column."""
+def _shared(b: Batch, parts: Collection[Batch]) -> dict[str, Tensor]:
+    """The columns that members share. A part without ``temperature`` was sampled at 1, and gets this column; the
+    experts of one without records are not known."""
     shared = {"loss_mask": b.tok["loss_mask"]}
     if any("temperature" in other.tok for other in parts):
         shared["temperature"] = b.tok.get("temperature", torch.ones(b.tokens))
+    if (like := next((o.tok[EXPERTS] for o in parts if EXPERTS in o.tok), None)) is not None:
+        unknown = torch.full((b.tokens, *like.shape[1:]), UNKNOWN, dtype=like.dtype)
+        shared[EXPERTS] = b.tok.get(EXPERTS, unknown)
     return shared
 
 

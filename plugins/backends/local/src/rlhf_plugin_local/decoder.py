@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from rlhf_plugin_local.sampling_attention import NAME, PromptAttention, StepAtte
 
 if TYPE_CHECKING:
     from rlhf_modeling.loaded import LoadedModel
+    from rlhf_modeling.router_replay import Routers
     from transformers import PreTrainedModel
 
 PROMPT, STEPS = 12, 2
@@ -47,6 +48,10 @@ class Decoder:
             models = [models[0], *(m for m in models[0].get_decoder().modules() if isinstance(m, PreTrainedModel))]
         self._configs = list({id(m.config): m.config for m in models}.values())
         self._images: ImageInputs | None = None
+        self.routers: Routers | None = None
+        """Set where the choices of experts are recorded."""
+        self.choices_MLK: Tensor | None = None
+        """Those of the tokens of the latest forward pass, int64."""
         self._windows = _windows(self.config)
         self._keep = "logits_to_keep" in inspect.signature(models[0].forward).parameters
         self.device = next(module.parameters()).device
@@ -122,8 +127,9 @@ class Decoder:
 
     def _forward(self, route: PackedAttention, arguments: dict[str, Tensor], keep_P: Tensor | None) -> Tensor:
         extra = {"logits_to_keep": keep_P} if keep_P is not None and self._keep else {}
-        with attend_with(route):
+        with attend_with(route), nullcontext() if self.routers is None else self.routers.recorded() as recorded:
             out = self.module(**arguments, use_cache=False, return_dict=True, **extra)
+            self.choices_MLK = None if recorded is None else recorded()
         return out.logits[0] if keep_P is None or self._keep else out.logits[0, keep_P]
 
 

@@ -18,6 +18,7 @@ from rlhf.types import GenerationRequest, Sampling, Turn
 from rlhf_modeling.activations import Arithmetic
 from rlhf_modeling.arithmetic import computes_bf16
 from rlhf_modeling.images.memory import prompts_working
+from rlhf_modeling.router_replay import Routers
 from rlhf_modeling.skeleton import skeleton
 from torch import nn
 
@@ -46,7 +47,7 @@ class TransformersGenerator(TakesModule, Generator):
     name = "transformers"
     source = "own; Philox uniforms: Salmon et al., SC 2011"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"logprobs", "seeds", "top_p", "top_k", "min_p", "stop", "images"}
+        {"logprobs", "seeds", "top_p", "top_k", "min_p", "stop", "images", "experts"}
     )
 
     class Config(ComponentConfig):
@@ -111,6 +112,7 @@ class TransformersGenerator(TakesModule, Generator):
         self.config = self.Config() if config is None else config
         self._eos = tuple(spec.eos_token_ids)
         self._decode = spec.decode
+        self._experts = spec.experts
         self._decoder: Decoder | None = None
         self.work: Counter[str] = Counter()
         """Since the start: ``prefill_tokens``, ``steps``, ``row_steps`` (forward passes x rows), ``sampled_tokens``;
@@ -129,6 +131,7 @@ class TransformersGenerator(TakesModule, Generator):
             require_agreement(module, getattr(source, "loaded", None))
         self._decoder.read_images(getattr(getattr(source, "loaded", None), "images", None))
         self._decoder.dtype = self._autocast(source, module)
+        self._decoder.routers = self._routers(source)
         self.version = version
         return Proof(version)
 
@@ -169,6 +172,19 @@ class TransformersGenerator(TakesModule, Generator):
             with decoder.borrowed():
                 finished = loop.advance(YIELD_STEPS)
             yield from finished
+
+    def _routers(self, source: Any) -> Routers | None:
+        """Those of the trainer, where experts are recorded."""
+        if self._experts is None:
+            return None
+        routers: Routers | None = getattr(getattr(source, "loaded", None), "routers", None)
+        layers = None if routers is None else routers.layers
+        if layers != self._experts:
+            raise ModelError(
+                f"the generator 'transformers' is to record {self._experts}, but the trainer replays {layers}. Set "
+                "trainer.router_replay for the policy."
+            )
+        return routers
 
     def _autocast(self, source: Any, module: nn.Module) -> torch.dtype | None:
         own = next(module.parameters()).dtype

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from rlhf.errors import ModelError
-from rlhf.types import Finish, GenerationRequest, Turn
+from rlhf.ops.experts import record_of
+from rlhf.types import ExpertLayers, Finish, GenerationRequest, Turn
 from rlhf_modeling.stop_strings import StopScanner
 from torch import Tensor
 
@@ -28,18 +30,30 @@ class SampleRow:
     scanner: StopScanner | None
     born: int
     """``SampleRows.clock`` when its first token was drawn."""
+    choices_TLK: np.ndarray | None = None
+    """The experts of the prompt's tokens, where they are recorded."""
 
 
 class SampleRows:
     """Slots 0 .. ``used - 1``. A slot's ``row`` is None after its row finished; the slot is still computed, and
     ignored, until compaction or admission reuses it."""
 
-    _MOVED = ("position", "delta", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms")
+    _MOVED = (
+        "position", "delta", "step", "limit", "last", "alive", "stop_ids", "tokens", "logprobs", "uniforms", "experts",
+    )  # fmt: skip
 
     def __init__(
-        self, size: int, stop_ids: int, vocabulary: int, eos: Sequence[int], decode: Callable, device: torch.device
+        self,
+        size: int,
+        stop_ids: int,
+        vocabulary: int,
+        eos: Sequence[int],
+        decode: Callable,
+        device: torch.device,
+        layers: ExpertLayers | None = None,
     ) -> None:
-        """``size``: largest number of slots. ``stop_ids``: largest number of end and stop tokens of a request."""
+        """``size``: largest number of slots. ``stop_ids``: largest number of end and stop tokens of a request.
+        ``layers``: the experts that are recorded."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
@@ -55,6 +69,10 @@ class SampleRows:
         self.tokens = zeros(size, COLUMNS)
         self.logprobs = zeros(size, COLUMNS, dtype=torch.float32)
         self.uniforms = zeros(size, COLUMNS, dtype=torch.float64)
+        self.layers = layers
+        shape = (0, 0) if layers is None else (len(layers.layers), layers.chosen)
+        self.experts = zeros(size, COLUMNS, *shape, dtype=torch.int16)
+        """Of each drawn token; known when it has been an input."""
         self._draw: Draw | None = None
         self._scanned = False
 
@@ -80,13 +98,19 @@ class SampleRows:
         """Tokens in the cache of the longest live row after the next step."""
         return max(len(row.request.ids) + self.clock - row.born + 1 for row in self.rows if row is not None)
 
-    def admit(self, slots: list[int], requests: Sequence[tuple[int, GenerationRequest]], deltas: Sequence[int]) -> None:
-        """Give ``slots`` (free ones first, then new ones) to requests that start."""
+    def admit(
+        self,
+        slots: list[int],
+        requests: Sequence[tuple[int, GenerationRequest]],
+        deltas: Sequence[int],
+        choices: Sequence[np.ndarray | None],
+    ) -> None:
+        """Give ``slots`` (free ones first, then new ones) to requests that start. ``choices``: of their prompts."""
         columns, uniforms = self.uniforms.shape[1], []
-        for slot, (index, request) in zip(slots, requests, strict=True):
+        for slot, (index, request), choices_TLK in zip(slots, requests, choices, strict=True):
             s = request.sampling
             scanner = StopScanner(s.stop, self.decode) if s.stop else None
-            row = SampleRow(index, request, Uniforms(request.seed), scanner, self.clock)
+            row = SampleRow(index, request, Uniforms(request.seed), scanner, self.clock, choices_TLK)
             if slot == len(self.rows):
                 self.rows.append(row)
             else:
@@ -111,10 +135,13 @@ class SampleRows:
         s = request.sampling
         return tuple(dict.fromkeys((*s.stop_token_ids, *(() if s.ignore_eos else self.eos))))
 
-    def record(self, slots: list[int] | None, logits_BV: Tensor) -> list[tuple[int, Finish]]:
+    def record(
+        self, slots: list[int] | None, logits_BV: Tensor, choices_SLK: Tensor | None = None
+    ) -> list[tuple[int, Finish]]:
         """Draw and record each row's next token. Returns (slot, finish) of the rows that ended with it.
 
-        ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step.
+        ``slots``: newly admitted ones, whose first token this is; None: all, after a decoding step. ``choices_SLK``:
+        the experts of the tokens before, which were the step's inputs.
         """
         if slots is None:
             self.clock += 1
@@ -129,6 +156,8 @@ class SampleRows:
         at_B1 = step_B[:, None]
         token_B, logprob_B = draw(logits_BV, parameters, self.uniforms[where].gather(1, at_B1)[:, 0])
         rows_B = torch.arange(self.used, device=self.device)[where]
+        if choices_SLK is not None:
+            self.experts[rows_B, step_B - 1] = choices_SLK.to(torch.int16)
         self.tokens[rows_B, step_B] = token_B
         self.logprobs[rows_B, step_B] = logprob_B
         self.last[where] = token_B
@@ -167,7 +196,10 @@ class SampleRows:
         slots = [slot for slot, _ in ended]
         turns = []
         tokens_BT, logprobs_BT = self.tokens[slots].int().cpu().numpy(), self.logprobs[slots].cpu().numpy()
-        for (slot, reason), ids_T, logprobs_T in zip(ended, tokens_BT, logprobs_BT, strict=True):
+        experts_BTLK = self.experts[slots].cpu().numpy()
+        for (slot, reason), ids_T, logprobs_T, experts_TLK in zip(
+            ended, tokens_BT, logprobs_BT, experts_BTLK, strict=True
+        ):
             row, self.rows[slot] = self._at(slot), None
             n = self.clock - row.born + 1
             turn = Turn(
@@ -179,6 +211,8 @@ class SampleRows:
                 temperature=row.request.sampling.temperature or 1.0,
             )
             turn.text = self.decode(turn.ids)
+            if self.layers is not None:
+                turn.experts = record_of(np.concatenate([row.choices_TLK, experts_TLK[: n - 1]]), self.layers)
             turns.append((row.index, turn))
         self.alive[slots] = 0
         self.position[slots] = 0  # a free slot writes inside its own memory, also after a resize
@@ -215,7 +249,7 @@ class SampleRows:
         columns = self.tokens.shape[1]
         if all(self.clock - row.born < columns - 1 for row in self.live):
             return
-        for name in ("tokens", "logprobs", "uniforms"):
+        for name in ("tokens", "logprobs", "uniforms", "experts"):
             old = getattr(self, name)
             setattr(self, name, torch.cat([old, torch.zeros_like(old)], 1))
         for slot, row in enumerate(self.rows):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rlhf.types import Finish, GenerationRequest, Image, Turn
 from rlhf.types.arrays import IntArray
@@ -31,6 +32,8 @@ class _Prompt:
     logits_V: Tensor | None = None
     delta: int = 0
     """Position of the token that follows, minus the number of tokens."""
+    choices_TLK: np.ndarray | None = None
+    """The experts of its tokens, where they are recorded."""
 
 
 def _need(request: GenerationRequest) -> int:
@@ -60,7 +63,8 @@ class SamplingLoop:
         for key, request in zip(self.keys, requests, strict=True):
             self.prompts.setdefault(key, _Prompt(request.ids, request.images)).waiting += 1
         stop_ids = max((len({*r.sampling.stop_token_ids, *eos}) for r in requests), default=0)
-        self.rows = SampleRows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device)
+        layers = None if decoder.routers is None else decoder.routers.layers
+        self.rows = SampleRows(self.size, stop_ids, decoder.vocabulary, eos, decode, decoder.device, layers)
         self.cache = SlotCache()
         self._finished: list[tuple[int, Turn]] = []
 
@@ -93,7 +97,7 @@ class SamplingLoop:
         logits_SV = self.decoder.step(self.cache, rows.last[:used], rows.position[:used], rows.delta[:used], length)
         self.work["steps"] += 1
         self.work["row_steps"] += rows.used
-        self._take(rows.record(None, logits_SV))
+        self._take(rows.record(None, logits_SV, self.decoder.choices_MLK))
 
     def _take(self, ended: list[tuple[int, Finish]]) -> None:
         turns = self.rows.finish(ended, self.version)
@@ -132,7 +136,8 @@ class SamplingLoop:
         used, holes = self.rows.used, self.rows.holes
         slots = [*holes[:count], *range(used, used + count - len(holes[:count]))]
         self._prefill([self.keys[index] for index, _ in requests])
-        self.rows.admit(slots, requests, [self.prompts[self.keys[index]].delta for index, _ in requests])
+        prompts = [self.prompts[self.keys[index]] for index, _ in requests]
+        self.rows.admit(slots, requests, [prompt.delta for prompt in prompts], [p.choices_TLK for p in prompts])
         length = self.rows.length()
         if self.rows.used > self.cache.slots or length > self.cache.capacity:
             self._grow(length, used)
@@ -172,6 +177,9 @@ class SamplingLoop:
             ids, images = [prompt.ids for prompt in pack], [prompt.images for prompt in pack]
             for prompt, logits_V, layers, delta in zip(pack, *self.decoder.prefill(ids, images), strict=True):
                 prompt.logits_V, prompt.kv, prompt.delta = logits_V, layers, delta
+            if (choices_MLK := self.decoder.choices_MLK) is not None:
+                for prompt, choices_TLK in zip(pack, choices_MLK.split([len(p.ids) for p in pack]), strict=True):
+                    prompt.choices_TLK = choices_TLK.to(torch.int16).cpu().numpy()
             self.work["prefill_tokens"] += sum(len(prompt.ids) for prompt in pack)
 
     def _grow(self, length: int, used: int) -> None:

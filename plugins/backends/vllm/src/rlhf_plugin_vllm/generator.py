@@ -22,8 +22,8 @@ from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
 from rlhf_plugin_vllm.memory import engine_memory
+from rlhf_plugin_vllm.platforms import Platform, platform
 from rlhf_plugin_vllm.platforms import check as check_platform
-from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import (
     LOWEST_TEMPERATURE,
     OpenRequest,
@@ -31,6 +31,7 @@ from rlhf_plugin_vllm.requests import (
     sampling_parameters,
     scoring_parameters,
 )
+from rlhf_plugin_vllm.versions import require_records
 from rlhf_plugin_vllm.weight_loading import WeightLoading
 
 
@@ -49,7 +50,7 @@ class VllmGenerator(WeightLoading):
     name = "vllm"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images"}
+        {"logprobs", "seeds", "keep:keys", "top_p", "top_k", "min_p", "stop", "images", "experts"}
     )
     Config = VllmGeneratorConfig
     lighter: ClassVar[tuple[Mapping[str, Any], ...]] = ({"max_sequences": 64}, {"eager": True})
@@ -74,8 +75,9 @@ class VllmGenerator(WeightLoading):
             check_sampling(sampling, LOWEST_TEMPERATURE)
         _check_kept_keys(config, spec)
         _check_adapters(config, spec, device)
-        if device is not None:
-            where = platform()
+        where = platform() if device is not None else None
+        _check_records(config, spec, where)
+        if where is not None:
             check_platform(config, where)
             prefill_tokens(config, spec, where)
             if where.cpu:
@@ -90,6 +92,7 @@ class VllmGenerator(WeightLoading):
         check_platform(self.config, where)
         _check_kept_keys(self.config, spec)
         _check_adapters(self.config, spec, where.device)
+        _check_records(self.config, spec, where)
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
@@ -137,7 +140,7 @@ class VllmGenerator(WeightLoading):
         salt = f"{self._loads}" if self.spec.keys == "keep" else None
         parameters = sampling_parameters(request, self.spec.eos_token_ids)
         self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}")
-        self._live[name] = OpenRequest(position, request, self.spec.decode, self.version)
+        self._live[name] = OpenRequest(position, request, self.spec.decode, self.version, self.spec.experts)
 
     def unfinished_tokens(self) -> int:
         return sum(self.engine.drawn(self._unfinished()))
@@ -232,3 +235,21 @@ def _check_adapters(config: VllmGeneratorConfig, spec: GeneratorSpec, device: st
         raise CapabilityError(
             f"the generator 'vllm' cannot serve adapters beside their base: {why}. Set sync.adapters = 'merged'."
         )
+
+
+def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
+    """Raises CapabilityError where vLLM does not report the experts that ``spec`` asks for."""
+    if spec.experts is None:
+        return
+    options = {
+        "prefix_caching = false": not config.prefix_caching,
+        "pipeline_parallel > 1": config.pipeline_parallel > 1,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            raise CapabilityError(
+                f"the generator 'vllm' with {option} does not report the experts of tokens, which "
+                "trainer.router_replay needs. Leave the option out, or remove trainer.router_replay."
+            )
+    if where is not None:
+        require_records(where.distribution)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlhf.errors import ConfigError, ModelError
+from rlhf.ops.experts import record_of
 from rlhf.requests import check_request, check_sampling
-from rlhf.types import Finish, GenerationRequest, Turn
+from rlhf.types import ExpertLayers, ExpertRecord, Finish, GenerationRequest, Turn
 from rlhf_modeling.stop_strings import StopScanner
 
 LOWEST_TEMPERATURE = 0.01
@@ -76,15 +77,39 @@ def scoring_parameters() -> Any:
     )
 
 
+def expert_record(rows: Any, tokens: int, layers: ExpertLayers, position: int) -> ExpertRecord:
+    """The record of ``CompletionOutput.routed_experts``, [tokens, layers, experts of a token] with zeros for each layer
+    without experts. Raises ModelError where it is of other tokens or another model.
+
+    Args:
+        tokens: of the sequence, without the last one.
+        position: of the request.
+    """
+    shape: tuple[int, ...] = tuple(getattr(rows, "shape", ()))
+    if len(shape) != 3 or shape[0] != tokens or shape[1] <= layers.layers[-1] or shape[2] != layers.chosen:
+        raise ModelError(
+            f"vLLM reports experts of shape {shape} for request {position}; expected [{tokens} tokens, more "
+            f"than {layers.layers[-1]} layers, {layers.chosen} experts of a token]. Remove trainer.router_replay."
+        )
+    return record_of(rows[:, list(layers.layers)], layers)
+
+
 class OpenRequest:
     """One unfinished request."""
 
     def __init__(
-        self, position: int, request: GenerationRequest, decode: Callable[[Sequence[int]], str], version: int
+        self,
+        position: int,
+        request: GenerationRequest,
+        decode: Callable[[Sequence[int]], str],
+        version: int,
+        experts: ExpertLayers | None = None,
     ) -> None:
         self.position, self.request, self._decode = position, request, decode
         self._versions = [(0, version)]
         self._ids, self._logprobs = array("i"), array("f")
+        self._experts = experts
+        self._record: ExpertRecord | None = None
         stop = request.sampling.stop
         self._scanner = StopScanner(stop, decode) if stop else None
 
@@ -102,6 +127,9 @@ class OpenRequest:
         before = len(self._ids)
         self._ids.extend(part.token_ids)
         self._logprobs.extend(part.logprobs.logprobs)
+        if self._experts is not None and output.finished:
+            tokens = len(self.request.ids) + len(self._ids) - 1
+            self._record = expert_record(part.routed_experts, tokens, self._experts, self.position)
         if self._scanner is not None:
             for count, token in enumerate(part.token_ids, before + 1):
                 if self._scanner.feed(token):
@@ -127,4 +155,5 @@ class OpenRequest:
             finish=finish,
             temperature=self.request.sampling.temperature or 1.0,
             text=self._decode(ids),
+            experts=self._record if count == len(self._ids) else None,
         )

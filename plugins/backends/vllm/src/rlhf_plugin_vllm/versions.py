@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlhf.errors import CapabilityError
+
 
 def release() -> tuple[Any, ...]:
     """Of the imported vLLM, such as ``(0, 32)``."""
@@ -51,3 +53,14 @@ def keep_seeds_on_a_cpu() -> None:
     sampler: Any = TopKTopPSampler
     if release() < (0, 30):
         sampler.forward_cpu = sampler.forward_native
+
+
+def require_records(distribution: str) -> None:
+    """Raises CapabilityError where a distribution, such as ``vllm 0.31.2``, is before 0.32, whose source keeps the
+    experts of cached prefixes and counts its rows as this plugin does."""
+    number = distribution.split()[-1]
+    if tuple(int(part) for part in number.split(".")[:2]) < (0, 32):
+        raise CapabilityError(
+            f"trainer.router_replay needs vLLM 0.32 or later; {distribution} may report wrong experts for tokens of a "
+            "cached prefix. Install a later one, or remove trainer.router_replay."
+        )

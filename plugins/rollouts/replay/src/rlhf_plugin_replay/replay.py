@@ -12,7 +12,7 @@ import pyarrow as pa
 from rlhf.errors import ConfigError, RolloutError
 from rlhf.fields import PathText
 from rlhf.interfaces import ComponentConfig, Rollout, RolloutContext
-from rlhf.types import Image, Row, Turn
+from rlhf.types import ExpertRecord, Image, Row, Turn
 
 Key = tuple[int, int]
 """(group number in the run, sample in the group)."""
@@ -138,7 +138,10 @@ def _turns(listed: Any) -> list[dict[str, Any]]:
 
 def _turn(recorded: dict[str, Any]) -> Turn:
     images = tuple(Image(**{**image, "data": b64decode(image["data"])}) for image in recorded.get("images") or ())
-    turn = Turn(**{**recorded, "images": images})
+    experts = recorded.get("experts")
+    if experts is not None:
+        experts = ExpertRecord(**{**experts, "choices": b64decode(experts["choices"])})
+    turn = Turn(**{**recorded, "images": images, "experts": experts})
     turn.versions = tuple((first, version) for first, version in recorded["versions"])
     turn.messages = tuple((role, text) for role, text in recorded.get("messages") or ())
     return turn

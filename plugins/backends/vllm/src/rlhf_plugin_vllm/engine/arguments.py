@@ -50,6 +50,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.experts is not None:
+        chosen["enable_return_routed_experts"] = True
     space = config.kv_cache_gib if config.kv_cache_gib is not None or not where.cpu else KV_CACHE_GIB
     if space is not None:
         chosen["kv_cache_memory_bytes"] = int(space * 2**30)

@@ -1,0 +1,114 @@
+"""Records of the experts that a model chose: checked, cut where they repeat each other, laid out as a batch column.
+
+Shape suffixes: T tokens of a record, N tokens of a batch, L layers with experts, K experts that a token uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhf.types import ExpertLayers, ExpertRecord, Turn
+
+EXPERTS = "experts"
+"""Token column, int16 [N, L, K]: the experts of each token, :data:`UNKNOWN` where there is no record."""
+UNKNOWN = -1
+
+
+def record_of(choices_TLK: Any, layers: ExpertLayers) -> ExpertRecord:
+    """The record of choices, an array of integers of numpy."""
+    record = ExpertRecord(b"", len(layers.layers), layers.experts, layers.chosen)
+    return replace(record, choices=choices_TLK.astype(record.dtype).tobytes())
+
+
+def choices_of(record: ExpertRecord) -> np.ndarray:
+    """[T, L, K]."""
+    flat: np.ndarray = np.frombuffer(record.choices, record.dtype)
+    return flat.reshape(-1, record.layers, record.chosen)
+
+
+def check_records(turns: Sequence[Turn], model: ExpertLayers | None) -> None:
+    """Raises ValueError where a record is damaged, longer than its turn's context, or not of this model.
+
+    Args:
+        model: replays the records; None: nothing does.
+    """
+    at = 0
+    for number, turn in enumerate(turns):
+        at = len(turn.ids) + (0 if turn.fresh else at)
+        record = turn.experts
+        if record is None:
+            continue
+        if not turn.sampled:
+            raise ValueError(f"turn {number} has a record of experts, but it was not sampled")
+        if not record.token_bytes or len(record.choices) % record.token_bytes or record.tokens >= max(at, 1):
+            raise ValueError(
+                f"turn {number}: its record of experts has {len(record.choices)} bytes, {record.token_bytes} for each "
+                f"token; allowed: at most {max(at, 1) - 1} whole tokens, those before the turn's last one"
+            )
+        if model is None:
+            continue
+        sizes, allowed = (
+            (record.layers, record.experts, record.chosen),
+            (len(model.layers), model.experts, model.chosen),
+        )
+        if sizes != allowed:
+            raise ValueError(
+                f"turn {number}: its record is of a model with {_named(sizes)}; the policy has {_named(allowed)}. "
+                "Records of another model cannot be replayed: set trainer.router_replay = false, or sample again."
+            )
+        if record.tokens and not 0 <= choices_of(record).min() <= choices_of(record).max() < model.experts:
+            raise ValueError(f"turn {number}: its record names an expert that is none of the {model.experts}")
+
+
+def _named(sizes: tuple[int, int, int]) -> str:
+    return f"{sizes[0]} layers of {sizes[1]} experts, {sizes[2]} for each token"
+
+
+def drop_repeated(turns: Sequence[Turn]) -> None:
+    """Cut from each record the tokens that the record of an earlier turn of its sequence has."""
+    at = end = 0  # tokens of the sequence, and how many of them have no gap in records before a new one
+    for turn in turns:
+        if turn.fresh:
+            at = end = 0
+        at += len(turn.ids)
+        if turn.experts is None:
+            continue
+        repeated = end - (at - 1 - turn.experts.tokens)
+        if repeated > 0:
+            turn.experts = replace(turn.experts, choices=turn.experts.choices[repeated * turn.experts.token_bytes :])
+        end = max(end, at - 1)
+
+
+def expert_column(turns: Sequence[Turn]) -> Tensor | None:
+    """int16 [N, L, K] of turns that lie one after another; None if no turn has a record. Where two records have a
+    token, the earlier one counts: it is of the pass that sampled the token.
+
+    Raises ValueError where the records are of different models.
+    """
+    ends = list(accumulate(len(turn.ids) for turn in turns))
+    records = [(end, turn.experts) for end, turn in zip(ends, turns, strict=True) if turn.experts is not None]
+    if not records:
+        return None
+    shapes = {(record.layers, record.chosen) for _, record in records}
+    if len(shapes) > 1:
+        raise ValueError(f"records of experts of different models: (layers, experts of a token) are {sorted(shapes)}")
+    column_NLK = np.full((ends[-1], *shapes.pop()), UNKNOWN, np.int16)
+    for end, record in reversed(records):
+        column_NLK[end - 1 - record.tokens : end - 1] = choices_of(record)
+    return torch.from_numpy(column_NLK)
+
+
+def distinct_ids(ids_N: Tensor, experts_NLK: Tensor) -> Tensor:
+    """int64 [N] on the CPU: equal numbers for tokens with equal ids and equal records, for
+    :func:`rlhf.ops.prefixes.sorted_by_prefix`. Others differ (by a hash of 64 bits)."""
+    choices_NC = experts_NLK.flatten(1).cpu().numpy()
+    odd_C = np.random.default_rng(0).integers(-(2**62), 2**62, choices_NC.shape[1] + 1) * 2 + 1
+    hash_N = choices_NC @ odd_C[1:] + ids_N.cpu().numpy() * odd_C[0]  # of int64, wraps around
+    return torch.from_numpy(np.unique(hash_N, return_inverse=True)[1])
