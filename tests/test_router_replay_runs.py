@@ -38,7 +38,8 @@ def test_records_are_kept_and_a_replay_of_them_learns_the_same(moe: Workshop) ->
         assert line["policy/kl_generator"] < 1e-9
     off = moe.train("grpo", "off")
     assert not records(off)
-    assert off.lines()[0] == {k: v for k, v in first.lines()[0].items() if k != "policy/experts_unrecorded"}
+    plain = {k: v for k, v in first.lines()[0].items() if k != "policy/experts_unrecorded"}
+    assert off.lines()[0] == pytest.approx(plain, rel=1e-5, abs=1e-9)  # sums of another order of prefixes
     unrecorded = moe.train("grpo", "unrecorded", **REPLAY, **recording(off))
     assert [line["policy/experts_unrecorded"] for line in unrecorded.lines()] == [1.0] * 3
     assert unrecorded.weights == off.weights
