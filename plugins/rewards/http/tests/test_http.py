@@ -14,12 +14,12 @@ from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext, Tokens
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
-from rlhf_plugin_http import HttpReward, reward
+from rlhf_plugin_http import HttpReward, servers
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(reward, "PAUSE", 0.0)
+    monkeypatch.setattr(servers, "PAUSE", 0.0)
 
 
 @pytest.fixture

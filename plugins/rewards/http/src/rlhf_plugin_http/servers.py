@@ -1,0 +1,157 @@
+"""Servers that give the same answers: their options, and one question to the first of them that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Annotated, Any
+
+import httpx
+from pydantic import Field, field_validator
+from rlhf.errors import ConfigError, RewardError
+from rlhf.interfaces import ComponentConfig
+
+_LOG = logging.getLogger(__name__)
+LONGEST = 10 * 2**20
+"""Bytes of an answer; a longer one is refused."""
+PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Seconds before the second attempt, doubled before each further one, and their limit."""
+
+
+class ServersConfig(ComponentConfig):
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Addresses of servers that give the same scores. They are asked in turn."""
+    token_env: str | None = None
+    """Environment variable that holds a token, sent as ``Authorization: Bearer``."""
+    timeout: Annotated[float, Field(gt=0)] = 20.0
+    """Seconds for one request to one server. Then the next server is asked."""
+    attempts: Annotated[int, Field(gt=0)] = 3
+    """How often all servers are asked before the samples count as failed."""
+    rest: Annotated[float, Field(ge=0)] = 30.0
+    """Seconds that a server which failed is left out, as long as another one answers."""
+
+    @field_validator("urls")
+    @classmethod
+    def _web_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not an address of the web: it must begin with http:// or https://")
+        if len(set(urls)) != len(urls):
+            raise ValueError("the same address is given twice")
+        return urls
+
+
+class Servers:
+    """A server that cannot be reached, is too slow or answers with an HTTP status of 429 or above 499 has failed, and
+    the next one is asked. Any other status than 200 is an error at once, because every server would answer so.
+    Redirects are not followed.
+
+    Args:
+        reward: name of the plugin, for messages.
+
+    Raises ConfigError where the variable of ``token_env`` is not set.
+    """
+
+    def __init__(self, reward: str, config: ServersConfig) -> None:
+        self._reward, self._config = reward, config
+        self._order = Order(config.urls, config.rest)
+        self._headers = {}
+        if config.token_env is not None:
+            token = os.environ.get(config.token_env)
+            if not token:
+                raise ConfigError(
+                    f"reward {reward!r}: token_env = {config.token_env!r}, but this environment variable is not set. "
+                    "Export it, or remove token_env."
+                )
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._certificates = ssl.create_default_context()  # made once, because it takes longer than a request
+
+    async def ask(
+        self, question: dict[str, Any], path: str = "", longest: int = LONGEST, only: str | None = None
+    ) -> tuple[str, bytes]:
+        """(URL, answer) of the first server that answers. Raises RewardError.
+
+        Args:
+            path: is added to each address.
+            longest: bytes of an answer.
+            only: the one address that is asked.
+        """
+        failures: list[str] = []
+        for attempt in range(self._config.attempts):
+            if attempt:
+                await asyncio.sleep(min(LONGEST_PAUSE, PAUSE * 2 ** (attempt - 1)))
+            for url in self._order.urls() if only is None else (only,):
+                try:
+                    body = await self._post(f"{url.rstrip('/')}{path}" if path else url, question, longest)
+                except (httpx.TransportError, TimeoutError, _Unavailable) as error:
+                    slow = isinstance(error, TimeoutError | httpx.TimeoutException)
+                    why = f"{url}: {f'no answer in {self._config.timeout:g} s' if slow else str(error) or repr(error)}"
+                    failures.append(why)
+                    if self._order.failed(url) and len(self._config.urls) > 1:
+                        _LOG.warning("reward %r: %s. It is left out for %g s.", self._reward, why, self._config.rest)
+                else:
+                    self._order.answered(url)
+                    return url, body
+        why = "; ".join(dict.fromkeys(failures))
+        raise RewardError(f"no server answered in {self._config.attempts} attempts: {why}")
+
+    async def _post(self, url: str, question: dict[str, Any], longest: int) -> bytes:
+        async with (
+            asyncio.timeout(self._config.timeout),  # httpx limits each read only
+            httpx.AsyncClient(timeout=self._config.timeout, verify=self._certificates) as client,
+            client.stream("POST", url, json=question, headers=self._headers) as response,
+        ):
+            if response.status_code == 429 or response.status_code > 499:
+                raise _Unavailable(f"HTTP status {response.status_code}")
+            body = bytearray()
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > longest:
+                    raise RewardError(f"{url} answered more than {longest // 2**20} MiB")
+            if response.status_code != 200:
+                start = body[:200].decode(errors="replace")
+                raise RewardError(f"{url} answered with HTTP status {response.status_code}: {start!r}")
+            return bytes(body)
+
+
+class _Unavailable(Exception):
+    """The server answers, but not now."""
+
+
+class Order:
+    """Which server is asked next, and which are left out for a while.
+
+    Args:
+        urls: at least one.
+        rest: seconds that a server is left out after it failed.
+    """
+
+    def __init__(self, urls: Sequence[str], rest: float) -> None:
+        self._urls, self._rest = list(urls), rest
+        self._until = dict.fromkeys(self._urls, 0.0)
+        """{URL: time until which it is left out}."""
+        self._turn = count()
+
+    def urls(self) -> Iterator[str]:
+        """The servers to ask for one request, the first first. Requests begin at the servers in turn. Servers that are
+        left out come last, the one that failed first before the others."""
+        n = next(self._turn) % len(self._urls)
+        turned = [*self._urls[n:], *self._urls[:n]]
+        now = time.monotonic()
+        yield from sorted(turned, key=lambda url: max(0.0, self._until[url] - now))
+
+    def failed(self, url: str) -> bool:
+        """Leave a server out. Returns whether it was not left out already."""
+        now = time.monotonic()
+        fresh = self._until[url] <= now
+        self._until[url] = now + self._rest
+        return fresh
+
+    def answered(self, url: str) -> None:
+        """Ask the server again in its turn."""
+        self._until[url] = 0.0
