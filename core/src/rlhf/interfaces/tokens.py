@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
+from rlhf.types import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,9 @@ class Tokens:
     """Token ids of a text, without added special tokens."""
     decode: Callable[[Sequence[int]], str]
     """Text of token ids, including special tokens."""
+    opening: Callable[[Row, str], Sequence[int]] | None = None
+    """Token ids of a row's prompt as the policy reads it, with a text after a blank line at its end (empty: none). None
+    where no rows are read."""
 
     def single(self, text: str, purpose: str) -> int:
         """The id of a text that must be one token.

@@ -43,6 +43,8 @@ class Needs:
     group_min: int = 1
     generator_logprobs: bool = False
     features: tuple[str, ...] = ()
+    """``correction``: the loss corrects for samples from another distribution than the policy's. ``teachers``: the
+    algorithm reads the log-probs of :attr:`RunOptions.teachers`."""
     rows_min: int = 1
     """Smallest ``data.batch_size``."""
     reward: bool = True
@@ -82,6 +84,9 @@ class RunOptions:
     weights: Mapping[str, float] = field(default_factory=dict)
     """{reward source: its weight}, with ``env`` for the rewards of an environment's turns. Sources with ``credit =
     "step"`` are not in it."""
+    teachers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """{reward source that gives log-probs of a teacher (:attr:`Reward.teaches`): data sources whose rows it scores,
+    empty: all}. They are in none of the above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +102,5 @@ class OnlineShape:
     """Upper bound of the tokens that the policy samples for one answer, for every rollout."""
     observations: bool = True
     """Whether a sample can have observations: what an environment or a tool says between two answers of the policy."""
+    temperature: float = 1.0
+    """``sampling.temperature``."""

@@ -16,6 +16,7 @@ from rlhf.interfaces.advantage import Advantage, reads, reads_turns
 from rlhf.interfaces.algorithm import Algorithm, Slot
 from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.loss import Loss
+from rlhf.interfaces.tokens import Tokens
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import VALUES
 from rlhf.ops.trajectories import assemble
@@ -30,7 +31,7 @@ from rlhf_algorithms.kl import KLController, WithKL
 from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
 from rlhf_algorithms.policy_gradient_overrides import check_overrides, replaces
 from rlhf_algorithms.snapshots import snapshots_due
-from rlhf_algorithms.teacher import TEACHER, TEACHER_LOGPROBS, with_teacher
+from rlhf_algorithms.teacher import Teacher, with_teacher
 
 BOOTSTRAP = Head("bootstrap", VALUES.fn, over="last_action", at="at")
 """The critic's value after the last action token."""
@@ -60,7 +61,8 @@ class PolicyGradient(Algorithm[Group]):
     """Options that this class's own ``assemble()``, ``stages()``, ``credit()``, ``updates()`` or ``finish()`` applies
     in place of the base's: of ``echo_coef``, ``kl.coef``, ``kl.target``, ``kl.snapshot_every``, ``entropy.target``,
     ``shaping``, ``reward_clip``, ``bootstrap_truncated``, ``normalise_values``, ``mask_truncated``, ``epochs``,
-    ``minibatches``, ``critic_warmup``. A method that calls ``super()`` needs no entry."""
+    ``minibatches``, ``critic_warmup``, ``teacher.coef``, ``teacher.weights``. A method that calls ``super()`` needs no
+    entry."""
     slots: ClassVar[dict[str, Slot]] = {"value_loss": Slot("loss", "value")}
 
     def __init__(
@@ -96,6 +98,7 @@ class PolicyGradient(Algorithm[Group]):
                 f"algorithm.teacher.task = false leaves out the advantage {self.advantage.name!r} and its critic; "
                 "choose an advantage without values"
             )
+        self.teacher = Teacher(self.config.teacher, self.run)
         self.entropy = EntropyController(self.config.entropy, self._entropy_start())
         self.scale = ValueScale() if self.config.normalise_values else None
         """The scale of the critic's targets; None: the scale of rewards."""
@@ -171,15 +174,21 @@ class PolicyGradient(Algorithm[Group]):
             roles.append(RoleSpec("reference", like="policy"))
         if self.advantage.needs_values:
             roles.append(RoleSpec("critic", head="scalar", trained=True, like="policy"))
-        if self._uses_teacher:
-            roles.append(RoleSpec(TEACHER))
+        roles += self.teacher.roles()
         corrected, task = self.loss.generator_logprobs, self.config.teacher.task
-        features = ("correction",) if corrected else ()
+        features = (*(("correction",) if corrected else ()), *(("teachers",) if self.teacher.is_served else ()))
         group_min, greedy = self.advantage.group_min if task else 1, task and reads(self.advantage, "greedy_N")
         return Needs(tuple(roles), group_min, corrected, features, reward=task, greedy=greedy)
 
+    def use_tokens(self, tokens: Tokens) -> None:
+        self.teacher.opening = tokens.opening
+
+    def columns(self, source: str) -> list[str]:
+        context = self.config.teacher.context
+        return [*super().columns(source), *([] if context is None else [context])]
+
     def misfits(self, shape: OnlineShape) -> list[str]:
-        problems, shaping = super().misfits(shape), self.config.shaping
+        problems, shaping = super().misfits(shape) + self.teacher.misfits(shape), self.config.shaping
         if reads(self.advantage, "sources") and len(self.run.weights) < 2:
             names = ", ".join(self.run.weights) or "none"
             problems.append(
@@ -218,8 +227,7 @@ class PolicyGradient(Algorithm[Group]):
             annotations.append(Annotation("policy", "logprobs", "old_logprobs"))
         if self._uses_kl:
             annotations.append(Annotation("reference", "logprobs", "ref_logprobs"))
-        if self._uses_teacher:
-            annotations.append(Annotation(TEACHER, "logprobs", TEACHER_LOGPROBS))
+        annotations += self.teacher.annotations()
         if self.advantage.needs_values:
             annotations.append(Annotation("critic", "values", "old_values"))
             if self.config.bootstrap_truncated:
@@ -244,7 +252,7 @@ class PolicyGradient(Algorithm[Group]):
             live = {"old_logprobs": "logprobs"} if self._reads_old and not self._stores_old else {}
             updates.append(Update("policy", "loss", **passes, coef=coef, live=live))
         kl = self.config.kl
-        return [*updates, *snapshots_due(kl.snapshot_every, kl.snapshot_share, step)]
+        return [*updates, *snapshots_due(kl.snapshot_every, kl.snapshot_share, step), *self.teacher.snapshots()]
 
     # ---------------------------------------------------------------------------------------- work
 
@@ -259,12 +267,13 @@ class PolicyGradient(Algorithm[Group]):
             key=self.advantage.columns() if self._remembers else None,
             turns=reads_turns(self.advantage),
         )
-        return batch, {}
+        return (None, {}) if batch is None else self.teacher.prepared(batch, examples)
 
     def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """:meth:`stages`. Values are converted to the units of rewards before it, and back to those of the critic after
         it (``normalise_values``); then the teacher's credit is added, and masked samples are removed
         (``mask_truncated``)."""
+        batch = self.teacher.read(batch)
         if not self.config.teacher.task:
             batch, metrics = with_teacher(batch, self.config.teacher.coef)
             return self._without_masked(self._without_drift(batch)), pipeline.length_metrics(batch) | metrics
@@ -275,9 +284,9 @@ class PolicyGradient(Algorithm[Group]):
         if self.scale is not None and said_N is not None:
             batch = self.scale.targets(batch, said_N)
             metrics |= {"value/scale_mean": self.scale.mean, "value/scale_std": self.scale.std}
-        if self._uses_teacher:
-            batch, opinion = with_teacher(batch, self.config.teacher.coef)
-            metrics |= opinion
+        if self.teacher.is_used:
+            batch, teacher_metrics = with_teacher(batch, self.config.teacher.coef)
+            metrics |= teacher_metrics
         return self._without_masked(self._without_drift(batch)), metrics
 
     def stages(self, batch: Batch, kl: pipeline.KLPenalty | None) -> tuple[Batch, dict[str, float]]:
@@ -370,10 +379,6 @@ class PolicyGradient(Algorithm[Group]):
     def _uses_kl(self) -> bool:
         return bool(self.config.kl.coef > 0)
 
-    @property
-    def _uses_teacher(self) -> bool:
-        return bool(self.config.teacher.coef > 0)
-
     def _kl_in(self, where: str) -> bool:
         return self._uses_kl and self.config.kl.where == where
 
@@ -386,4 +391,4 @@ class PolicyGradient(Algorithm[Group]):
         """Whether ``old_logprobs`` must be computed before the update. With exactly one optimizer step the policy at
         its start is the policy now, so the live log-probs are taken, detached."""
         one_step = self.config.epochs * self.config.minibatches == 1
-        return self._kl_in("reward") or self._uses_teacher or (self._reads_old and not one_step)
+        return self._kl_in("reward") or self.teacher.is_used or (self._reads_old and not one_step)

@@ -25,13 +25,15 @@ IS_SET: Mapping[str, Callable[[PolicyGradientConfig], bool]] = {
     "epochs": lambda c: c.epochs > 1,
     "minibatches": lambda c: c.minibatches > 1,
     "critic_warmup": lambda c: c.critic_warmup > 0,
+    "teacher.coef": lambda c: c.teacher.coef > 0,
+    "teacher.weights": lambda c: c.teacher.weights == "averaged",
 }
 """{option: whether a config sets it}. KL in the loss is not listed, because it is a term of the loss."""
 _STAGES = ("kl.coef", "shaping", "reward_clip", "bootstrap_truncated")
 APPLIED_BY: Mapping[str, tuple[str, ...]] = {
-    "credit": (*_STAGES, "normalise_values", "mask_truncated", "kl.target"),
+    "credit": (*_STAGES, "normalise_values", "mask_truncated", "kl.target", "teacher.coef"),
     "stages": _STAGES,
-    "updates": ("epochs", "minibatches", "critic_warmup", "kl.snapshot_every", "entropy.target"),
+    "updates": ("epochs", "minibatches", "critic_warmup", "kl.snapshot_every", "entropy.target", "teacher.weights"),
     "assemble": ("echo_coef",),
     "finish": ("kl.target", "entropy.target"),
 }

@@ -1,26 +1,291 @@
-"""Distillation as credit: the log-probs of a teacher at the tokens that the policy sampled."""
+"""Distillation as credit: the log-probs of a teacher at the tokens that the policy sampled.
+
+The teacher is a frozen role, one for each data source, a server (a reward that teaches), or the policy itself, with the
+weights of before the run, of now or their average. A role may read a text that the policy does not see: then the batch
+has a further sequence for each sample, with the same answer after the teacher's prompt, until its log-probs are read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
+from rlhf.errors import ConfigError, TrainingError, shown
 from rlhf.ops.batch import Batch
-from rlhf.ops.spans import masked
+from rlhf.ops.heads import LOGPROBS
+from rlhf.ops.sample_values import ENV, name_of
+from rlhf.ops.spans import masked, spans
+from rlhf.types import Annotation, Group, OnlineShape, RoleSpec, Row, RunOptions, Snapshot, Trajectory, Turn
+from torch import Tensor
+
+from rlhf_algorithms.policy_gradient_config import TeacherConfig
 
 TEACHER, TEACHER_LOGPROBS = "teacher", "teacher_logprobs"
 """The frozen role, and the token column with its log-probs."""
+TAUGHT = "taught"
+"""Token column, bool: the tokens whose log-probs a teacher gave; absent: all of the policy's own. With ``.ROLE``: the
+tokens that this role reads."""
+
+
+class Teacher:
+    """The teacher of an algorithm. Raises ConfigError for options that do not fit the run."""
+
+    opening: Callable[[Row, str], Sequence[int]] | None = None
+    """:attr:`rlhf.interfaces.Tokens.opening`."""
+
+    def __init__(self, config: TeacherConfig, run: RunOptions) -> None:
+        self.config, self._run = config, run
+        self.is_used = config.coef > 0
+        self.is_served = self.is_used and bool(run.teachers)
+        by_source = {} if config.weights != "role" else config.roles
+        self._roles = tuple(dict.fromkeys(by_source.values())) or (TEACHER,)
+        self._role_of = {source: self._roles.index(role) for source, role in by_source.items()}
+        self._annotated = "policy" if config.weights == "live" else None
+        self._alone = not by_source and config.context is None and config.weights != "live"
+        """Whether one role reads every token of the policy's, as the policy does."""
+        if self.is_used:
+            self._check()
+
+    def _check(self) -> None:
+        run, config = self._run, self.config
+        of_roles = {"roles": bool(config.roles), "weights": config.weights != "role", "context": bool(config.context)}
+        options = [name for name, is_set in of_roles.items() if is_set]
+        if run.teachers and options:
+            raise ConfigError(
+                f"algorithm.teacher.{', '.join(options)}: is of a teacher that the run holds, but reward "
+                f"{', '.join(map(repr, run.teachers))} gives the log-probs of a teacher. Remove one of them"
+            )
+        if config.context is not None and (ENV in run.weights or ENV in run.step_sources):
+            raise ConfigError(
+                f"algorithm.teacher.context = {config.context!r} is added to a row's prompt, but an environment writes "
+                "the prompts of this run. Leave it out, or run without [env]"
+            )
+        if not run.sources:  # not in a run
+            return
+        if unknown := [source for source in config.roles if source not in run.sources]:
+            raise ConfigError(
+                f"algorithm.teacher.roles: {', '.join(map(repr, unknown))} is no source of data.train; there are "
+                f"{', '.join(map(repr, run.sources))}. A source's name is its `name`, or the stem of its file"
+            )
+        counts = {source: self._teachers_of(source) for source in run.sources}
+        if several := [source for source, count in counts.items() if count > 1]:
+            raise ConfigError(
+                f"the rows of {', '.join(map(repr, several))} have several teachers: {', '.join(run.teachers)}. Name "
+                "the data sources of each in its reward's `sources`"
+            )
+        if not config.task and (untaught := [source for source, count in counts.items() if count == 0]):
+            raise ConfigError(
+                f"algorithm.teacher.task = false leaves the credit to the teacher, and the rows of "
+                f"{', '.join(map(repr, untaught))} have none. Name one, or learn from a reward too (task = true)"
+            )
+
+    def _teachers_of(self, source: str) -> int:
+        if self.is_served:
+            return sum(not sources or source in sources for sources in self._run.teachers.values())
+        return int(not self._role_of or source in self._role_of)
+
+    # ------------------------------------------------------------------------------------ declared
+
+    def roles(self) -> list[RoleSpec]:
+        """The roles that the run holds for the teacher."""
+        if not self.is_used or self.is_served or self.config.weights == "live":
+            return []
+        like = None if self.config.weights == "role" else "policy"
+        return [RoleSpec(name, like=like) for name in self._roles]
+
+    def annotations(self) -> list[Annotation]:
+        if not self.is_used or self.is_served:
+            return []
+        if self._alone:
+            return [Annotation(TEACHER, "logprobs", TEACHER_LOGPROBS)]
+        heads = [replace(LOGPROBS, name=f"logprobs.{name}", over=f"{TAUGHT}.{name}") for name in self._roles]
+        return [
+            Annotation(self._annotated or name, head, f"{TEACHER_LOGPROBS}.{name}")
+            for name, head in zip(self._roles, heads, strict=True)
+        ]
+
+    def snapshots(self) -> list[Snapshot]:
+        """The average of the policy's weights, after each step."""
+        averaged = self.is_used and self.config.weights == "averaged"
+        return [Snapshot(TEACHER, "policy", self.config.share)] if averaged else []
+
+    def misfits(self, shape: OnlineShape) -> list[str]:
+        if not self.is_served or shape.temperature == 1:
+            return []
+        return [
+            f"sampling.temperature = {shape.temperature:g}: reward {', '.join(map(repr, self._run.teachers))} gives "
+            "log-probs at temperature 1. Set --sampling.temperature 1, or use a role as teacher."
+        ]
+
+    # ---------------------------------------------------------------------------------------- work
+
+    def prepared(self, batch: Batch, groups: Sequence[Group]) -> tuple[Batch, dict[str, float]]:
+        """The batch of ``groups`` with the columns and sequences that :meth:`annotations` reads. ``teacher/left_out``:
+        the share of samples without a teacher's credit."""
+        if not self.is_used or (self._alone and not self.is_served):
+            return batch, {}
+        by_index = {t.index: t for group in groups for t in group.trajectories}
+        indices = zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)
+        samples = [by_index[index] for index in indices]
+        if self.is_served:
+            batch, taught_U = self._served(batch, samples)
+        elif self.config.context is not None:
+            batch, taught_U = self._with_context(batch, samples)
+        else:
+            role_U = torch.tensor([self._role(sample) for sample in samples])
+            taught_U = role_U >= 0
+            batch = self._with_masks(batch, batch.tok["loss_mask"], role_U[batch.unit_N])
+        return batch, {"teacher/left_out": 1 - float(taught_U.double().mean())}
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with the teacher's log-probs at the policy's tokens, after the annotations and without what
+        :meth:`prepared` added for them."""
+        if not self.is_used or self.is_served or self._alone:
+            return batch
+        names = [(f"{TAUGHT}.{name}", f"{TEACHER_LOGPROBS}.{name}") for name in self._roles]
+        taught_N = torch.stack([batch.tok[mask] for mask, _ in names]).any(0)
+        values_N = torch.stack([batch.tok[values].float() for _, values in names]).sum(0)  # each is 0 elsewhere
+        added = {name for pair in names for name in pair}
+        batch = replace(batch, tok={name: values for name, values in batch.tok.items() if name not in added})
+        if self.config.context is None:
+            return batch.with_column("tok", TEACHER_LOGPROBS, values_N).with_column("tok", TAUGHT, taught_N)
+        teacher_B = _any(taught_N, batch.seq_N, batch.sequences)
+        taught_U = _any(taught_N, batch.unit_N, batch.units)
+        own_N = batch.tok["loss_mask"] & taught_U[batch.unit_N]
+        own_values_N = torch.zeros(batch.tokens).masked_scatter_(own_N, masked(values_N, taught_N))  # in one order
+        batch = batch.with_column("tok", TEACHER_LOGPROBS, own_values_N).with_column("tok", TAUGHT, own_N)
+        return batch.keep(~teacher_B)
+
+    def _role(self, sample: Trajectory) -> int:
+        """The number of the role that reads a sample; -1: none."""
+        return self._role_of.get(sample.row.source, -1) if self._role_of else 0
+
+    def _with_masks(self, batch: Batch, mask_N: Tensor, role_N: Tensor) -> Batch:
+        for number, name in enumerate(self._roles):
+            batch = batch.with_column("tok", f"{TAUGHT}.{name}", mask_N & (role_N == number), over=None)
+        return batch
+
+    def _served(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:
+        """The log-probs that rewards gave, as columns."""
+        values: list[float] = []
+        taught: list[bool] = []
+        for sample in samples:
+            results = [sample.rewards[name] for name in self._run.teachers if name in sample.rewards]
+            steps = [step for result in results for step in sorted(result.steps)]
+            taught.append(bool(steps) or (bool(results) and not sample.sampled_tokens))
+            if steps and len(steps) != sample.sampled_tokens:
+                raise TrainingError(
+                    f"{name_of(sample)}: {', '.join(self._run.teachers)} gave {len(steps)} log-probs of a teacher for "
+                    f"{sample.sampled_tokens} sampled tokens; there must be one for each"
+                )
+            values += [value for _, _, value in steps]
+        taught_U = torch.tensor(taught)
+        own_N = batch.tok["loss_mask"] & taught_U[batch.unit_N]
+        values_N = torch.zeros(batch.tokens).masked_scatter_(own_N, torch.tensor(values, dtype=torch.float32))
+        batch = batch.with_column("tok", TEACHER_LOGPROBS, values_N)
+        return batch.with_column("tok", TAUGHT, own_N), taught_U
+
+    def _with_context(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:
+        """``batch`` with a sequence for the teacher after those of each unit."""
+        ids: list[int] = []
+        lens: list[int] = []
+        units: list[int] = []
+        sampled: list[bool] = []
+        temperatures: list[float] = []
+        prompts: dict[tuple[str, int], Sequence[int] | None] = {}
+        for unit, sample in enumerate(samples):
+            key = (sample.row.source, sample.row.index)
+            if key not in prompts:
+                prompts[key] = self._prompt(sample)
+            prompt, answer = prompts[key], _answer(sample)
+            count = sum(len(turn.ids) for turn in answer)
+            longest = self._run.max_tokens
+            if prompt is None or self._role(sample) < 0 or (longest is not None and len(prompt) + count > longest):
+                continue
+            ids += prompt
+            sampled += [False] * len(prompt)
+            temperatures += [1.0] * len(prompt)
+            for turn in answer:
+                ids += turn.ids
+                sampled += [turn.sampled] * len(turn.ids)
+                temperatures += [turn.temperature if turn.sampled else 1.0] * len(turn.ids)
+            lens.append(len(prompt) + count)
+            units.append(unit)
+        taught_U = torch.zeros(batch.units, dtype=torch.bool)
+        taught_U[units] = True
+        added = len(ids)
+        unit_B = torch.cat([batch.unit_B, torch.tensor(units, dtype=torch.int64)])
+        lens_B = torch.cat([batch.lens_B, torch.tensor(lens, dtype=torch.int64)])
+        order_B = torch.argsort(unit_B, stable=True)
+        index_N = spans((torch.cumsum(lens_B, 0) - lens_B)[order_B], lens_B[order_B])
+
+        def joined(values_N: Tensor, further: Tensor) -> Tensor:
+            return torch.cat([values_N, further.to(values_N.dtype)])[index_N]
+
+        own = {"temperature": torch.tensor(temperatures)}
+        tok = {name: joined(v, own.get(name, torch.zeros(added, dtype=v.dtype))) for name, v in batch.tok.items()}
+        mask_N = joined(torch.zeros(batch.tokens, dtype=torch.bool), torch.tensor(sampled, dtype=torch.bool))
+        role_B = torch.cat([batch.role_B, torch.zeros(len(units), dtype=torch.int64)])[order_B]
+        all_ids_N = joined(batch.ids_N, torch.tensor(ids, dtype=torch.int64))
+        batch = Batch(all_ids_N, lens_B[order_B], unit_B[order_B], role_B, tok, {}, batch.unit)
+        role_U = torch.tensor([self._role(sample) for sample in samples])
+        return self._with_masks(batch, mask_N, role_U[batch.unit_N]), taught_U
+
+    def _prompt(self, sample: Trajectory) -> Sequence[int] | None:
+        """The teacher's prompt, of which a column of the row is a part; None where the row has no text in it."""
+        config, row, name = self.config, sample.row, name_of(sample)
+        if self.opening is None:
+            raise TrainingError("algorithm.teacher.context needs the prompts of a run, which only a run has")
+        text = row.get(config.context or "")
+        if text is None or text == "":
+            return None
+        if not isinstance(text, str):
+            raise TrainingError(f"{name}: algorithm.teacher.context = {config.context!r} is no text, got {shown(text)}")
+        before = [i for turn in sample.turns[: _first(sample)] for i in turn.ids]
+        if any(turn.images for turn in sample.turns) or before != list(self.opening(row, "")):
+            raise TrainingError(
+                f"{name}: algorithm.teacher.context is added to a row's prompt of text, but this sample has images, or "
+                "its rollout wrote another prompt than the row's. Leave it out, or use another rollout"
+            )
+        return self.opening(row, config.template.replace("{context}", text))
+
+
+def _first(sample: Trajectory) -> int:
+    """The number of the first sampled turn."""
+    return next((n for n, turn in enumerate(sample.turns) if turn.sampled), len(sample.turns))
+
+
+def _answer(sample: Trajectory) -> list[Turn]:
+    """The turns from the first to the last sampled one."""
+    first = _first(sample)
+    last = max((n for n, turn in enumerate(sample.turns) if turn.sampled and turn.ids), default=first)
+    turns = sample.turns[first : last + 1]
+    if any(turn.fresh for turn in turns):
+        raise TrainingError(
+            f"{name_of(sample)}: its context was rewritten between turns, and algorithm.teacher.context is for samples "
+            "of one context. Leave it out, or use another rollout"
+        )
+    return turns
+
+
+def _any(mask_N: Tensor, owner_N: Tensor, count: int) -> Tensor:
+    """bool: for each owner, whether one of its tokens is under the mask."""
+    return torch.zeros(count, dtype=torch.int64).index_add_(0, owner_N, mask_N.long()) > 0
 
 
 def with_teacher(batch: Batch, coef: float) -> tuple[Batch, dict[str, float]]:
-    """Add coef (teacher - policy) to the token column ``advantages``, 0 where it is absent (arXiv:2601.02780).
+    """Add coef (teacher - policy) to the token column ``advantages``, 0 where it is absent (arXiv:2601.02780), at the
+    tokens that a teacher scored.
 
     Both log-probs are those at the sampling temperature, the policy's at the start of the update. In expectation over
     the policy's samples the gradient of this credit is that of -coef KL(policy || teacher) of the next token; credit
     of later tokens is left out, as published.
 
-    Returns: the batch, and ``teacher/kl``, the mean of (policy - teacher) over the sampled tokens [nats]: an estimate
-    of KL(policy || teacher).
+    Returns: the batch, and ``teacher/kl``, the mean of (policy - teacher) over these tokens [nats]: an estimate of
+    KL(policy || teacher).
     """
-    mask_N = batch.tok["loss_mask"]
+    mask_N = batch.tok.get(TAUGHT, batch.tok["loss_mask"])
     gap_N = batch.column(TEACHER_LOGPROBS).double() - batch.column("old_logprobs").double()
     gap_N = torch.where(mask_N, gap_N, torch.zeros_like(gap_N))
     task_N = batch.tok["advantages"].double() if "advantages" in batch.tok else torch.zeros_like(gap_N)

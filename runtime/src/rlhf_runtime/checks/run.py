@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf.errors import ConfigError
-from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, Rollout, Trainer
+from rlhf.interfaces import GENERATOR, Algorithm, Generator, ModelSpec, Place, Reward, Rollout, Trainer
 from rlhf.interfaces.launcher import check_workers
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
@@ -54,6 +54,11 @@ class RunPlugins:
     def trains(self) -> bool:
         """Whether the run file's algorithm is used. False for a job (:func:`job_plugins`)."""
         return "algorithm" in self.selections
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a reward of the run file gives values; those that teach give none."""
+        return any(not reward.instance.teaches for reward in self.rewards)
 
     @property
     def trainer_class(self) -> type[Trainer]:
@@ -192,7 +197,7 @@ def run_plugins(config: RunFile, plugins: Plugins, scored: bool = True, commits:
     """
     plugins.check_requirements(config.run.requires)
     selections = Selections.of(plugins, config)
-    algorithm = selections.algorithm.build(run_options(selections.config))
+    algorithm = selections.algorithm.build(run_options(selections))
     return _with_parts(selections, algorithm, active_rewards(selections), scored, commits)
 
 
@@ -207,11 +212,16 @@ def job_plugins(
     """The plugins of a job that trains nothing, whatever the algorithm of the run file.
 
     Args:
-        algorithm: of the job. The run holds its roles and those of the rewards; sections of other roles are not read.
+        algorithm: of the job. The run holds its roles and those of the rewards; sections of other roles, and rewards
+            that teach, are not read.
         kinds: of the plugins that the job selects beside the rewards.
     """
     plugins.check_requirements(config.run.requires)
     of_rewards = Selections.of(plugins, config, ("reward",))
+    values = [section for number, section in enumerate(config.reward) if not teaches(of_rewards, number)]
+    if len(values) < len(config.reward):
+        scored = scored and (bool(values) or config.env is not None)
+        of_rewards = Selections.of(plugins, config.model_copy(update={"reward": values}), ("reward",))
     rewards = active_rewards(of_rewards)
     roles = {"policy", *declared_roles(algorithm, rewards)}
     selections = Selections.of(plugins, of_rewards.config, kinds, roles)
@@ -237,14 +247,24 @@ def _with_parts(
     return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, commits or Commits())
 
 
-def run_options(config: RunFile) -> RunOptions:
+def run_options(selections: Selections) -> RunOptions:
     """The options of the run file, outside of the algorithm's own section, that the algorithm may read."""
-    step_sources = {section.label: section.weight for section in config.reward if section.credit == "step"}
-    weights = {section.label: section.weight for section in config.reward if section.credit != "step"}
+    config = selections.config
+    taught = [teaches(selections, number) for number in range(len(config.reward))]
+    rewards = [section for section, is_teacher in zip(config.reward, taught, strict=True) if not is_teacher]
+    teachers = {s.label: s.sources for s, is_teacher in zip(config.reward, taught, strict=True) if is_teacher}
+    step_sources = {section.label: section.weight for section in rewards if section.credit == "step"}
+    weights = {section.label: section.weight for section in rewards if section.credit != "step"}
     if config.env is not None:
         (step_sources if config.env.credit == "step" else weights)[ENV] = 1.0
     sources = tuple(source.label for source in config.data.train)
-    return RunOptions(config.data.max_tokens, step_sources, sources, weights)
+    return RunOptions(config.data.max_tokens, step_sources, sources, weights, teachers)
+
+
+def teaches(selections: Selections, number: int) -> bool:
+    """Whether a reward of the run file gives log-probs of a teacher."""
+    cls: type[Reward] = selections[f"reward.{number}"].resolved.cls
+    return cls.teaches
 
 
 def where_trainer(role: str) -> str:

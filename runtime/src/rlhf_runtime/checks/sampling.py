@@ -16,7 +16,7 @@ from rlhf.interfaces import (
     TakesTensors,
     abilities,
 )
-from rlhf.types import OnlineShape
+from rlhf.types import Needs, OnlineShape
 
 from rlhf_runtime.config.runfile import RunFile
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 CORRECTION = "correction"
 """Value in ``Needs.features``: the loss corrects for samples from another distribution than the policy's."""
+TEACHERS = "teachers"
+"""Value in ``Needs.features``: the algorithm reads the log-probs of ``RunOptions.teachers``."""
 
 
 def sampling(run: RunPlugins) -> list[str]:
@@ -50,8 +52,9 @@ def sampling(run: RunPlugins) -> list[str]:
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
     problems += algorithm.misfits(_shape(run))
+    problems += _teachers(run, needs)
     problems += _turn_credit(config, algorithm)
-    unscored = run.scored and not config.reward and config.env is None
+    unscored = run.scored and not run.has_rewards and config.env is None
     if unscored and needs.reward:
         problems.append("reward: an online run needs a reward, or an environment that gives one. Set --reward NAME.")
     if unscored and not needs.reward and config.data.eval and config.eval.metric is None:
@@ -90,6 +93,16 @@ def sampling(run: RunPlugins) -> list[str]:
         )
     problems += _filtering(config, unscored=unscored and not needs.reward)
     return problems
+
+
+def _teachers(run: RunPlugins, needs: Needs) -> list[str]:
+    """Log-probs of a teacher that nothing reads."""
+    return [
+        f"reward {reward.name!r} gives log-probs of a teacher, which {run.algorithm.name} configured like this does "
+        "not read. Remove it, or let the algorithm learn from a teacher (`rlhf explain algorithm.teacher`)."
+        for reward in run.rewards
+        if reward.instance.teaches and TEACHERS not in needs.features
+    ]
 
 
 def room(run: RunPlugins) -> list[str]:
@@ -164,7 +177,7 @@ def _shape(run: RunPlugins) -> OnlineShape:
     answer = min(s.max_new_tokens * turns, most)
     trajectories = config.data.batch_size * s.samples_per_prompt
     observes = run.rollout is not None and run.rollout.observes and not (in_environment and turns == 1)
-    return OnlineShape(trajectories, answer, answer if in_environment else most, observes)
+    return OnlineShape(trajectories, answer, answer if in_environment else most, observes, s.temperature)
 
 
 def generator_capabilities(run: RunPlugins) -> list[str]:

@@ -221,6 +221,9 @@ def offline(run: RunPlugins) -> list[str]:
             f"eval.{name} = {getattr(config.eval, name)!r} is of answers, and without a reward or an environment "
             "data.eval is scored by the loss. Remove it, or set --reward NAME."
         )
+    for active in run.rewards:
+        if active.instance.teaches:
+            problems.append(f"reward {active.name!r} gives log-probs of a teacher to samples, and {reason}. Remove it.")
     for reward in config.reward:
         if reward.credit != "outcome":
             problems.append(
@@ -255,7 +258,7 @@ def curriculum(run: RunPlugins) -> list[str]:
             f"{name} chooses rows by the scores of sampled answers, and {algorithm.name} learns from {algorithm.data} "
             "and samples nothing in training. Remove [curriculum], or use one that reads no scores."
         )
-    elif curriculum.min_scores and scored and not config.reward and config.env is None:
+    elif curriculum.min_scores and scored and not run.has_rewards and config.env is None:
         problems.append(
             f"{name} chooses rows by the scores of answers, and nothing gives any. Set --reward NAME, or remove "
             "[curriculum]."
@@ -294,9 +297,10 @@ def reward_sources(run: RunPlugins) -> list[str]:
         for source in reward.sources
         if source not in labels
     ]
-    if config.env is not None or not config.reward or any(not reward.sources for reward in config.reward):
+    rewards = [reward for reward in run.rewards if not reward.instance.teaches]
+    if config.env is not None or not rewards or any(not reward.sources for reward in rewards):
         return problems
-    scored = {source for reward in config.reward for source in reward.sources}
+    scored = {source for reward in rewards for source in reward.sources}
     demonstrations = run.algorithm.needs().given_sources
     train = [source for source in config.data.train if trains and source.label not in demonstrations]
     needed = {"data.train": train, "data.eval": config.data.eval}

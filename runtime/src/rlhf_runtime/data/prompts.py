@@ -123,6 +123,11 @@ class Prompts:
         opened = self._chat_of(cells).text(messages, answer=True)
         return [self._turn(self.tokens.ids(opened), images, as_people_read(messages))]
 
+    def opening_ids(self, row: Row, text: str) -> list[int]:
+        """The tokens of :meth:`encode_opening`, in plain text too with a blank line before ``text``."""
+        separated = f"\n\n{text}" if text and self.chat is None else text
+        return [i for turn in self.encode_opening(row, separated) for i in turn.ids]
+
     def encode_observation(self, text: str, closed: bool = True, images: Sequence[bytes] = ()) -> Turn:
         """An observation, as the chat template writes a user's message after an answer.
 

@@ -46,6 +46,11 @@ def place_rewards(config: RunFile, plugins: Plugins) -> PlacedPlugins:
     rows = config.data.eval or (SourceSection(path="answers"),)  # the checks ask for data, where answers come later
     data = config.data.model_copy(update={"train": rows, "eval": rows, "loss_on": "completion"})
     run = job_plugins(config.model_copy(update={"data": data}), plugins, ScoreJob(), PARTS, scored=True)
+    if not run.rewards:
+        names = ", ".join(repr(section.label) for section in config.reward) or "none"
+        raise ConfigError(
+            f"nothing scores answers: the rewards are {names}, and a teacher gives none. Set --reward NAME."
+        )
     model = config.policy.model or next((run.model(name) for name in run.roles), None)
     if model is None:
         raise ConfigError(

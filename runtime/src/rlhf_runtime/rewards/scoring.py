@@ -45,8 +45,8 @@ CALLS = 64
 class ActiveReward:
     """One ``[[reward]]`` section, resolved.
 
-    Raises ConfigError for a plain ``def score`` that needs models or keeps state, RewardError for one that cannot be
-    copied to its worker processes.
+    Raises ConfigError for a plain ``def score`` that needs models or keeps state and for a teacher with options of a
+    reward, RewardError for a plain ``def score`` that cannot be copied to its worker processes.
     """
 
     name: str
@@ -69,6 +69,11 @@ class ActiveReward:
     """Program that runs its worker processes; None: the Python of this process."""
 
     def __post_init__(self) -> None:
+        if self.instance.teaches and (self.weight, self.credit) != (1.0, "outcome"):
+            raise ConfigError(
+                f"{self} gives log-probs of a teacher and no reward, so weight = {self.weight:g} and credit = "
+                f"{self.credit!r} would do nothing; leave them out"
+            )
         if self.python is not None:
             check_python(self.resolved, self.python, self.in_worker)
         if not self.in_worker:
@@ -171,9 +176,10 @@ class Scorer:
         if not live:
             return
         live_group = replace(group, trajectories=live)
-        answers = await asyncio.gather(*(self._ask(reward, live_group) for reward in self.rewards))
+        sources = [reward for reward in self.rewards if trained_on or not reward.instance.teaches]
+        answers = await asyncio.gather(*(self._ask(reward, live_group) for reward in sources))
         for i, trajectory in enumerate(live):
-            results = {r.name: answer[i] for r, answer in zip(self.rewards, answers, strict=True)}
+            results = {r.name: answer[i] for r, answer in zip(sources, answers, strict=True)}
             trajectory.rewards = {name: r for name, r in results.items() if isinstance(r, RewardResult)}
             errors = [e for e in results.values() if isinstance(e, str)]
             if errors:
@@ -277,7 +283,7 @@ def combine(
     scores_given: list[float] = []
     for source in rewards:
         result = trajectory.rewards.get(source.name)
-        if result is None or (result.value is None and not result.steps):
+        if result is None or source.instance.teaches or (result.value is None and not result.steps):
             continue
         steps, value = math.fsum(v for _, _, v in result.steps), result.value or 0.0
         rewards_given.append(source.weight * (value + (steps if source.credit == "outcome" else 0.0)))

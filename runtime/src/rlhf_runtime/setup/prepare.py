@@ -115,7 +115,6 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
     check_stops(config.sampling.stop, tokenizer)
     if rollout is not None and rollout.needs_generator:
         check_texts(rewards, tokenizer)
-    algorithm.use_tokens(tokens_of(tokenizer))
     answers = algorithm.needs().answered
     images = _images(plugins_of_run)
     day = datetime.fromisoformat(before["template_day"]) if "template_day" in before else None
@@ -123,6 +122,7 @@ def prepare_run(plugins_of_run: RunPlugins, plugins: Plugins) -> Prepared:
         data = TrainData(
             config.data, tokenizer, algorithm.data, config.run.seed, answers, plugins_of_run.commits, images, day
         )
+    algorithm.use_tokens(replace(tokens_of(tokenizer), opening=data.template.opening_ids))
     if config.data.margin is not None and plugins_of_run.trains:
         check_margins(algorithm, data)
     if rollout is not None and rollout.needs_env:
@@ -212,7 +212,7 @@ def is_scored(plugins_of_run: RunPlugins) -> bool:
     """Whether answers can get a reward. Recorded samples may contain rewards."""
     rollout = plugins_of_run.rollout
     of_rollout = rollout is not None and (rollout.gives_rewards or not rollout.needs_generator)
-    return bool(plugins_of_run.rewards) or plugins_of_run.config.env is not None or of_rollout
+    return plugins_of_run.has_rewards or plugins_of_run.config.env is not None or of_rollout
 
 
 def on_processor(

@@ -1,0 +1,181 @@
+"""A teacher behind a server: its log-prob of every token that the policy sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from rlhf.errors import ConfigError, RewardError, shown
+from rlhf.interfaces import Reward, RewardContext
+from rlhf.types import Group, RewardResult, Trajectory
+
+from rlhf_plugin_http.servers import LONGEST, Servers, ServersConfig
+
+PATH = "/completions"
+REQUEST = 16_384
+"""Tokens of a request; a longer sequence has a request to itself."""
+TOKEN = 1024
+"""Bytes of an answer for each token, beside ``LONGEST``."""
+PROBE = "The 7 quick foxes jump over 1,024 lazy dogs.\n\tdef area(r): return 3.14 * r ** 2  # naïve café\n日本語 🙂"
+"""Text of many kinds of tokens."""
+ABOVE_0 = 1e-3
+"""How far above 0 rounding may lift a log-prob."""
+
+Place = tuple[int, int, int]
+"""(turn, token of the turn, token of the sequence)."""
+
+
+class TeacherRewardConfig(ServersConfig):
+    model: str | None = None
+    """Name of the model at the servers. Absent: the one that they answer with."""
+
+
+class TeacherReward(Reward):
+    """``POST {"prompt": [token ids, ...], "prompt_logprobs": 0, "max_tokens": 1, ...}`` to ``URL/completions``, vLLM's
+    form of the OpenAI protocol: the tokens of a group's samples, in requests of at most 16,384 tokens. The log-probs of
+    the sampled tokens are the steps of each result, and the algorithm's ``teacher`` reads them.
+
+    Before the first sample each server is asked for a text, as text and as the policy's tokens: one whose tokens differ
+    is refused.
+    """
+
+    name = "teacher"
+    source = "on-policy distillation from a server, https://arxiv.org/abs/2601.02780"
+    Config = TeacherRewardConfig
+    teaches = True
+
+    def __init__(self, config: TeacherRewardConfig) -> None:
+        super().__init__(config)
+        self._servers = Servers(self.name, config)
+
+    async def setup(self, context: RewardContext) -> None:
+        if context.tokens is None:
+            raise ConfigError("reward 'teacher' needs the policy's tokenizer, which this run lacks")
+        ids = context.tokens.encode(PROBE)
+        await asyncio.gather(*(self._probe(url, ids) for url in self.config.urls))
+
+    async def score(self, group: Group) -> list[RewardResult]:
+        sequences: list[Sequence[int]] = []
+        places: list[tuple[int, list[Place]]] = []
+        for n, trajectory in enumerate(group.trajectories):
+            for ids, own in _sequences(trajectory):
+                sequences.append(ids)
+                places.append((n, own))
+        answers = await asyncio.gather(*(self._logprobs(part) for part in _requests(sequences)))
+        steps: list[list[tuple[int, int, float]]] = [[] for _ in group.trajectories]
+        for (n, own), values in zip(places, (v for answer in answers for v in answer), strict=True):
+            steps[n] += [(turn, token, values[position]) for turn, token, position in own]
+        return [RewardResult(None, steps=tuple(own)) for own in steps]
+
+    async def _logprobs(self, sequences: Sequence[Sequence[int]], only: str | None = None) -> list[list[float]]:
+        """The log-prob of each token of each sequence; NaN of the first."""
+        longest = LONGEST + TOKEN * sum(map(len, sequences))
+        url, body = await self._servers.ask(self._question([list(ids) for ids in sequences]), PATH, longest, only)
+        choices = _choices(body, len(sequences), url)
+        pairs = enumerate(zip(choices, sequences, strict=True))
+        return [_values(choice, ids, f"{url}, sequence {n}") for n, (choice, ids) in pairs]
+
+    def _question(self, prompt: str | list[list[int]]) -> dict[str, Any]:
+        model = {} if self.config.model is None else {"model": self.config.model}
+        return {**model, "prompt": prompt, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
+
+    async def _probe(self, url: str, ids: Sequence[int]) -> None:
+        """Raises ConfigError: the server cannot score tokens, or its vocabulary is not the policy's."""
+        try:
+            question = {**self._question(PROBE), "add_special_tokens": False}
+            _, body = await self._servers.ask(question, PATH, only=url)
+            places = _choices(body, 1, url)[0]
+            its = [int(key) for place in places[1:] for key in place or {}]  # nothing predicts the first token
+            if its == list(ids[1:]):
+                await self._logprobs([ids], url)
+                return
+        except (RewardError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"reward 'teacher': {url} cannot score the policy's tokens: {error}. It must be a server of vLLM, or "
+                "one that knows prompt_logprobs at /v1/completions with prompts of token ids; `urls` end in /v1."
+            ) from error
+        pairs = enumerate(zip_longest(its, ids[1:]), 1)
+        place = next(n for n, (its_token, token) in pairs if its_token != token)
+        raise ConfigError(
+            f"reward 'teacher': the model of {url} has another vocabulary than the policy. Of a text that is "
+            f"{len(ids)} tokens for the policy it makes {len(its) + 1}; they differ at token {place}. Name a teacher "
+            "with the policy's tokenizer."
+        )
+
+
+def _sequences(trajectory: Trajectory) -> Iterator[tuple[list[int], list[Place]]]:
+    """The tokens of each unbroken context up to its last sampled token, and the places of its sampled tokens."""
+    ids: list[int] = []
+    places: list[Place] = []
+    for number, turn in enumerate(trajectory.turns):
+        if turn.images:
+            raise RewardError("reward 'teacher' sends tokens of text, and the sample has images; use a role as teacher")
+        if turn.fresh and places:
+            yield ids[: places[-1][2] + 1], places
+        if turn.fresh:
+            ids, places = [], []
+        if turn.sampled:
+            if turn.temperature != 1:
+                raise RewardError(
+                    f"reward 'teacher': turn {number} was sampled at temperature {turn.temperature:g}, and a server "
+                    "gives log-probs at temperature 1. Set sampling.temperature 1, or use a role as teacher"
+                )
+            places += [(number, token, len(ids) + token) for token in range(len(turn.ids))]
+        ids += turn.ids
+    if places:
+        yield ids[: places[-1][2] + 1], places
+
+
+def _requests(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Parts of at most :data:`REQUEST` tokens, in order."""
+    part: list[Sequence[int]] = []
+    tokens = 0
+    for ids in sequences:
+        if part and tokens + len(ids) > REQUEST:
+            yield part
+            part, tokens = [], 0
+        part.append(ids)
+        tokens += len(ids)
+    if part:
+        yield part
+
+
+def _choices(body: bytes, prompts: int, url: str) -> list[list[Any]]:
+    """``prompt_logprobs`` of each prompt, in order."""
+    try:
+        choices = {choice["index"]: choice["prompt_logprobs"] for choice in json.loads(body)["choices"]}
+        lists = [choices[n] for n in range(prompts)]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        start = body[:120].decode(errors="replace")
+        raise RewardError(
+            f"{url} answered {start!r}, which is not one choice with prompt_logprobs for each of {prompts} prompts"
+        ) from None
+    if len(choices) != prompts or not all(isinstance(each, list) for each in lists):
+        raise RewardError(
+            f"{url} answered {len(choices)} choices to {prompts} prompts, with prompt_logprobs of the types "
+            f"{sorted({type(each).__name__ for each in lists})}; allowed: one choice for each prompt, with a list"
+        )
+    return lists
+
+
+def _values(places: Sequence[Any], ids: Sequence[int], server: str) -> list[float]:
+    """The log-probs of the tokens ``ids`` in ``prompt_logprobs``; NaN of the first, which nothing predicts."""
+    if len(places) != len(ids):
+        raise RewardError(f"{server}: {len(places)} log-probs for {len(ids)} tokens")
+    values = [math.nan]
+    for n, (place, token) in enumerate(zip(places[1:], ids[1:], strict=True), 1):
+        if not isinstance(place, Mapping) or str(token) not in place:
+            its = ", ".join(map(str, place)) if isinstance(place, Mapping) else shown(place)
+            raise RewardError(f"{server}: the log-prob of token {n} must be of {token}, got one of {its[:80]}")
+        logprob = place[str(token)]
+        value: Any = logprob.get("logprob") if isinstance(logprob, Mapping) else logprob
+        if type(value) not in (int, float) or not -math.inf < value <= ABOVE_0:
+            raise RewardError(
+                f"{server}: the log-prob of token {n} is {shown(value)}; allowed: a finite number up to 0"
+            )
+        values.append(float(value))
+    return values
