@@ -57,8 +57,7 @@ def assert_near(a: Finished, b: Finished, *names: str) -> None:
 
 
 def test_a_server_teaches_as_a_role_does(shop: Workshop, teacher: Path) -> None:
-    """Batches of one step and of the staleness of one, whose samples wait in a checkpoint; held-out rows are not
-    scored."""
+    """Held-out rows are not scored, so `rlhf eval` needs no server."""
     held_out = {"data": {"eval": [{"path": str(shop.data), "name": "held_out"}]}, "eval": {"metric": "length"}}
     role = shop.train("reinforce_pp", "role", **alone(teacher, **held_out))
     with TeacherServer.of_model(teacher) as server:
@@ -68,6 +67,8 @@ def test_a_server_teaches_as_a_role_does(shop: Workshop, teacher: Path) -> None:
     assert_near(run, role, "teacher/kl", "policy/loss", "policy/grad_norm")
     assert all(line["teacher/left_out"] == 0 for line in run.lines())
     assert len(next(run.samples())["rewards"]["teacher"]["steps"]) > 0
+    done = shop.command("eval", str(run.path / "config.toml"))
+    assert (done.code, "length" in done.out) == (0, True), done.said
 
 
 def test_a_server_teaches_beside_a_reward_without_being_part_of_it(shop: Workshop, teacher: Path) -> None:

@@ -35,7 +35,9 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
     selected: dict[str, Any] = {"trainer": AnyTrainer, "launcher": AnyLauncher, **classes}
     parts: Any = {kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls)) for kind, cls in selected.items()}
     selections: Any = {"algorithm": algorithm}
-    return RunPlugins(config, selections, algorithm, parts, [], roles, rollout, scored, Commits())
+    values = SimpleNamespace(teaches=False)
+    rewards: Any = [SimpleNamespace(name=r.label, sources=r.sources, instance=values) for r in config.reward]
+    return RunPlugins(config, selections, algorithm, parts, rewards, roles, rollout, scored, Commits())
 
 
 def check(flags, algorithm, **given):
