@@ -55,6 +55,32 @@ def test_the_temperature_divides_the_logits_of_both():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 7, 49, 50, 80])
+def test_the_teachers_top_tokens_and_the_rest_as_one(kind, k):
+    """Sorted probabilities and 1 minus their sum, in float64; with all tokens but one, or more, the whole."""
+    g = torch.Generator().manual_seed(1)
+    teacher, student = (3 * torch.randn(20, 50, generator=g, dtype=torch.float64) for _ in range(2))
+    exact, ours = student.clone().requires_grad_(), student.clone().requires_grad_()
+    order = teacher.argsort(1, descending=True)[:, :k]
+    p, q = (values.softmax(1).gather(1, order) for values in (teacher, exact))
+    if k < 50:
+        p, q = (torch.cat([values, 1 - values.sum(1, keepdim=True)], 1) for values in (p, q))
+    m = 0.3 * p + 0.7 * q
+    want = {
+        "forward_kl": (p * (p / q).log()).sum(1),
+        "reverse_kl": (q * (q / p).log()).sum(1),
+        "jsd": 0.3 * (p * (p / m).log()).sum(1) + 0.7 * (q * (q / m).log()).sum(1),
+    }[kind]
+    got, whole = divergence(teacher, ours, kind, 0.3, 1.0, k), divergence(teacher, student, kind, 0.3, 1.0)
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-11)
+    assert bool((got <= whole + 1e-12).all())
+    assert torch.allclose(got, whole) == (k >= 49)
+    got.sum().backward()
+    want.sum().backward()
+    assert torch.allclose(ours.grad, exact.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_are_those_of_the_probabilities_in_float64(kind):
     g = torch.Generator().manual_seed(0)
     teacher, student = (3 * torch.randn(40, 50, generator=g) for _ in range(2))

@@ -11,7 +11,10 @@ jsd                   beta KL(p || m) + (1 - beta) KL(q || m)
 jsd is at most ln 2; divided by beta it becomes the forward KL as beta goes to 0, divided by 1 - beta the reverse KL as
 beta goes to 1.
 
-Shape suffixes: C tokens of a chunk, V vocabulary, H hidden size of the teacher.
+With ``top_k`` p and q are distributions over K + 1 outcomes: the K tokens that the teacher holds most probable, and any
+other token. No divergence is then larger than over the vocabulary.
+
+Shape suffixes: C tokens of a chunk, V vocabulary, K most probable tokens, H hidden size of the teacher.
 """
 
 from __future__ import annotations
@@ -36,16 +39,29 @@ def kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
     return (logp_CV.exp() * (logp_CV - logq_CV)).sum(1)
 
 
-def divergence(teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: float, temperature: float) -> Tensor:
+def with_rest(logp_CV: Tensor, index_CK: Tensor) -> Tensor:
+    """Log-probs of these tokens, and of any other one, [C, K + 1]. From the other tokens' own log-probs: 1 minus the
+    sum would lose a small rest to rounding."""
+    rest_C = logp_CV.scatter(1, index_CK, -math.inf).logsumexp(1)
+    return torch.cat([logp_CV.gather(1, index_CK), rest_C[:, None]], 1)
+
+
+def divergence(
+    teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: float, temperature: float, top_k: int | None = None
+) -> Tensor:
     """The divergence of the two distributions at ``temperature``, in nats, [C].
 
     Args:
         teacher_CV, student_CV: logits.
         beta: in (0, 1), the teacher's share of m; read for ``jsd`` only.
         temperature: > 0, divides the logits of both.
+        top_k: None, or as many tokens as there are: all tokens by themselves.
     """
     logp_CV = torch.log_softmax(teacher_CV / temperature, 1)
     logq_CV = torch.log_softmax(student_CV / temperature, 1)
+    if top_k is not None and top_k < logp_CV.shape[1]:
+        index_CK = logp_CV.topk(top_k, 1).indices
+        logp_CV, logq_CV = with_rest(logp_CV, index_CK), with_rest(logq_CV, index_CK)
     if kind == "forward_kl":
         return kl(logp_CV, logq_CV)
     if kind == "reverse_kl":
@@ -54,14 +70,14 @@ def divergence(teacher_CV: Tensor, student_CV: Tensor, kind: Divergence, beta: f
     return beta * kl(logp_CV, logm_CV) + (1 - beta) * kl(logq_CV, logm_CV)
 
 
-def divergence_head(kind: Divergence, beta: float, temperature: float) -> Head:
+def divergence_head(kind: Divergence, beta: float, temperature: float, top_k: int | None = None) -> Head:
     """[A, 2]: the divergence at the position that predicts each token, and 1 where both models have the same argmax.
 
     It reads the teacher's hidden states (column ``teacher_hidden``) and multiplies them by the output head that the
     teacher lends, so the teacher's logits, like the student's, exist for one chunk of tokens at a time. If the
     vocabularies are padded to different sizes, both distributions are restricted to the tokens that both models have.
     """
-    constants = {"kind": kind, "beta": beta, "temperature": temperature}
+    constants = {"kind": kind, "beta": beta, "temperature": temperature, "top_k": top_k}
     return Head("divergence", _compared, columns=(HIDDEN,), constants=constants, lent=(TEACHER,))
 
 
@@ -69,6 +85,7 @@ def _compared(student_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], 
     head = constants[TEACHER]
     teacher_CV = head.logits(columns[HIDDEN])
     student_CV = student_CV[:, : head.vocabulary]
-    d_C = divergence(teacher_CV, student_CV, constants["kind"], constants["beta"], constants["temperature"])
+    options = (constants[name] for name in ("kind", "beta", "temperature", "top_k"))
+    d_C = divergence(teacher_CV, student_CV, *options)
     agree_C = (teacher_CV.argmax(1) == student_CV.detach().argmax(1)).to(d_C.dtype)
     return torch.stack([d_C, agree_C], 1)

@@ -23,6 +23,8 @@ class DistillConfig(ComponentConfig):
     """``jsd`` only: the teacher's share of the mixture; 0.5 where absent."""
     temperature: float = Field(default=1.0, gt=0)
     """Divides the logits of both models before they are compared. The cross-entropy is computed at temperature 1."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Compare the teacher's most probable tokens, so many, and all others as one. Default: every token by itself."""
     alpha: float = Field(default=0.5, gt=0, le=1)
     """(1 - alpha) cross-entropy + alpha divergence; 1 = divergence only."""
     reduce: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
@@ -60,8 +62,9 @@ class Distill(Loss):
     conformance = {"data": "demonstrations", "column": made_up}
 
     def outputs(self) -> tuple[str | Head, ...]:
-        head = divergence_head(self.config.divergence, self.config.beta or 0.5, self.config.temperature)
-        return ("logprobs", head) if self.config.alpha < 1 else (head,)
+        c = self.config
+        head = divergence_head(c.divergence, c.beta or 0.5, c.temperature, c.top_k)
+        return ("logprobs", head) if c.alpha < 1 else (head,)
 
     def columns(self) -> tuple[str, ...]:
         return (HIDDEN,)
