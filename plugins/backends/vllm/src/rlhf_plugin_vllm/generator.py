@@ -61,7 +61,7 @@ class VllmGenerator(WeightLoading):
 
     @classmethod
     def refuses_adapters(cls, config: Any, spec: GeneratorSpec) -> str:
-        return refusal(config, spec, text_config(spec), None)
+        return refusal(config, spec, None)
 
     @classmethod
     def memory(
@@ -230,7 +230,7 @@ def _check_kept_keys(config: VllmGeneratorConfig, spec: GeneratorSpec) -> None:
 
 
 def _check_adapters(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None) -> None:
-    why = refusal(config, spec, text_config(spec), device) if spec.adapters is not None else ""
+    why = refusal(config, spec, device) if spec.adapters is not None else ""
     if why:
         raise CapabilityError(
             f"the generator 'vllm' cannot serve adapters beside their base: {why}. Set sync.adapters = 'merged'."
