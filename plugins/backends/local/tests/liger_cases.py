@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from rlhf.errors import CapabilityError
-from rlhf.interfaces import Loss, ModelSpec
+from rlhf.interfaces import GeneratorSpec, Loss, ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
-from rlhf.types import RoleSpec
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf_modeling import liger
 from rlhf_modeling.attention import packed, use_packed_attention
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
 from torch import Tensor
@@ -91,6 +92,24 @@ def qwen2() -> dict[str, float]:
     return {**apart(a, b, {n: ga[n] for n in gb}, gb), "bound": bound(model)}
 
 
+def sampled() -> float:
+    """The largest difference between log-probs of samples, of rows that are at other positions, and those of a trainer
+    without these kernels."""
+    sampler = trainer("qwen3", kernels="liger")
+    generator = TransformersGenerator(None, GeneratorSpec(tuple(sampler.eos_token_ids), sampler.tokenizer.decode))
+    generator.load(sampler, 0)
+    prompts = [tuple(range(3, 3 + n)) for n in (2, 5, 3)]
+    turns = dict(generator.generate([GenerationRequest(ids, n, Sampling(6)) for n, ids in enumerate(prompts)]))
+    units, drawn = [], []
+    for n, ids in enumerate(prompts):
+        mask = [False] * len(ids) + [True] * len(turns[n].ids)
+        units.append(UnitData([SequenceData([*ids, *turns[n].ids], {"loss_mask": mask})]))
+        drawn += [*[0.0] * len(ids), *turns[n].logprobs]
+    batch = pack(units)
+    [values] = trainer("qwen3", kernels="none").forward([batch], ["logprobs"])
+    return float((values["logprobs"] - torch.tensor(drawn))[batch.tok["loss_mask"]].abs().max())
+
+
 def refused() -> dict[str, str]:
     def message(name: str) -> str:
         try:
@@ -119,6 +138,7 @@ def main() -> None:
     results["qwen2"] = qwen2()
     results["critic"] = compare("critic", "scalar")
     results["adapters"] = compare("qwen3", steps=2, checkpointing=True, lora={"rank": 2})
+    results["sampled"] = sampled()
     results["refused"] = refused()
     results["others"] = all(getattr(modeling_qwen3, name) is value for name, value in before.items()) and all(
         getattr(modeling_qwen3, name).forward is value for name, value in forwards.items()

@@ -43,6 +43,29 @@ def test_liger_gives_the_numbers_of_transformers_layers(interpreted, kind):
     assert found["gradients"] < 1e-4
 
 
+def test_samples_of_layers_with_liger_have_the_log_probs_of_transformers_layers(interpreted):
+    assert interpreted["sampled"] < 1e-5
+
+
+def test_auto_takes_liger_under_bf16_where_it_is_available_and_knows_the_layers(make_trainer, monkeypatch):
+    loaded, calls = make_trainer(kernels="none").loaded, []
+
+    def use_liger(module):
+        calls.append(module)
+        if len(calls) > 1:
+            raise CapabilityError("layers of another kind")
+        return fuse_layers(module)
+
+    monkeypatch.setattr(liger, "use_liger", use_liger)
+    for available, bf16, expected in ((False, True, 0), (True, False, 0), (True, True, 1), (True, True, 2)):
+        monkeypatch.setattr(liger, "why_not", lambda device, is_there=available: "" if is_there else "no GPU")
+        use_kernels(loaded, "auto", bf16)
+        assert len(calls) == expected
+        layers = [m for m in loaded.module.modules() if "forward" in vars(m)]
+        assert len(layers) == 2, "where it is not taken, the layers are those of `own`"
+        restore_layers(layers)
+
+
 def test_liger_is_refused_for_layers_that_it_does_not_compute(interpreted):
     found = interpreted["refused"]
     assert "Olmo2ForCausalLM has 2 layers, of which 0 are of a kind that is known (Gemma2, " in found["olmo2"]
