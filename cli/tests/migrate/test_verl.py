@@ -68,6 +68,8 @@ def test_defaults_that_differ_are_written():
     ("overrides", "part", "expected"),
     [
         ("algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False", "advantage", {"std": "none"}),
+        ("algorithm.adv_estimator=remax", "advantage", {"use": "remax"}),
+        ("algorithm.adv_estimator=opo", "advantage", {"use": "opo"}),
         (
             f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=low_var_kl",
             "kl",
@@ -127,7 +129,7 @@ def test_rewards():
     ("overrides", "telling"),
     [
         ("data.train_batchsize=1", "data.train_batch_size"),
-        ("algorithm.adv_estimator=remax", "remax"),
+        ("algorithm.adv_estimator=gpg", "gpg"),
         (f"{A}.actor.strategy=megatron", "megatron"),
         (f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=kl", "kl_loss_type"),
         (f"{A}.actor.use_kl_loss=True algorithm.use_kl_in_reward=True", "use_kl_in_reward"),

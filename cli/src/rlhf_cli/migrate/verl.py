@@ -36,8 +36,12 @@ ALGORITHMS = {
     "rloo": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "remax": "grpo",
+    "opo": "grpo",
 }
-OF_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline")
+ADVANTAGES = ("remax", "opo")
+"""Estimators that are advantages of ``grpo`` here."""
+OF_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 OBSERVERS = ("wandb", "tensorboard", "mlflow")
@@ -111,6 +115,8 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     for name in ("ppo_mini_batch_size", "ppo_epochs"):
         if estimator == "gae" and s[f"critic.{name}"] not in (None, s[f"{ACTOR}.{name}"]):
             raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both have the same here")
+    if estimator in ADVANTAGES:
+        draft.set("algorithm.advantage.use", estimator, "algorithm.adv_estimator")
     if estimator == "grpo":
         std = "group" if s["algorithm.norm_adv_by_std_in_grpo"] else "none"
         draft.set("algorithm.advantage.std", std, "algorithm.norm_adv_by_std_in_grpo")
