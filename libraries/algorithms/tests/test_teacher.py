@@ -71,6 +71,16 @@ def test_a_context_is_a_sequence_of_its_unit_until_it_was_read():
     assert set(read.tok) == {*plain.tok, TEACHER_LOGPROBS, TAUGHT}
 
 
+def test_a_context_has_no_record_of_experts():
+    plain = assemble(GROUPS)
+    experts_NLK = torch.arange(plain.tokens, dtype=torch.int16)[:, None, None].expand(-1, 2, 3)
+    recorded = plain.with_column("tok", "experts", experts_NLK, over=None)
+    batch, _ = teacher(weights="live", context="hint").prepared(recorded, GROUPS)
+    whole, hinted, *_ = batch.tok["experts"].split(batch.lens_B.tolist())
+    assert torch.equal(whole, experts_NLK[: len(whole)])
+    assert (hinted == -1).all()
+
+
 def test_tokens_that_no_teacher_scored_get_no_credit():
     one = teacher(weights="live", context="hint")
     batch = one.read(annotated(one)[0]).with_column("tok", "old_logprobs", torch.full((12,), -2.0))

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from rlhf.errors import ConfigError, TrainingError, shown
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.heads import LOGPROBS
 from rlhf.ops.sample_values import ENV, name_of
 from rlhf.ops.spans import masked, spans
@@ -223,8 +224,10 @@ class Teacher:
         def joined(values_N: Tensor, further: Tensor) -> Tensor:
             return torch.cat([values_N, further.to(values_N.dtype)])[index_N]
 
-        own = {"temperature": torch.tensor(temperatures)}
-        tok = {name: joined(v, own.get(name, torch.zeros(added, dtype=v.dtype))) for name, v in batch.tok.items()}
+        tok = {}
+        for name, values_N in batch.tok.items():
+            further = values_N.new_full((added, *values_N.shape[1:]), UNKNOWN if name == EXPERTS else 0)
+            tok[name] = joined(values_N, torch.tensor(temperatures) if name == "temperature" else further)
         mask_N = joined(torch.zeros(batch.tokens, dtype=torch.bool), torch.tensor(sampled, dtype=torch.bool))
         role_B = torch.cat([batch.role_B, torch.zeros(len(units), dtype=torch.int64)])[order_B]
         all_ids_N = joined(batch.ids_N, torch.tensor(ids, dtype=torch.int64))
