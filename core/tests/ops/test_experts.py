@@ -34,29 +34,29 @@ def test_large_and_small_numbers_of_experts_come_back():
 
 
 def test_each_token_is_kept_once_and_the_last_one_is_not_known():
-    made = turns()
-    drop_repeated(made)
-    assert [t.experts.tokens for t in made if t.experts] == [4, 4]
-    assert choices_of(made[3].experts)[:, 0, 0].tolist() == [4, 5, 6, 7]
-    drop_repeated(made)
-    assert [t.experts.tokens for t in made if t.experts] == [4, 4]
-    assert expert_column(made)[:, 1, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1]
+    dialogue = turns()
+    drop_repeated(dialogue)
+    assert [t.experts.tokens for t in dialogue if t.experts] == [4, 4]
+    assert choices_of(dialogue[3].experts)[:, 0, 0].tolist() == [4, 5, 6, 7]
+    drop_repeated(dialogue)
+    assert [t.experts.tokens for t in dialogue if t.experts] == [4, 4]
+    assert expert_column(dialogue)[:, 1, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, -1]
     fresh = [*turns(), Turn([5], False, fresh=True), Turn([6, 6], True, [0.0, 0.0], experts=record(3, 2))]
     drop_repeated(fresh)
     assert fresh[-1].experts.tokens == 2
 
 
 def test_the_record_of_the_pass_that_sampled_a_token_counts():
-    made = turns()
-    made[3].experts = record(1, 8)
-    assert expert_column(made)[:, 0, 0].tolist() == [0, 1, 2, 3, 5, 6, 7, 0, -1]
+    dialogue = turns()
+    dialogue[3].experts = record(1, 8)
+    assert expert_column(dialogue)[:, 0, 0].tolist() == [0, 1, 2, 3, 5, 6, 7, 0, -1]
     assert expert_column([Turn([5], False), Turn([6], True, [0.0])]) is None
 
 
 def test_a_batch_has_the_column_if_a_sample_has_a_record():
     row = Row({}, "data", 0)
     bare = [Turn([5, 6], False), Turn([8, 9], True, [0.0, 0.0])]
-    samples = [Trajectory(row, made, (0, n), reward=0.0) for n, made in enumerate((bare, turns()))]
+    samples = [Trajectory(row, dialogue, (0, n), reward=0.0) for n, dialogue in enumerate((bare, turns()))]
     batch = assemble([Group(row, 0, samples)])
     assert batch.tok["experts"].dtype == torch.int16
     assert batch.tok["experts"][:, 0, 1].tolist() == [-1] * 4 + [0, 1, 2, 3, 4, 5, 6, 7, -1]
@@ -80,12 +80,12 @@ def test_a_batch_has_the_column_if_a_sample_has_a_record():
     ],
 )
 def test_records_that_cannot_be_right_are_refused(change, words):
-    made = turns()
-    check_records(made, MODEL)
+    dialogue = turns()
+    check_records(dialogue, MODEL)
     for name, value in change.items():
-        setattr(made[3], name, value)
+        setattr(dialogue[3], name, value)
     with pytest.raises(ValueError, match=words):
-        check_records(made, MODEL)
+        check_records(dialogue, MODEL)
 
 
 def test_ids_with_other_records_are_distinct():

@@ -33,24 +33,24 @@ GROUPS = [
 
 
 def teacher(run: RunOptions | None = None, **options) -> Teacher:
-    made = Teacher(TeacherConfig(coef=1.0, **options), run or RunOptions())
-    made.opening = lambda row, text: {"": PROMPT, "so": HINTED}[text]
-    return made
+    subject = Teacher(TeacherConfig(coef=1.0, **options), run or RunOptions())
+    subject.opening = lambda row, text: {"": PROMPT, "so": HINTED}[text]
+    return subject
 
 
-def annotated(one: Teacher, groups=GROUPS):
+def annotated(subject: Teacher, groups=GROUPS):
     """The batch with minus its token ids as log-probs of each annotation, and of the policy 0."""
-    batch, metrics = one.prepared(assemble(groups), groups)
-    for annotation in one.annotations():
-        values_N = -batch.ids_N.float() - 100 * one.annotations().index(annotation)
+    batch, metrics = subject.prepared(assemble(groups), groups)
+    for annotation in subject.annotations():
+        values_N = -batch.ids_N.float() - 100 * subject.annotations().index(annotation)
         over = annotation.output if isinstance(annotation.output, str) else annotation.output.over
         batch = batch.with_column("tok", annotation.column, values_N, over=over)
     return batch, metrics
 
 
 def test_a_context_is_a_sequence_of_its_unit_until_it_was_read():
-    one = teacher(weights="live", context="hint")
-    batch, metrics = annotated(one)
+    subject = teacher(weights="live", context="hint")
+    batch, metrics = annotated(subject)
     assert metrics == {"teacher/left_out": pytest.approx(1 / 3)}
     sequences = [part.tolist() for part in batch.ids_N.split(batch.lens_B.tolist())]
     assert sequences == [
@@ -63,7 +63,7 @@ def test_a_context_is_a_sequence_of_its_unit_until_it_was_read():
     assert batch.unit_B.tolist() == [0, 0, 1, 2, 2]
     assert batch.tok["temperature"].tolist()[:14] == [*[1] * 5, 0.5, *[1] * 7, 0.5]
     plain = assemble(GROUPS)
-    read = one.read(batch)
+    read = subject.read(batch)
     assert read.ids_N.tolist() == plain.ids_N.tolist()
     assert read.tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, 0, 0, 0, -3]
     for name, values in plain.tok.items():
@@ -82,19 +82,19 @@ def test_a_context_has_no_record_of_experts():
 
 
 def test_tokens_that_no_teacher_scored_get_no_credit():
-    one = teacher(weights="live", context="hint")
-    batch = one.read(annotated(one)[0]).with_column("tok", "old_logprobs", torch.full((12,), -2.0))
+    subject = teacher(weights="live", context="hint")
+    batch = subject.read(annotated(subject)[0]).with_column("tok", "old_logprobs", torch.full((12,), -2.0))
     batch, metrics = with_teacher(batch, 0.5)
     assert batch.tok["advantages"].tolist() == [0, 0, -0.5, -1, 0, -2, 0, 0, 0, 0, 0, -0.5]
     assert metrics["teacher/kl"] == pytest.approx((1 + 2 + 4 + 1) / 4)
 
 
 def test_each_source_has_its_role():
-    one = teacher(roles={"a": "first", "b": "second"})
-    assert [(role.name, role.trained) for role in one.roles()] == [("first", False), ("second", False)]
-    batch, metrics = annotated(one)
+    subject = teacher(roles={"a": "first", "b": "second"})
+    assert [(role.name, role.trained) for role in subject.roles()] == [("first", False), ("second", False)]
+    batch, metrics = annotated(subject)
     assert metrics == {"teacher/left_out": 0}
-    assert one.read(batch).tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, -7, 0, 0, -103]
+    assert subject.read(batch).tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, -7, 0, 0, -103]
     batch, metrics = annotated(teacher(roles={"b": "second"}))
     assert metrics == {"teacher/left_out": pytest.approx(2 / 3)}
 
@@ -106,16 +106,16 @@ def test_rewards_that_teach_are_a_column():
         groups, ("one", "one", "two"), (((3, 0, -6.0), (1, 0, -3.0), (1, 1, -4.0)), (), ((1, 0, -9.0),)), strict=True
     ):
         group.trajectories[0].rewards[name] = RewardResult(None, steps=steps)
-    one = teacher(run)
-    assert (one.roles(), one.annotations()) == ([], [])
-    batch, metrics = one.prepared(assemble(groups), groups)
+    subject = teacher(run)
+    assert (subject.roles(), subject.annotations()) == ([], [])
+    batch, metrics = subject.prepared(assemble(groups), groups)
     assert batch.tok[TEACHER_LOGPROBS].tolist() == [0, 0, -3, -4, 0, -6, 0, 0, 0, 0, 0, -9]
     assert metrics == {"teacher/left_out": pytest.approx(1 / 3)}
     groups[0].trajectories[0].rewards["one"] = RewardResult(None, steps=((1, 0, -3.0),))
     with pytest.raises(TrainingError, match="one, two gave 1 log-probs of a teacher for 3 sampled tokens"):
-        one.prepared(assemble(groups), groups)
-    assert "sampling.temperature = 0.5" in one.misfits(OnlineShape(1, 1, 1, temperature=0.5))[0]
-    assert one.misfits(OnlineShape(1, 1, 1)) == []
+        subject.prepared(assemble(groups), groups)
+    assert "sampling.temperature = 0.5" in subject.misfits(OnlineShape(1, 1, 1, temperature=0.5))[0]
+    assert subject.misfits(OnlineShape(1, 1, 1)) == []
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_samples_that_have_no_place_for_a_context_are_refused(group, words):
 def test_contexts_that_no_run_has_are_refused():
     with pytest.raises(ConfigError, match="an environment writes the prompts"):
         teacher(RunOptions(weights={"env": 1.0}), weights="live", context="hint")
-    one = teacher(weights="live", context="hint")
-    one.opening = Tokens(lambda text: [], lambda ids: "").opening
+    subject = teacher(weights="live", context="hint")
+    subject.opening = Tokens(lambda text: [], lambda ids: "").opening
     with pytest.raises(TrainingError, match="needs the prompts of a run"):
-        one.prepared(assemble(GROUPS), GROUPS)
+        subject.prepared(assemble(GROUPS), GROUPS)
     short = teacher(RunOptions(max_tokens=7), weights="live", context="hint")
     assert short.prepared(assemble(GROUPS), GROUPS)[1] == {"teacher/left_out": pytest.approx(2 / 3)}
 
