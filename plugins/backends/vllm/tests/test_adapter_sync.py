@@ -212,6 +212,6 @@ def test_what_an_engine_cannot_serve_is_refused_before_it_starts():
         ({}, 513, None, "rank = 513: vLLM's kernels take up to 512"),
         ({}, 4, "cuda", "generator.dtype = 'fp32'"),
     ):
-        asked = replace(spec, adapters=replace(adapters, rank=rank))
+        engine_spec = replace(spec, adapters=replace(adapters, rank=rank))
         with pytest.raises(CapabilityError, match=rf"{named}.*Set sync\.adapters = 'merged'"):
-            VllmGenerator.check(config(**options), asked, [], device)
+            VllmGenerator.check(config(**options), engine_spec, [], device)

@@ -77,13 +77,13 @@ def test_the_steps_are_the_models_logprobs_of_the_sampled_tokens(tmp_path, monke
     assert len(server.asked) == (1 if most > 12 else 3)
     plain = model_score(model)
     whole, first, second = plain([3, 4, 5, 6, 7, 8, 9, 10]), plain([3, 4, 5]), plain([12, 13, 14, 15])
-    wanted = [
+    expected = [
         [(1, n, v) for n, v in enumerate(plain([3, 4, 5, 6, 7])[1:])],
         [(1, 0, whole[1]), (1, 1, whole[2]), (3, 0, whole[6])],
         [(1, 0, first[1]), (3, 0, second[1]), (3, 1, second[2])],
         [],
     ]
-    for result, steps in zip(results, wanted, strict=True):
+    for result, steps in zip(results, expected, strict=True):
         assert [step[:2] for step in result.steps] == [step[:2] for step in steps]
         assert [step[2] for step in result.steps] == pytest.approx([step[2] for step in steps], abs=1e-12)
         assert result.value is result.score is None
