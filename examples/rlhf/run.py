@@ -72,6 +72,7 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
     parser.add_argument("--only", choices=(*STAGES, "compare"), help="this stage only, or the models so far")
     parser.add_argument("--steps", type=int, help="steps of every stage: to try the commands")
     parser.add_argument("--rows", type=int, help="only the first rows of the data: to try the commands")
+    parser.add_argument("sampling", nargs="*", metavar="-- FLAG", help="more flags of PPO, GRPO and the evaluation")
     arguments = parser.parse_args(words)
     flags = SMALL if arguments.size == "small" else {}
     steps = ("--run.steps", str(arguments.steps)) if arguments.steps else ()
@@ -89,14 +90,15 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
 
     run(RUNS / "task" / "held_out.jsonl", prepare(arguments.data, arguments.model, (*flags.get("prepare", ()), *rows)))
     for stage in STAGES if arguments.only is None else {arguments.only} - {"compare"}:
-        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps)))
+        sampling = arguments.sampling if stage in ("ppo", "grpo") else ()
+        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps, *sampling)))
     if arguments.only not in (None, "compare"):
         return
     (RUNS / "answers").mkdir(exist_ok=True)
     for name in RESULTS:
         model = arguments.model if name == "before" else str(RUNS / name / "model")
         if name == "before" or finished(RUNS / name):
-            run(answers(name), evaluate(name, model, flags.get("eval", ())))
+            run(answers(name), evaluate(name, model, (*flags.get("eval", ()), *arguments.sampling)))
     run(None, ["python", str(HERE / "compare.py")])
 
 

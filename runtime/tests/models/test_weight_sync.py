@@ -343,9 +343,9 @@ def test_an_image_canary_has_room_for_a_token_after_the_image_or_is_left_out_wit
     [
         (5e-5, "fp32", "fp32", None, True),
         (2e-4, "fp32", "fp32", None, False),
-        (0.04, "bf16", "fp32", None, True),
-        (0.04, "fp32", "bf16", None, True),
-        (0.06, "bf16", "bf16", None, False),
+        (0.4, "bf16", "fp32", None, True),
+        (0.4, "fp32", "bf16", None, True),
+        (1.1, "bf16", "bf16", None, False),
         (0.06, "fp32", "fp32", 0.07, True),
         (0.04, "bf16", "bf16", 0.03, False),
         (float("nan"), "bf16", "bf16", 9.0, False),

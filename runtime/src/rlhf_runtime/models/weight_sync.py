@@ -224,7 +224,9 @@ class WeightSync:
     def _tolerance(self, proofs: Sequence[Proof]) -> float:
         if self.section.tolerance is not None:
             return self.section.tolerance
-        return 0.05 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
+        # In bf16 the canaries only find gross faults (the fingerprints prove every byte). SmolLM2-135M in bf16 differs
+        # from itself in fp32 by 0.09 on average over 24 random tokens, in one canary of a hundred by 0.3.
+        return 1.0 if "bf16" in {self.policy.facts.dtype, *(p.dtype for p in proofs)} else 1e-4
 
     def _suspects(self, generator: TakesTensors) -> str:
         """After a canary failed, send the weights once more, for comparison only."""
