@@ -11,8 +11,8 @@ from typing import get_args
 
 import pytest
 from rlhf_endpoint.tree import Reason
+from rlhf_runtime.loop.reports import TRL_NAMES, TRL_NAMES_OF_SCORES
 from rlhf_runtime.observe.progress import HEADLINE
-from rlhf_runtime.observe.trl_names import NAMES, OF_SCORES
 from rlhf_runtime.output.metrics import read_metrics
 
 from tests.pages import DOCS, ROOT, read, tables
@@ -169,5 +169,5 @@ def test_the_tables_of_trls_names_are_those_of_the_code():
     first, second = [
         {row["here"].strip("`"): row["TRL"].strip("`") for row in t.rows} for t in tables(PAGE) if "TRL" in t.header
     ]
-    assert (first, second) == (NAMES, OF_SCORES)
+    assert (first, second) == (TRL_NAMES, TRL_NAMES_OF_SCORES)
     assert [n for n in (*first, *second) if n not in names() and not on_the_page(n)] == []

@@ -17,9 +17,7 @@ import rlhf
 from rlhf.errors import ConfigError
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.saved_groups import write_groups, write_lines
-from rlhf_runtime.report import shown_samples
-from rlhf_runtime.report.page import report
-from rlhf_runtime.report.shown_samples import RecordedGroup, answer_rows, chosen
+from rlhf_runtime.report.page import SAMPLES, RecordedGroup, answer_rows, chosen, report
 
 from tests.runs import REWARD, Finished, Workshop
 
@@ -286,7 +284,7 @@ def test_a_hundred_thousand_samples_fit_on_a_page(shop: Workshop, tmp_path: Path
     subprocess.run([sys.executable, "-c", code, "report", str(run), "-o", str(page)], check=True, timeout=300)
     assert page.stat().st_size < 50e6
     shown = values(page)["runs"][0]["samples"]
-    assert (shown["total"], shown["shown"]) == (100_000, shown_samples.SAMPLES)
+    assert (shown["total"], shown["shown"]) == (100_000, SAMPLES)
     assert {1, 1000} <= {sample["step"] for sample in shown["samples"]}
     assert 0 < shown["with_tokens"] < len(shown["samples"])
 

@@ -15,7 +15,7 @@ from rlhf.interfaces import Env
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
 from rlhf_runtime.config.sections import EnvSection
-from rlhf_runtime.data.layouts import SourceLayout
+from rlhf_runtime.data.sources import SourceLayout
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
 

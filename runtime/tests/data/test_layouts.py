@@ -9,8 +9,8 @@ from rlhf.errors import DataError
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.conversions import is_dialogue, is_prm800k, is_turn, prm800k, rated_steps, repeats
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.layouts import SourceLayout
 from rlhf_runtime.data.source_layouts import recognise
+from rlhf_runtime.data.sources import SourceLayout
 
 USER, BOT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 NO = {"role": "assistant", "content": "no"}

@@ -4,7 +4,7 @@ from rlhf.ops.trajectories import assemble
 from rlhf.types import Annotation, Group, Row, Trajectory, Turn
 from rlhf_runtime.checkpoint.sample_table import read_samples
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
-from rlhf_runtime.observe.token_values import token_values
+from rlhf_runtime.loop.reports import token_values
 
 ROW = Row({}, "rows", 0)
 OLD, REFERENCE = Annotation("policy", "logprobs", "old_logprobs"), Annotation("reference", "logprobs", "ref_logprobs")

@@ -1,6 +1,6 @@
 """Observers that get the names of TRL."""
 
-from rlhf_runtime.observe.trl_names import NAMES, OF_SCORES, trl_names
+from rlhf_runtime.loop.reports import TRL_NAMES, TRL_NAMES_OF_SCORES, trl_names
 
 
 def test_a_line_of_an_algorithm_that_samples():
@@ -32,9 +32,9 @@ def test_the_accuracy_of_pairs_and_of_a_reward_model_have_different_names():
 
 
 def test_names_that_share_one_of_trls_are_of_different_algorithms():
-    shared = [name for name in NAMES if list(NAMES.values()).count(NAMES[name]) > 1]
+    shared = [name for name in TRL_NAMES if list(TRL_NAMES.values()).count(TRL_NAMES[name]) > 1]
     assert {n.replace("chosen", "desirable").replace("rejected", "undesirable") for n in shared if "kl" not in n} == {
         f"policy/{which}desirable_{what}" for which in ("", "un") for what in ("reward", "logprobs")
     }
     assert {n for n in shared if "kl" in n} == {"policy/kl_reference", "policy/kl", "kl/reference"}
-    assert set(OF_SCORES) - set(NAMES) == {"policy/margin", "policy/score_mean"}
+    assert set(TRL_NAMES_OF_SCORES) - set(TRL_NAMES) == {"policy/margin", "policy/score_mean"}

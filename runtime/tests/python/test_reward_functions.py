@@ -13,7 +13,7 @@ from rlhf.interfaces import ComponentConfig, Reward
 from rlhf.plugins import Plugins
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_runtime.config.components import component_config
-from rlhf_runtime.data.layouts import SourceLayout
+from rlhf_runtime.data.sources import SourceLayout
 from rlhf_runtime.python.components import reward_class, reward_entries
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 

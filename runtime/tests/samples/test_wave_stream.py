@@ -10,7 +10,7 @@ from rlhf.types import Group, Row, Sampling, Trajectory, Turn
 from rlhf_runtime.config.sections import FilterSection
 from rlhf_runtime.samples.acceptance import Acceptance, passes
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.wave_stream import WaveStream
+from rlhf_runtime.samples.stream import WaveStream
 
 
 class Counting:

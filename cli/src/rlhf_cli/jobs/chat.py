@@ -16,7 +16,7 @@ from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import dotted
 
 if TYPE_CHECKING:
-    from rlhf_runtime.jobs.chat import Conversation
+    from rlhf_runtime.jobs.inference import Conversation
 
 COMMANDS = {"/reset": "forgets the conversation", "/template": "shows what the model was given last", "/quit": "ends"}
 BESIDE = 100
@@ -44,7 +44,7 @@ class ChatCommand(Command):
         parser.add_argument("--max-tokens", default="512", metavar="N", help="longest answer in tokens (default: 512)")
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_runtime.jobs.chat import conversation
+        from rlhf_runtime.jobs.inference import conversation
 
         common = [("eval.temperature", args.temperature), ("sampling.max_new_tokens", args.max_tokens)]
         models = [args.model] if args.other is None else [args.model, args.other]

@@ -32,8 +32,7 @@ from rlhf_runtime.config.components import component_config
 from rlhf_runtime.config.problems import origin, raise_problems
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.dataset import TrainData
-from rlhf_runtime.data.layouts import TOOLS
-from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.sources import TOOLS, Source
 from rlhf_runtime.data.tokenizer import special_tokens_in
 from rlhf_runtime.loop.schedule import UpdateSchedule
 from rlhf_runtime.models.assemble import assemble

@@ -10,8 +10,8 @@ from rlhf.errors import DataError, did_you_mean, shown
 from rlhf.types import Row
 
 from rlhf_runtime.data.conversions import is_turns, turns
-from rlhf_runtime.data.layouts import TOOLS, SourceLayout
 from rlhf_runtime.data.messages import read_messages
+from rlhf_runtime.data.sources import TOOLS, SourceLayout
 from rlhf_runtime.data.strict_json import STRICT
 
 Message = Mapping[str, Any]

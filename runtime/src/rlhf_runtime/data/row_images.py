@@ -15,10 +15,9 @@ from rlhf.types import Image
 from rlhf_runtime.data.image_files import data_url, image_file, image_path, may_be_image
 from rlhf_runtime.data.image_parts import PLACE, image_of, is_image, places, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
-from rlhf_runtime.data.layouts import ONE_IMAGE
 from rlhf_runtime.data.messages import as_shown
 from rlhf_runtime.data.row_fields import Cells
-from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.sources import ONE_IMAGE, Source
 
 NO_IMAGES = "the policy is a model of text"
 MARKED = object()

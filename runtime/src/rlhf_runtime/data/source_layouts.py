@@ -14,10 +14,9 @@ from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data import conversions as convert
 from rlhf_runtime.data.input_template import check_template
-from rlhf_runtime.data.layouts import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, SourceLayout, named_columns
 from rlhf_runtime.data.row_fields import as_label
 from rlhf_runtime.data.row_images import image_folder, with_image_files
-from rlhf_runtime.data.sources import Source
+from rlhf_runtime.data.sources import DEFAULTS, FIELDS, ONE_IMAGE, TOOLS, Source, SourceLayout, named_columns
 from rlhf_runtime.data.template import Template
 
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."

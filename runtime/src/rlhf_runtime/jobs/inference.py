@@ -1,15 +1,21 @@
-"""Inference with the rollouts, rewards and data of training, without training: `rlhf eval` and `rlhf generate`."""
+"""Inference with the rollouts, rewards and data of training, without training: `rlhf eval`, `rlhf generate` and
+`rlhf chat`."""
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from rlhf.interfaces import GENERATOR
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Generator
 from rlhf.plugins import Plugins
-from rlhf.types import Group, Needs, RoleSpec
+from rlhf.seeds import derive_seed
+from rlhf.types import GenerationRequest, Group, Needs, RoleSpec, Sampling
 from rlhf_hub.hub import Commits
 
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, write_lines
@@ -17,12 +23,14 @@ from rlhf_runtime.checks.order import ANSWERS, check
 from rlhf_runtime.checks.run import Job, job_plugins
 from rlhf_runtime.checks.sections import READ_OF
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.config.load import load
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.prompts import Prompts
 from rlhf_runtime.loop.evaluate import evaluate_rollouts
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.observe.progress import phase
 from rlhf_runtime.observe.sample_metrics import source_metrics
-from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_settings
+from rlhf_runtime.samples.sampling import Sampler, evaluation_failures, evaluation_sampling, evaluation_settings
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, last_start, prepare_run
 
@@ -92,3 +100,71 @@ def evaluate_model(
         means = {name: mean for name, mean in source_metrics(groups).items() if name.endswith("/mean")}
         metrics |= {f"eval/{name}": mean for name, mean in means.items() if len(means) > 1}
         return {name.removeprefix("eval/"): value for name, value in metrics.items()}, groups, prompt_of
+
+
+class Conversation:
+    """What was said to one model, and its answers. The messages are rendered by the chat template, as in a run; for a
+    model without one, texts follow one another."""
+
+    def __init__(self, generator: Generator, template: Prompts, sampling: Sampling, seed: int) -> None:
+        self._generator, self._template, self._sampling, self._seed = generator, template, sampling, seed
+        self._count = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        system = self._template.section.system
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self.prompt = ""
+        """What the model was given last, as text."""
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The answer to ``text``, in pieces. The exchange is remembered when the answer has ended.
+
+        Raises ConfigError or DataError where the model cannot be given the conversation, such as one that is too long.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        chat, tokens = self._template.chat, self._template.tokens
+        if chat is None:
+            self.prompt = "".join(message["content"] for message in messages)
+        else:
+            self.prompt = chat.text(messages, answer=True)
+        ids = tokens.ids(self.prompt)
+        if chat is None:
+            ids = [*tokens.begin(ids), *ids]
+        self._require_room(len(ids))
+        self._count += 1
+        request = GenerationRequest(ids, derive_seed(self._seed, "chat", self._count), self._sampling)
+        answer_ids: list[int] = []
+        prefix = ""
+        for piece in self._generator.stream(request):
+            answer_ids += piece
+            whole = self._template.decode(answer_ids)
+            if len(whole) > len(prefix) and not whole.endswith("\ufffd"):  # the rest of a character follows
+                yield whole[len(prefix) :]
+                prefix = whole
+        whole = self._template.decode(answer_ids)
+        if len(whole) > len(prefix):
+            yield whole[len(prefix) :]
+        self._messages = [*messages, {"role": "assistant", "content": whole}]
+
+    def _require_room(self, tokens: int) -> None:
+        longest = self._template.section.max_tokens
+        if tokens + self._sampling.max_new_tokens > longest:
+            raise ConfigError(
+                f"the conversation has {tokens} tokens, with which an answer of {self._sampling.max_new_tokens} does "
+                f"not fit into {longest}. Begin again with /reset, or set --data.max_tokens or --max-tokens."
+            )
+
+
+@contextmanager
+def conversation(flags: list[tuple[str, str | None]]) -> Iterator[Conversation]:
+    """A conversation with the model that ``flags`` of a run file name."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prompts.jsonl"
+        file.write_text(json.dumps({"prompt": "Hello"}) + "\n")  # a job of answers checks the rows that it gets
+        config = load(None, [*flags, ("data.eval", str(file))], algorithm="answer")
+        with answers(config, Plugins.discover()) as (prepared, sampler):
+            config = prepared.config
+            template, sampling = prepared.data.template, evaluation_sampling(config)
+            yield Conversation(sampler.rollouts.generator, template, sampling, config.run.seed)

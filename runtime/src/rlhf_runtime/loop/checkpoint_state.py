@@ -82,7 +82,7 @@ class SavedBatch(Saved):
 
 
 class SavedStream(Saved):
-    """The state of a :class:`rlhf_runtime.samples.wave_stream.WaveStream`."""
+    """The state of a :class:`rlhf_runtime.samples.stream.WaveStream`."""
 
     rows: SavedData
     generated: Counter

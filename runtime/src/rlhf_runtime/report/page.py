@@ -1,4 +1,5 @@
-"""One HTML file about runs, which opens without a network and without a server."""
+"""One HTML file about runs, which opens without a network and without a server. It shows all samples of a small run;
+of a large one those that say most."""
 
 from __future__ import annotations
 
@@ -6,20 +7,27 @@ import datetime
 import html
 import json
 import math
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rlhf
-from rlhf.errors import ConfigError
+from rlhf.errors import ConfigError, RlhfError
+from rlhf_hub.hub import hub_name, known
+from rlhf_hub.published import model_folder
 
 from rlhf_runtime.checkpoint.atomic_files import replace_file
+from rlhf_runtime.checkpoint.sample_table import read_columns
+from rlhf_runtime.observe.sample_lines import shortened
 from rlhf_runtime.output.run_folder import REPORT, is_report
+from rlhf_runtime.report.recorded_samples import RecordedSample, recorded_steps, samples_with_values
 from rlhf_runtime.report.run_facts import run_facts
 from rlhf_runtime.report.run_record import RunRecord
-from rlhf_runtime.report.shown_samples import ShownSamples
 
 MOST_PROBLEMS = 30
 
@@ -93,3 +101,222 @@ def try_report(run: Path, note: Callable[[str], None]) -> Path | None:
         note(f"{page} is not written: {type(error).__name__}: {error}")
         return None
     return page
+
+
+T = TypeVar("T")
+SAMPLES, TOKENS, CHARACTERS = 2000, 250_000, 6000
+"""Samples of all runs; tokens of them that are shown with their values; characters of one text."""
+STEPS, EVALUATIONS, ANSWERS = 2000, 8, 100
+"""Steps of a run among whose samples the page chooses; its evaluations, and answers of one of them."""
+SHARES = (0.2, 0.3, 0.1)
+"""Parts of the samples: of the first and last step, of prompts that came twice, of groups in which a sample failed. The
+others are drawn at random."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group in a file of a step."""
+
+    step: int
+    prompt: tuple[str, int]
+    """Source and row."""
+    rows: range
+    """Its rows in the file."""
+    failed: bool
+
+
+class ShownSamples:
+    """The samples of several runs, as JSON values. A prompt is written once.
+
+    Args:
+        runs: number of runs.
+    """
+
+    def __init__(self, runs: int) -> None:
+        self.prompts: dict[str, int] = {}
+        """{text of a prompt: its number}."""
+        self._most, self._tokens = SAMPLES // runs, TOKENS // runs
+
+    def of(self, record: RunRecord, number: int) -> dict[str, Any]:
+        """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
+        here; ``with_tokens``: samples that have their tokens; ``errors`` of failed samples and how often each came;
+        ``texts`` of tokens, by their ids."""
+        steps = recorded_steps(record.path)
+        groups, errors = recorded_groups(record, spread(steps, STEPS))
+        rows: defaultdict[int, set[int]] = defaultdict(set)
+        for group in chosen(groups, self._most):
+            rows[group.step].update(group.rows)
+        files = [
+            (step, "training", record.path / f"rollouts/step-{step:06d}.arrow", rows[step]) for step in sorted(rows)
+        ]
+        each = record.option("eval.samples")
+        answers = [
+            (step, "evaluation", path, answer_rows(path, each if isinstance(each, int) else 1))
+            for step, path in evaluations(record.path)
+        ]
+        # A large run has more tokens than can be shown: the first and last files come first, the others in any order.
+        others = [*files[1:-1], *answers[1:-1]]
+        order = [*files[:1], *answers[:1], *files[1:][-1:], *answers[1:][-1:]]
+        order += random.Random(0).sample(others, len(others))
+        left = self._tokens
+        samples: list[dict[str, Any]] = []
+        for step, kind, path, numbers in order:
+            try:
+                for sample, line in samples_with_values(path, step, numbers):
+                    count = sample.length if sample.length <= left else 0
+                    left -= count
+                    samples.append({"run": number, "kind": kind, **self._values(sample, line, with_tokens=count > 0)})
+            except RlhfError as error:
+                record.problems.append(str(error))
+        ids = {token for sample in samples for turn in sample["turns"] for token in turn.get("ids", ())}
+        return {
+            "samples": sorted(samples, key=lambda s: (s["kind"] == "evaluation", s["step"], s["group"], s["sample"])),
+            "total": sum(len(group.rows) for group in groups),
+            "shown": sum(map(len, rows.values())),
+            "steps": [len(spread(steps, STEPS)), len(steps)],
+            "with_tokens": sum(any("ids" in turn for turn in sample["turns"]) for sample in samples),
+            "errors": errors.most_common(20),
+            "texts": token_texts(record, sorted(ids)) if ids else {},
+        }
+
+    def _values(self, sample: RecordedSample, line: Mapping[str, Any], with_tokens: bool) -> dict[str, Any]:
+        of_tokens = {name: _short(values) for name, values in (line.get("token_values") or {}).items()}
+        advantages = [value for value in of_tokens.get("advantages", ()) if value is not None]
+        sampled = (turn for turn in line["turns"] if turn["sampled"])
+        turns = []
+        for turn in sample.turns:
+            entry = {"who": turn.who, "tokens": turn.tokens, "text": _cut(_text(turn.messages or turn.text))}
+            entry |= {name: n for name, n in (("reward", turn.reward), ("score", turn.score)) if n is not None}
+            own = next(sampled) if turn.who == "policy" else None
+            if own is not None and with_tokens:
+                entry["ids"] = [int(token) for token in own["ids"]]
+                entry |= {"logprobs": _short(own["logprobs"])} if own["logprobs"] is not None else {}
+            turns.append(entry)
+        prompt = _cut(_text(sample.prompt))
+        values = {
+            "step": sample.step, "group": sample.group, "sample": sample.sample, "source": sample.source,
+            "row": sample.row, "prompt": self.prompts.setdefault(prompt, len(self.prompts)), "turns": turns,
+            "reward": sample.reward, "rewards": sample.rewards, "status": sample.status, "length": sample.length,
+        }  # fmt: skip
+        more = {
+            "error": _cut(sample.error), "info": sample.info, "values": of_tokens if with_tokens else {},
+            "findings": {name: _cut(_words(finding)) for name, finding in sample.findings.items()},
+            "advantage": sum(advantages) / len(advantages) if advantages else None,
+        }  # fmt: skip
+        return {**values, **{name: value for name, value in more.items() if value not in ({}, "", None)}}
+
+
+def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[RecordedGroup], Counter[str]]:
+    """The groups of these steps, and the errors of failed samples with their numbers."""
+    groups: list[RecordedGroup] = []
+    errors: Counter[str] = Counter()
+    for step in steps:
+        path = record.path / "rollouts" / f"step-{step:06d}.arrow"
+        try:
+            columns = read_columns(path, ["group", "source", "row", "status", "error", "sample"])
+        except RlhfError as error:
+            record.problems.append(str(error))
+            continue
+        numbers, statuses = columns["group"], columns["status"]
+        starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
+        for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
+            if columns["sample"][first] is not None:
+                prompt = (str(columns["source"][first]), columns["row"][first])
+                groups.append(RecordedGroup(step, prompt, range(first, last), "failed" in statuses[first:last]))
+        errors.update(
+            str(e).split("\n")[0][:300] for e, s in zip(columns["error"], statuses, strict=True) if s == "failed"
+        )
+    return groups, errors
+
+
+def chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
+    """All groups, or about ``most`` samples of them (:data:`SHARES`), always the same ones."""
+    if sum(len(group.rows) for group in groups) <= most:
+        return list(groups)
+    shuffled = random.Random(0).sample(groups, len(groups))
+    by_prompt: defaultdict[tuple[str, int], list[RecordedGroup]] = defaultdict(list)
+    for group in groups:
+        by_prompt[group.prompt].append(group)
+    apart = sorted(by_prompt.values(), key=lambda same: same[0].step - same[-1].step)
+    ends = [group for group in shuffled if group.step in (groups[0].step, groups[-1].step)]
+    again = [group for same in apart if same[0].step != same[-1].step for group in (same[0], same[-1])]
+    result: dict[RecordedGroup, None] = {}
+    left = most
+    for part, share in zip((ends, again, [g for g in shuffled if g.failed], shuffled), (*SHARES, 1.0), strict=True):
+        quota = min(left, int(share * most))
+        for group in part:
+            if group not in result and len(group.rows) <= quota:
+                result[group] = None
+                quota -= len(group.rows)
+                left -= len(group.rows)
+    return list(result) or [groups[-1]]
+
+
+def evaluations(run: Path) -> list[tuple[int, Path]]:
+    """(step, file) of at most :data:`EVALUATIONS` evaluations, from the first to the last."""
+    files = [path for path in (run / "evaluations").glob("step-*.jsonl") if path.stem.split("-")[1].isdecimal()]
+    return spread(sorted((int(path.stem.split("-")[1]), path) for path in files), EVALUATIONS)
+
+
+def answer_rows(path: Path, each: int) -> set[int]:
+    """At most about :data:`ANSWERS` lines of a file of evaluations: all answers to some prompts, of all its sources.
+
+    Args:
+        each: answers to a prompt.
+    """
+    try:
+        count = path.read_bytes().count(b"\n")
+    except OSError:  # reading the answers says it
+        return set()
+    prompts = spread(range(0, count, each), max(1, ANSWERS // each))
+    return {line for first in prompts for line in range(first, first + each)}
+
+
+def spread(values: Sequence[T], most: int) -> list[T]:
+    """At most ``most`` of the values, from the first to the last."""
+    count = min(len(values), most)
+    return [values[round(i * (len(values) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+def token_texts(record: RunRecord, ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token, by the ``tokenizer.json`` of the run's model; empty where it cannot be read, which is one
+    of the record's problems. Nothing is looked up on a hub, and no code of a model runs."""
+    from tokenizers import Tokenizer
+
+    folders = [record.path / "model", Path(record.model).expanduser()]
+    commits = record.start.get("hub")
+    if (repo := hub_name(record.model)) and isinstance(commits, Mapping):
+        pinned = hub_name(f"{repo.name}@{commits.get(f'model {repo}')}")
+        folders += [Path(model_folder(str(pinned)))] if pinned and known("model", pinned) else []
+    file = next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
+    problem = f"{record.model!r} has no tokenizer.json here"
+    try:
+        if file is not None:
+            tokenizer = Tokenizer.from_file(str(file))
+            before = tokenizer.decode(ids[:1], skip_special_tokens=False)  # a first token may lose its space
+            pairs = tokenizer.decode_batch([[ids[0], token] for token in ids], skip_special_tokens=False)
+            return {token: pair.removeprefix(before) for token, pair in zip(ids, pairs, strict=True)}
+    except Exception as error:  # what the library raises has no class of its own
+        problem = f"{file}: {error}"
+    record.problems.append(f"tokens are shown by their ids: {problem}")
+    return {}
+
+
+def _text(content: Any) -> str:
+    """Text, or messages with the name of who speaks before each."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in content)
+
+
+def _words(finding: Mapping[str, Any]) -> str:
+    return "; ".join(f"{key} {value}" for key, value in finding.items())
+
+
+def _cut(text: str) -> str:
+    return shortened(text, CHARACTERS)
+
+
+def _short(values: Iterable[float]) -> list[float | None]:
+    """Seven digits, as many as a float32 has; None for what is not finite."""
+    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]

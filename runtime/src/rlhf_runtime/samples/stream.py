@@ -1,21 +1,28 @@
-"""The stream of training batches, as the loop sees it. :mod:`rlhf_runtime.samples.wave_stream` generates whole batches
-in order; :mod:`rlhf_runtime.samples.continuous_stream` lets every sample go on by itself; :class:`RecordedStream`
-repeats the batches of another run."""
+"""The stream of training batches, as the loop sees it. :class:`WaveStream` generates whole batches in order;
+:mod:`rlhf_runtime.samples.continuous_stream` lets every sample go on by itself; :class:`RecordedStream` repeats the
+batches of another run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf.errors import TrainingError
 from rlhf.interfaces import FinishedGroup
+from rlhf.interfaces.curriculum import Fate
 from rlhf.types import Group, Row
 
 from rlhf_runtime.checkpoint.saved_groups import FindRow, read_groups
+from rlhf_runtime.data.row_order import ChosenOrder
+from rlhf_runtime.samples.acceptance import Acceptance
 from rlhf_runtime.samples.pending_groups import oldest_version
+from rlhf_runtime.samples.protocols import Count, no_count
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.rollouts import Rollouts
 
 
 class Rows(Protocol):
@@ -130,3 +137,169 @@ class RecordedStream(Stream):
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
         self.batches_taken = state["taken"]
+
+
+class WaveStream(Stream):
+    """Batches that are generated whole, in waves: in order, filtered, refilled, and taken in order.
+
+    ::
+
+        rows.take(missing) ──► rollouts.run ──► scored groups ──► failed? short? filter? ──┐
+              ▲                                                          │ left out        │ kept
+              └────────────── as long as the batch has room ◄────────────┘                 ▼
+                                                                                   ready (a queue)
+        start(step) stops when the queue holds step's round and ``staleness`` more batches │
+                                                                                           ▼
+                                                                           take(step): one batch per step
+
+    Back-pressure: nothing is generated in the background. ``start`` generates what a step may use and returns, so at
+    most ``round + staleness`` batches are ready, and generation waits for training. ``filter.max_rounds`` limits how
+    often a batch is refilled.
+
+    The weights that generate a batch are fixed by definition. With staleness S, batch k is generated with version
+    max(0, k - S). With rounds of R steps, batch k is generated with version R * (k // R), so all batches of a round are
+    generated at its first step. The checkpoint holds the batches that are generated and not yet trained on, so a
+    resumed run trains on the same samples.
+
+    A curriculum is told of the groups of a batch when the batch is taken. The generator has the weights of version v
+    only after the batches 0 to v - 1 were taken. So a curriculum chooses the rows of a batch knowing the batches 0 to
+    v - 1 and no others, where v is the version of the weights that the batch is generated with.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        rollouts: Rollouts,
+        settings: RolloutSettings,
+        *,
+        batch_size: int,
+        total_steps: int,
+        staleness: int = 0,
+        round: int = 1,
+        acceptance: Acceptance | None = None,
+        row_order: ChosenOrder | None = None,
+        count: Count = no_count,
+    ) -> None:
+        self.rows, self.rollouts, self.settings = rows, rollouts, settings
+        self.batch_size, self.total_steps, self.staleness, self.round = batch_size, total_steps, staleness, round
+        self.acceptance = acceptance or Acceptance()
+        self.row_order = row_order
+        """The order of ``rows``, if a curriculum decides it."""
+        self.count = count
+        """Shows how many samples have ended of those that are drawn at once."""
+        self.generated = 0
+        """Batches generated so far."""
+        self.next_number = 0
+        """Number of the next group of the run."""
+        self.ready: deque[ReadyBatch] = deque()
+        self._extended_at = 0
+        """Step at which the run was resumed with a larger number of steps, else 0. Batches that would have been
+        generated earlier with that number of steps are generated at this step, with its weights."""
+
+    def start(self, step: int) -> None:
+        """Generate the missing batches of ``step``'s round and of the ``staleness`` batches after it.
+
+        Raises TrainingError if the generator does not hold the weights that a batch is defined to be generated with.
+        """
+        end = self._round_of(step) + self.round + self.staleness
+        while self.generated < min(end, self.total_steps):
+            expected, version = self.version_of(self.generated), self.rollouts.generator.version
+            if version != expected:
+                raise TrainingError(
+                    f"batch {self.generated} must be generated with weight version {expected} (round {self.round}, "
+                    f"staleness {self.staleness}), but the generator holds version {version}"
+                )
+            self.ready.append(self._generate())
+            self.generated += 1
+
+    def version_of(self, batch: int) -> int:
+        """Version of the weights that batch number ``batch`` is generated with."""
+        return max(self._extended_at, self._round_of(batch) - self.staleness)
+
+    def samples_with(self, version: int) -> bool:
+        """Whether training samples are drawn with the weights of ``version``: only the first version of a round."""
+        return version % self.round == 0
+
+    def _round_of(self, step: int) -> int:
+        """First step of the round."""
+        return step - step % self.round
+
+    def take(self, step: int) -> ReadyBatch:
+        """The batch of ``step``: scored, filtered and refilled, groups in the order of their numbers. Each batch is
+        taken once, in order.
+
+        Raises TrainingError if the oldest ready batch belongs to another step.
+        """
+        oldest = self.generated - len(self.ready)
+        if not self.ready or oldest != step:
+            oldest_ready = f"the oldest that is ready is of step {oldest}" if self.ready else "none is ready"
+            raise TrainingError(
+                f"the batch of step {step} was asked for, but {oldest_ready}; start({step}) comes before it"
+            )
+        batch = self.ready.popleft()
+        if self.row_order is not None:
+            self.row_order.tell(batch.finished)
+        return batch
+
+    def _generate(self) -> ReadyBatch:
+        accepted: list[Group] = []
+        finished: list[FinishedGroup] = []
+        counts = self.acceptance.new_counts(self.settings.has_given)
+        for _ in range(1 + self.acceptance.refills):
+            missing = self.batch_size - len(accepted)
+            if not missing:
+                break
+            rows = self.rows.take(missing, self.generated)
+            groups = self.rollouts.run(rows, self.next_number, self.settings, self.count)
+            self.next_number += len(rows)
+            counts["prompts"] += len(rows)
+            for group in groups:
+                filtered = counts["filtered"]
+                part = self.acceptance.accept(group, counts)
+                if part is not None:
+                    accepted.append(part)
+                if self.row_order is not None:
+                    rejected: Fate = "filtered" if counts["filtered"] > filtered else "left_out"
+                    fate = rejected if part is None else "kept"
+                    finished.append(self.row_order.finished_group(group, self.generated, fate))
+        counts["short"] = float(self.batch_size - len(accepted))
+        metrics = self.row_order.metrics() if self.row_order is not None else {}
+        return ReadyBatch(accepted, self.rollouts.generator.version, counts, finished, metrics)
+
+    def snapshot(self, beside: Callable[[], object] = lambda: None) -> tuple[dict[str, Any], list[Group]]:
+        beside()
+        state = {
+            "rows": self.rows.state_dict(),
+            "generated": self.generated,
+            "next_number": self.next_number,
+            "ready": [self._saved(batch) for batch in self.ready],
+        }
+        return state, [group for batch in self.ready for group in batch.groups]
+
+    def _saved(self, batch: ReadyBatch) -> dict[str, Any]:
+        saved = {"version": batch.version, "counts": batch.counts, "groups": len(batch.groups)}
+        if self.row_order is not None:
+            saved |= {"finished": [asdict(group) for group in batch.finished], "chosen": batch.curriculum_metrics}
+        return saved
+
+    @staticmethod
+    def saved_groups(state: Mapping[str, Any]) -> list[bool]:
+        return [True] * sum(batch["groups"] for batch in state["ready"])
+
+    def restore(self, state: Mapping[str, Any], groups: Sequence[Group]) -> None:
+        """``groups``: the groups of all ready batches, in order."""
+        self.rows.load_state_dict(state["rows"])
+        self.generated, self.next_number = state["generated"], state["next_number"]
+        self.ready.clear()
+        start = 0
+        for ready in state["ready"]:
+            end = start + ready["groups"]
+            batch = ReadyBatch(list(groups[start:end]), ready["version"], dict(ready["counts"]))
+            if self.row_order is not None:
+                batch.finished = self.row_order.restored(ready.get("finished"))
+                batch.curriculum_metrics = dict(ready.get("chosen", {}))
+            self.ready.append(batch)
+            start = end
+        trained = self.generated - len(self.ready)
+        due = self._round_of(trained - 1) + self.round + self.staleness if trained else 0
+        self._extended_at = trained if self.generated < min(due, self.total_steps) else 0

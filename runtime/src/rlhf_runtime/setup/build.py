@@ -35,11 +35,10 @@ from rlhf_runtime.loop.evaluate import (
 from rlhf_runtime.loop.learn import Metrics
 from rlhf_runtime.loop.offline import offline
 from rlhf_runtime.loop.online import online
-from rlhf_runtime.loop.reports import Reports
+from rlhf_runtime.loop.reports import Reports, Throughput
 from rlhf_runtime.loop.run import OnlineRun, Run
 from rlhf_runtime.loop.saves import Saves
 from rlhf_runtime.loop.signals import StopRequest
-from rlhf_runtime.loop.throughput import Throughput
 from rlhf_runtime.models.precompute import BATCHES, PrecomputedRole, precompute
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.observe.progress import Progress, Show, muted, phase
@@ -57,8 +56,7 @@ from rlhf_runtime.samples.sampling import (
     training_failures,
     training_settings,
 )
-from rlhf_runtime.samples.stream import RecordedStream, Stream
-from rlhf_runtime.samples.wave_stream import WaveStream
+from rlhf_runtime.samples.stream import RecordedStream, Stream, WaveStream
 from rlhf_runtime.setup.launch import launch_roles, launch_sampler
 from rlhf_runtime.setup.prepare import Prepared, is_scored, prepare
 from rlhf_runtime.setup.resume import (
