@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rlhf_cli.jobs.gguf_model import GgufModel
+from rlhf_cli.jobs.source_models import GgufModel
 from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file

@@ -13,9 +13,8 @@ from rlhf.paths import path_argument
 from rlhf.plugins import Plugins
 from rlhf.plugins.entry import KINDS
 
-from rlhf_cli.data import ACTIONS, DataCommand, action_command
-from rlhf_cli.main import command_names, load_command, typed
-from rlhf_cli.one_line_help import one_line_help
+from rlhf_cli.data import ACTIONS, DataCommand
+from rlhf_cli.main import command_names, load_command, one_line_help, typed
 from rlhf_cli.rewards.command import RewardsCommand, RewardsTryCommand
 
 SHELLS = ("bash", "zsh")
@@ -68,8 +67,8 @@ def whole_parser(plugins: Plugins) -> argparse.ArgumentParser:
             words.fill(parser.add_subparsers().add_parser("try"), RewardsTryCommand())
         elif isinstance(command, DataCommand):
             actions = parser.add_subparsers()
-            for action, (_, text) in ACTIONS.items():
-                words.fill(actions.add_parser(action, help=text), action_command(action))
+            for action, (action_command, text) in ACTIONS.items():
+                words.fill(actions.add_parser(action, help=text), action_command())
         else:
             words.fill(parser, command)
     return top

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
+import importlib.util
 import inspect
 import io
 import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from rlhf import __version__
@@ -23,10 +26,8 @@ from rlhf.errors import (
     did_you_mean,
     shown,
 )
-from rlhf.plugins import Plugins
+from rlhf.plugins import Entry, Plugins
 from rlhf.plugins.registration import first_cause
-
-from rlhf_cli.one_line_help import one_line_help
 
 if TYPE_CHECKING:
     from rlhf.interfaces import Command
@@ -210,6 +211,40 @@ def _top_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rlhf {__version__}")
     return parser
+
+
+def one_line_help(entry: Entry) -> str:
+    """The first line of the docstring of the module that the entry point names, without the full stop.
+
+    If there is none: the distribution that offers the command, or why it cannot be used.
+    """
+    if entry.status != "ok":
+        return f"({entry.owner}: {entry.status})"
+    file = module_file(entry.module)
+    try:
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) if file else None
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"({entry.owner}: its module cannot be read: {error})"
+    return docstring.splitlines()[0].rstrip(".") if docstring else f"({entry.owner})"
+
+
+def module_file(module: str) -> Path | None:
+    """The source file of a module, found without importing its package; None if there is none."""
+    package, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not inner:
+        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for folder in spec.submodule_search_locations or ():
+        place = Path(folder, *inner)
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
 
 
 if __name__ == "__main__":

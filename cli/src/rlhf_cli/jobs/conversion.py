@@ -14,9 +14,7 @@ from rlhf_hub.other_formats import BIN_FILES, is_gguf, refuse_other_formats
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.data.tokenizer import load_tokenizer
 
-from rlhf_cli.jobs.bin_model import BinModel
-from rlhf_cli.jobs.gguf_model import GgufModel
-from rlhf_cli.jobs.source_model import SourceModel
+from rlhf_cli.jobs.source_models import BinModel, GgufModel, SourceModel
 
 if TYPE_CHECKING:
     import torch

@@ -83,9 +83,8 @@ class RewardsTryCommand(Command):
         if not config.reward:
             raise ConfigError("no reward is named: there is nothing to try. Set --reward NAME.")
         look_for_models(config)
-        from rlhf_cli.rewards.page import as_page, as_text
         from rlhf_cli.rewards.trial import recorded_file, try_rewards
-        from rlhf_cli.rewards.trial_tables import sections
+        from rlhf_cli.rewards.trial_tables import as_page, as_text, sections
 
         file = None if run is None else recorded_file(run, args.step)
         trial = try_rewards(config, Plugins.discover(), args.answers, file, args.probes, note=_note)

@@ -15,8 +15,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_reward.questions import BadQuestion, Question
-from rlhf_cli.serve_reward.sample_groups import Unscored
+from rlhf_cli.serve_reward.sample_groups import BadQuestion, Question, Unscored
 
 _LOG = logging.getLogger(__name__)
 PATH = "/get_reward"

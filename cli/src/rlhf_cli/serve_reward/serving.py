@@ -23,8 +23,7 @@ from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_reward.application import PATH, Answer, Application, Metrics, RequestLimits
-from rlhf_cli.serve_reward.questions import Question
-from rlhf_cli.serve_reward.sample_groups import SampleGroups, answer_of
+from rlhf_cli.serve_reward.sample_groups import Question, SampleGroups, answer_of
 
 _LOG = logging.getLogger(__name__)
 END = 5.0
