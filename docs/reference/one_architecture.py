@@ -33,7 +33,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
-from rlhf_plugin_sft.nll import NLL
+from rlhf_plugin_sft import NLL
 from transformers import AutoModelForCausalLM, __version__
 from transformers.utils import logging
 

@@ -13,8 +13,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
-from rlhf_plugin_cpo import CPO, CPOLoss
-from rlhf_plugin_cpo.loss import EXP_BOUND, shaped
+from rlhf_plugin_cpo import CPO, EXP_BOUND, CPOLoss, shaped
 
 CHOSEN, REJECTED = [-0.5, -1.5], [-1.0, -2.0, -3.0]
 """Sums -2 and -6, means -1 and -2."""

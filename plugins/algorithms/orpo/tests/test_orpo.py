@@ -11,8 +11,7 @@ from rlhf.ops.reduce import weigh
 from rlhf.types import Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
-from rlhf_plugin_orpo import ORPO, TEXT_MASK, ORPOLoss
-from rlhf_plugin_orpo.loss import CLOSEST, log1mexp, log_odds
+from rlhf_plugin_orpo import CLOSEST, ORPO, TEXT_MASK, ORPOLoss, log1mexp, log_odds
 
 SCALES = [-1e-6, -1e-4, -1e-2, -0.5, -0.6931, -0.6932, -1.0, -5.0, -20.0, -87.0, -1e4]
 

@@ -9,8 +9,7 @@ import torch
 from rlhf.types import LossOutput, Row
 from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
-from rlhf_plugin_sft import DFT, NLL, SFT
-from rlhf_plugin_sft.nll import MEAN_LOGPROB
+from rlhf_plugin_sft import DFT, MEAN_LOGPROB, NLL, SFT
 from rlhf_testing.algorithm import AlgorithmContract
 from rlhf_testing.loss import LossContract
 

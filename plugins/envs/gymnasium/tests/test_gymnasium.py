@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from rlhf.errors import EnvError
 from rlhf.plugins import Plugins
 from rlhf.types import EnvStep, Row
-from rlhf_plugin_gymnasium import GymnasiumEnv
-from rlhf_plugin_gymnasium.env import as_text, cannot_be_text, plain
+from rlhf_plugin_gymnasium import GymnasiumEnv, as_text, cannot_be_text, plain
 
 WAYS = ("left", "down", "right", "up")
 LAKE = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "actions": WAYS}

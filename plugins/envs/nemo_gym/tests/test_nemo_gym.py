@@ -95,7 +95,7 @@ def test_a_wrong_tool_call_is_told_to_the_policy(action: str, told: str) -> None
 def test_tags_without_an_end_are_searched_in_linear_time() -> None:
     """A million characters take a moment; in quadratic time they would take an hour."""
     program = (
-        "from rlhf_plugin_nemo_gym.env import parsed\n"
+        "from rlhf_plugin_nemo_gym import parsed\n"
         "text = '<tool_call>' * 100_000\n"
         "assert parsed(text, 0, set()).content == text\n"
         "answer = parsed('a' + text + '</tool_call>b' + text, 0, set())\n"

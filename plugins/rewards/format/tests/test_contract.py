@@ -1,6 +1,6 @@
 """The conformance suite of rewards."""
 
-from rlhf_plugin_format.reward import FormatReward
+from rlhf_plugin_format import FormatReward
 from rlhf_testing.reward import RewardContract
 
 

@@ -1,6 +1,6 @@
 """The conformance suite of rewards."""
 
-from rlhf_plugin_length.reward import LengthReward
+from rlhf_plugin_length import LengthReward
 from rlhf_testing.reward import RewardContract
 
 

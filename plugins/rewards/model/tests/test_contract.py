@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from rlhf_plugin_model.reward import ModelReward
+from rlhf_plugin_model import ModelReward
 from rlhf_testing.reward import RewardContract
 
 

@@ -1,11 +1,198 @@
 """Reward models from pairs of answers."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 from rlhf import hookimpl
-from rlhf.interfaces import Algorithm, Loss
+from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
+from rlhf.types import LossOutput, Needs, Reduce, RoleSpec, RunOptions, Update
+from rlhf.types.examples import Example
 
-from rlhf_plugin_reward_model.reward_model import PairwiseLoss, RewardModel
+if TYPE_CHECKING:
+    from rlhf.ops.batch import Batch
+    from rlhf.ops.losses import LossInput
 
-__all__ = ["PairwiseLoss", "RewardModel"]
+
+class RewardModelConfig(ComponentConfig):
+    """Statistics of the scores."""
+
+    moments_decay: float = Field(default=0.9, ge=0, lt=1)
+    """Decay per step of the running mean and standard deviation of the training scores. Exports hold these if there was
+    no evaluation."""
+
+
+class RewardModel(Algorithm[Example]):
+    """Train a scalar head, and the model under it, to score the chosen answer of a pair above the rejected one.
+
+    The policy is the reward model: it starts from a causal language model with a new head, or from a reward model.
+    One optimizer step in every step of the run, on all its pairs. Every export's ``config.json`` holds ``mean`` and
+    ``std`` of the scores: over the chosen and rejected answers of the last evaluation or, if there was none, running
+    averages over the training pairs.
+    """
+
+    name = "reward_model"
+    source = "Ouyang et al. 2022, arXiv:2203.02155, section 3.5"
+    data = "pairs"
+    slots = {"loss": Slot("loss", "pairwise")}
+    Config = RewardModelConfig
+
+    def __init__(
+        self,
+        config: ComponentConfig | None = None,
+        parts: Mapping[str, Any] | None = None,
+        run: RunOptions | None = None,
+    ) -> None:
+        super().__init__(config, parts, run)
+        self._training = Moments(self.config.moments_decay)
+        self._held_out: dict[str, float] = {}
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy", head="scalar", trained=True),))
+
+    def assemble(self, examples: Sequence[Example]) -> tuple[Batch | None, dict[str, float]]:
+        """Units of a chosen (role 0) and a rejected (role 1) sequence; unit column ``margin`` if rows have one."""
+        from rlhf.ops.packing import SequenceData, UnitData, pack
+
+        units = [
+            UnitData(
+                [SequenceData(s.ids, {"loss_mask": s.loss_mask}, s.role, s.images) for s in example.sequences],
+                {"margin": float(example.values["margin"])} if "margin" in example.values else {},
+            )
+            for example in examples
+            if any(any(s.loss_mask[1:]) for s in example.sequences)  # else both sequences are the bare prompt
+        ]
+        return pack(units) if units else None, {}
+
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
+        return [Update("policy", "loss")]
+
+    def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
+        if "policy/score_mean" in metrics:  # absent where the step was skipped, or with another loss
+            self._training.add(metrics["policy/score_mean"], metrics["policy/score_square"])
+        return {}
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        if "eval/score_mean" in metrics:
+            self._held_out = figures(metrics["eval/score_mean"], metrics["eval/score_square"])
+
+    def model_config(self) -> dict[str, Any]:
+        return dict(self._held_out) or self._training.figures()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"training": self._training.state_dict(), "held_out": dict(self._held_out)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._training.load_state_dict(state["training"])
+        self._held_out = dict(state["held_out"])
+
+
+class PairwiseConfig(ComponentConfig):
+    """Form of the loss, and its additional term."""
+
+    loss_type: Literal["sigmoid", "logexp"] = "sigmoid"
+    """``sigmoid``: -log sigma(d); ``logexp``: log(1 + exp(-d)), d the difference of the scores less the margin. Both
+    compute the same function."""
+    center_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of (chosen score + rejected score)^2, which keeps the scores around zero; 0 = off."""
+
+
+class PairwiseLoss(Loss):
+    """-log sigma(r_c - r_r - m), the mean over pairs; r is the score at a sequence's last token.
+
+    m is the unit column ``margin`` if the batch has one (Llama 2, equation 2), else 0. Both forms are finite for any
+    finite difference, and so are their gradients. With ``center_coef`` c the term c (r_c + r_r)^2 is added, also the
+    mean over pairs (Eisenstein et al. 2023, arXiv:2312.09244, equation 2).
+
+    Metrics: ``accuracy`` (share of pairs with r_c > r_r, whatever the margin; a tie is one half), ``margin``
+    (r_c - r_r),
+    ``chosen_score``, ``rejected_score``; ``score_mean`` and ``score_square``, the mean of all scores and of their
+    squares.
+    """
+
+    name = "pairwise"
+    source = "Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155, equation 1; Touvron et al. 2023, arXiv:2307.09288"
+    Config = PairwiseConfig
+    conformance = {"data": "pairs", "levels": {"margin": "unit"}}
+
+    def outputs(self) -> tuple[str, ...]:
+        return ("scores",)
+
+    def columns(self) -> tuple[str, ...]:
+        return ("margin",)
+
+    def reduce(self) -> dict[str, Reduce]:
+        terms = {"pairwise": Reduce("unit_mean")}
+        if self.config.center_coef:
+            terms["center"] = Reduce("unit_mean", coef=self.config.center_coef)
+        return terms
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        from torch.nn import functional
+
+        scores_B = x["scores"]
+        scores_S = scores_B.new_zeros(x.sequences).index_add(0, x.answer_B, scores_B)
+        chosen_U, rejected_U = x.of_role(scores_S, 0), x.of_role(scores_S, 1)
+        margin_U = chosen_U - rejected_U
+        d_U = margin_U - x["margin"].to(margin_U.dtype) if x.has("margin") else margin_U
+        values_U = -functional.logsigmoid(d_U) if self.config.loss_type == "sigmoid" else functional.softplus(-d_U)
+        terms = {"pairwise": values_U}
+        if self.config.center_coef:
+            terms["center"] = (chosen_U + rejected_U).square()
+        return LossOutput(
+            terms,
+            {
+                "accuracy": ("unit", (1 + margin_U.sign()) / 2),
+                "margin": ("unit", margin_U),
+                "chosen_score": ("unit", chosen_U),
+                "rejected_score": ("unit", rejected_U),
+                "score_mean": ("sequence", scores_S),
+                "score_square": ("sequence", scores_S.square()),
+            },
+        )
+
+
+@dataclass(slots=True)
+class Moments:
+    """Running averages of a score and its square.
+
+    Exponential moving averages: a step's averages have weight 1 - ``decay``, and earlier ones are multiplied by
+    ``decay``. The sums are divided by the sum of the weights, which removes the bias of the first steps, as in Adam.
+    """
+
+    decay: float
+    weight: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
+
+    def add(self, mean: float, square: float) -> None:
+        """One step's mean score and mean squared score."""
+        self.weight = self.decay * self.weight + (1 - self.decay)
+        self.first = self.decay * self.first + (1 - self.decay) * mean
+        self.second = self.decay * self.second + (1 - self.decay) * square
+
+    @property
+    def known(self) -> bool:
+        return self.weight > 0
+
+    def figures(self) -> dict[str, float]:
+        """``mean`` and ``std`` (population); empty before the first step."""
+        return figures(self.first / self.weight, self.second / self.weight) if self.known else {}
+
+    def state_dict(self) -> dict[str, float]:
+        return {name: value for name, value in asdict(self).items() if name != "decay"}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.weight, self.first, self.second = (float(state[name]) for name in ("weight", "first", "second"))
+
+
+def figures(mean: float, square: float) -> dict[str, float]:
+    """``mean`` and ``std`` from the mean and the mean square."""
+    return {"mean": mean, "std": math.sqrt(max(0.0, square - mean * mean))}
 
 
 @hookimpl
