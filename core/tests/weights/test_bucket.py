@@ -8,7 +8,7 @@ import torch
 from rlhf.errors import TrainingError
 from rlhf.weights.bucket import buckets
 from rlhf.weights.fingerprint import WORDS, marks
-from rlhf_workers.links.bucket_layout import BucketLayout
+from rlhf_workers.links.link import BucketLayout
 
 BASE = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 TENSORS = [

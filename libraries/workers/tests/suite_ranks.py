@@ -14,7 +14,7 @@ from rlhf.interfaces import ModelSpec, Place
 from rlhf.paths import disk_is_full
 from rlhf.types import RoleSpec
 from rlhf_workers.process.failure import RemoteTraceback
-from rlhf_workers.process.stored_values import Stored
+from rlhf_workers.process.payload import Stored
 from worker_standins import OddTrainer
 
 

@@ -28,7 +28,7 @@ KINDS = ["shared", "broadcast"]
 RECEIVER = """
 import json, sys, torch
 from rlhf_workers.links.ends import connect_receiver
-from rlhf_workers.links.bucket_layout import BucketLayout
+from rlhf_workers.links.link import BucketLayout
 from rlhf_workers.links.link import BucketHeader, Link
 link = Link(*json.loads(sys.argv[1]))
 receiver = connect_receiver(link, int(sys.argv[2]), torch.device("cpu"))

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from rlhf_workers.process.network import reserve_port
+from rlhf_workers.process.worker import reserve_port
 
 
 def test_a_reserved_port_is_given_only_to_processes_that_name_it():

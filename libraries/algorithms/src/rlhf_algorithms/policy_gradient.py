@@ -28,8 +28,7 @@ from rlhf_algorithms.critic import ValueScale
 from rlhf_algorithms.echo import WithEcho
 from rlhf_algorithms.entropy import EntropyController
 from rlhf_algorithms.kl import KLController, WithKL
-from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig
-from rlhf_algorithms.policy_gradient_overrides import check_overrides, replaces
+from rlhf_algorithms.policy_gradient_config import KLConfig, PolicyGradientConfig, check_overrides, replaces
 from rlhf_algorithms.snapshots import snapshots_due
 from rlhf_algorithms.teacher import Teacher, with_teacher
 

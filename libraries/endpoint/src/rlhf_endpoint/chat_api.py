@@ -7,11 +7,11 @@ from typing import Any
 
 from rlhf.interfaces import RolloutContext
 
-from rlhf_endpoint.api_error import invalid
 from rlhf_endpoint.chat_request import (
     MOST_CHOICES,
     ChatChoice,
     ChatRequest,
+    invalid,
     read_flag,
     read_model,
     read_sampling,

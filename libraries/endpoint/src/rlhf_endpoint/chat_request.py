@@ -1,4 +1,4 @@
-"""What a request asks for, in one form for all APIs, with the fields that they share."""
+"""What a request asks for, in one form for all APIs, with the fields that they share, and the errors that answer it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,26 @@ from typing import Any
 from rlhf.interfaces import RolloutContext
 from rlhf.types import Sampling, Turn
 
-from rlhf_endpoint.api_error import ApiError, invalid
 from rlhf_endpoint.config import ProgramConfig
+
+
+class ApiError(Exception):
+    """An error that the program gets as an answer. The sample goes on."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(param: str, value: Any, allowed: str) -> ApiError:
+    """A field has a value that is not allowed."""
+    return ApiError(400, f"{param} is {value!r:.100}; allowed: {allowed}", param, "invalid_value")
+
 
 MOST_CHOICES = 8
 

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from rlhf_endpoint import chat_api, messages_api, responses_api
-from rlhf_endpoint.api_error import ApiError
+from rlhf_endpoint.chat_request import ApiError
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.session import Session
 

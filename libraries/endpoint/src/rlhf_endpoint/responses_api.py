@@ -7,8 +7,16 @@ from typing import Any
 
 from rlhf.interfaces import RolloutContext
 
-from rlhf_endpoint.api_error import ApiError, invalid
-from rlhf_endpoint.chat_request import ChatChoice, ChatRequest, read_flag, read_model, read_sampling, read_tools
+from rlhf_endpoint.chat_request import (
+    ApiError,
+    ChatChoice,
+    ChatRequest,
+    invalid,
+    read_flag,
+    read_model,
+    read_sampling,
+    read_tools,
+)
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 

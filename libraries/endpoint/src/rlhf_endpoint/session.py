@@ -13,8 +13,7 @@ from rlhf.errors import DataError
 from rlhf.interfaces import RolloutContext
 from rlhf.types import Turn
 
-from rlhf_endpoint.api_error import ApiError
-from rlhf_endpoint.chat_request import ChatChoice, ChatRequest
+from rlhf_endpoint.chat_request import ApiError, ChatChoice, ChatRequest
 from rlhf_endpoint.tree import Message, Node, Reason, Tree, context_of, has_reasoning, text_of
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,35 @@ from rlhf.saved import refuse
 from torch import Tensor, nn
 
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.muon import OrthogonalAdamW
 from rlhf_modeling.state import not_finite
+
+
+class OrthogonalAdamW(torch.optim.AdamW):
+    """Groups with ``muon = True`` take Muon's step, the others AdamW's.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by the nearest orthogonal
+    one; the step is as large as AdamW's (Liu et al. 2025, arXiv:2502.16982): 0.2 sqrt(the longer side) times the rate.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        try:
+            self.param_groups = [g for g in groups if not g.get("muon")]
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group.get("muon"):
+                self.muon_step(group)
+
+    def muon_step(self, group: dict[str, Any]) -> None:
+        """Muon's step for whole matrices, by torch's own functions, with the state of this optimizer."""
+        options = {key: group[key] for key in ("lr", "weight_decay", "momentum")}
+        muon = torch.optim.Muon(group["params"], **options, adjust_lr_fn="match_rms_adamw")
+        muon.state = self.state
+        muon.step()
+
 
 Parameters = dict[str, nn.Parameter]
 ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -21,7 +48,7 @@ MUON_STATE = ("momentum_buffer",)
 
 
 def build_optimizer(parameters: Parameters, outside: Collection[int], config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.muon.OrthogonalAdamW`, over
+    """Fused AdamW (Loshchilov & Hutter 2019) or, where chosen, :class:`~rlhf_modeling.optimizer.OrthogonalAdamW`, over
     :func:`parameter_groups` of parameters that are whole."""
     groups = parameter_groups(parameters, {name: p.shape for name, p in parameters.items()}, outside, config)
     make = OrthogonalAdamW if config.optimizer == "muon" else torch.optim.AdamW

@@ -14,8 +14,7 @@ from rlhf.interfaces.memory import TrainerWork
 from rlhf.ops.reduce import weigh
 from rlhf.plugins import Plugins
 from rlhf_cli.plan.model_size import read_size
-from rlhf_plugin_fsdp.layers import decoder_layers
-from rlhf_plugin_fsdp.linear import sparing_linear
+from rlhf_plugin_fsdp.layers import decoder_layers, sparing_linear
 from rlhf_plugin_fsdp.trainer import FsdpTrainer
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.image_models import tiny_image_model

@@ -12,7 +12,7 @@ from rlhf.interfaces import FinishedGroup
 from rlhf_plugin_curricula import AdaptiveMixing, EasyToHard, PassRate
 from rlhf_plugin_curricula.adaptive_mixing import gain
 from rlhf_plugin_curricula.arrays import from_text, to_text
-from rlhf_testing.curriculum_play import MadeUpRows
+from rlhf_testing.curriculum import MadeUpRows
 
 
 def group(row: int, *scores: float, number: int = 0) -> FinishedGroup:

@@ -23,8 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlhf_modeling.sharded.partition import Flat, Partition, Piece
-from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece, Split
 from rlhf_modeling.state import not_finite
 
 WEIGHT, AVERAGE, OPTIMIZER = "weight", "average", "optimizer."

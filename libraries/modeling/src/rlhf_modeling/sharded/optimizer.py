@@ -1,15 +1,91 @@
-"""The optimizer of a role's parameters, which may be divided over ranks."""
+"""The optimizer of a role's parameters, which may be divided over ranks: AdamW, or Muon for matrices.
+
+Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest orthogonal one, which needs the whole matrix. Each
+rank keeps the momentum of its own elements. In rounds of as many matrices as ranks, each rank collects the momentum of
+one matrix, makes it orthogonal with torch's own iteration, and sends it back. So the step is the same in every stage
+and with ``tensor_parallel``: that of ``torch.optim.Muon`` with ``adjust_lr_fn = "match_rms_adamw"`` (Liu et
+al. 2025), as large as AdamW's.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import _muon
 
 from rlhf_modeling.config import TrainingConfig
-from rlhf_modeling.optimizer import parameter_groups
-from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
+from rlhf_modeling.optimizer import OrthogonalAdamW, parameter_groups
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece, Split
+
+COEFFICIENTS = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
+MOMENTUM = "momentum_buffer"
+
+
+class DividedOrthogonalAdamW(OrthogonalAdamW):
+    """:meth:`bind` must be called before the first step. (The class name avoids the word Muon: DeepSpeed searches for
+    it and then replaces the step by its own.)"""
+
+    def bind(self, partition: Partition, shapes: Mapping[str, torch.Size], split: Split) -> None:
+        """``shapes``: of whole parameters."""
+        self._partition, self._shapes, self._split = partition, shapes, split
+
+    def muon_step(self, group: dict[str, Any]) -> None:
+        owners = {id(p) for p in group["params"]}
+        flats = [flat for flat in self._partition.flats if id(flat.owner) in owners]
+        updates: dict[str, tuple[Flat, Piece, Tensor]] = {}
+        for flat in flats:
+            if flat.owner.grad is None:
+                continue
+            gradient = flat.owner.grad.reshape(-1)
+            momentum = self.state[flat.owner].setdefault(MOMENTUM, torch.zeros_like(flat.owner)).view(-1)
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            update = gradient.lerp(momentum, group["momentum"])  # Nesterov's
+            for piece in flat.pieces:
+                updates[piece.name] = flat, piece, update[piece.offset : piece.offset + piece.numel]
+        names = [name for flat in flats for name in flat.names]
+        size, rank = dist.get_world_size(), dist.get_rank()
+        for first in range(0, len(names), size):
+            turn = names[first : first + size]
+            whole = [self._gathered(name, updates.get(name), to) for to, name in enumerate(turn)]
+            if rank < len(turn):
+                matrix = whole[rank].view(self._shapes[turn[rank]])
+                steps = _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, _muon.DEFAULT_NS_STEPS, _muon.EPS)
+                whole[rank] = steps.to(torch.float32).reshape(-1)
+            for at, name in enumerate(turn):
+                if size > 1:
+                    dist.broadcast(whole[at], src=at)
+                if name in updates:
+                    own_update = self._split.own(name, whole[at].view(self._shapes[name])).reshape(-1)
+                    self._apply(*updates[name][:2], own_update, group)
+
+    def _gathered(self, name: str, own: tuple[Flat, Piece, Tensor] | None, to: int) -> Tensor:
+        """[numel] the update of the whole matrix, on rank ``to``."""
+        device = own[2].device if own is not None else self._partition.flats[0].owner.device
+        split, replicated = self._split, self._partition.replicated
+        whole = torch.zeros(self._shapes[name], device=device)
+        everywhere = replicated and split.topology.parts == 1
+        spare = replicated and split.topology.replica > 0  # another replica sends the same elements
+        if own is not None and (everywhere or (split.counts(name) and not spare)):
+            _, piece, update = own
+            own_part = split.own(name, whole)
+            part = torch.zeros(own_part.numel(), device=device)
+            part[piece.start : piece.start + piece.numel] = update
+            own_part.copy_(part.view(own_part.shape))
+        if not everywhere and dist.get_world_size() > 1:
+            dist.reduce(whole, dst=to)
+        return whole.view(-1)
+
+    def _apply(self, flat: Flat, piece: Piece, update: Tensor, group: dict[str, Any]) -> None:
+        """``update``: the update of this rank's part of the matrix."""
+        weights = flat.data[piece.offset : piece.offset + piece.numel]
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        rate = group["lr"] * 0.2 * math.sqrt(max(self._shapes[piece.name]))
+        weights.add_(update[piece.start : piece.start + piece.numel], alpha=-rate)
 
 
 def build_optimizer(

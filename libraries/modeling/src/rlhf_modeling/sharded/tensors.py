@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from rlhf_modeling.adapter_files import sent_name
 from rlhf_modeling.adapters import NAME, adapted, is_adapter, merged_name, with_product
 from rlhf_modeling.checkpoint_tensors import Published
-from rlhf_modeling.sharded.partition import Partition
-from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.sharded.partition import Partition, Split
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

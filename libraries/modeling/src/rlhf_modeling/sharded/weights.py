@@ -22,9 +22,8 @@ from rlhf_modeling.optimizer import give_back
 from rlhf_modeling.pretrained import copy_processor, load_tokenizer, set_exported, set_exported_dtype
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
-from rlhf_modeling.sharded.partition import Partition, Piece
+from rlhf_modeling.sharded.partition import Partition, Piece, Split
 from rlhf_modeling.sharded.process_group import barrier, collective, reduce_to_first
-from rlhf_modeling.sharded.split import Split
 from rlhf_modeling.sharded.tensors import NamedTensors
 from rlhf_modeling.trainer import PackedTrainer
 

@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf_workers.process.payload import INLINE, Payload
-from rlhf_workers.process.stored_values import Stored
+from rlhf_workers.process.payload import INLINE, Payload, Stored
 
 
 class CallFailed(Exception):

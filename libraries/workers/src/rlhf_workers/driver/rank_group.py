@@ -14,8 +14,7 @@ from rlhf_workers.driver.calls import Calls
 from rlhf_workers.driver.failures import GRACE_SECONDS, FailedCall, first_failure, result_of
 from rlhf_workers.driver.handle import WorkerHandle
 from rlhf_workers.driver.watchdog import Watchdog
-from rlhf_workers.process.payload import pack, unpack
-from rlhf_workers.process.stored_values import Stored
+from rlhf_workers.process.payload import Stored, pack, unpack
 
 _AHEAD = 2
 """Unread objects of a stream in the store: an item and the None after it. The reader holds another item."""

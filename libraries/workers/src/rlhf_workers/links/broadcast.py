@@ -17,9 +17,8 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from rlhf_workers.links.bucket_layout import BucketLayout
 from rlhf_workers.links.coordination import Coordination
-from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
+from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, Sender
 
 _READY = "ready"
 """Counter: every receiver adds 1 when it is ready for a bucket. Receivers take the buckets in order."""

@@ -27,9 +27,8 @@ from rlhf.weights.bucket import Bucket
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from rlhf_workers.links.bucket_layout import BucketLayout
 from rlhf_workers.links.coordination import Coordination
-from rlhf_workers.links.link import BucketHeader, Link, Receiver, Sender
+from rlhf_workers.links.link import BucketHeader, BucketLayout, Link, Receiver, Sender
 
 REBUILT = tuple(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
 """The arguments of torch's function that maps a tensor of another process."""

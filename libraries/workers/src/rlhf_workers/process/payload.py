@@ -10,15 +10,24 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from rlhf_workers.process.stored_values import Stored
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Stored(ABC):
+    """A handle of one value. It can be an argument of a call; the worker gets the value in its place."""
+
+    @classmethod
+    @abstractmethod
+    def fetch(cls, handles: Sequence[Any]) -> list[Any]:
+        """The values of some handles of this class. Their memory is read-only."""
+
 
 INLINE = 2**15
 """Bytes. A smaller payload travels inside the message to the worker; a larger one is put into the store, once."""

@@ -3,8 +3,7 @@
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm
 
-from rlhf_plugin_per_source.algorithm import PerSource
-from rlhf_plugin_per_source.config import Member, PerSourceConfig
+from rlhf_plugin_per_source.algorithm import Member, PerSource, PerSourceConfig
 
 __all__ = ["Member", "PerSource", "PerSourceConfig"]
 

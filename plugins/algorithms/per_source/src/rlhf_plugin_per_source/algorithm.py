@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field, model_validator
 from rlhf.errors import ConfigError, TrainingError
 from rlhf.interfaces import Algorithm, ComponentConfig
 from rlhf.types import Annotation, Group, Needs, OnlineShape, RoleSpec, RunOptions, Update
@@ -14,11 +15,46 @@ from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 from rlhf.types.images import joined_images
 
-from rlhf_plugin_per_source.config import PerSourceConfig
-
 if TYPE_CHECKING:
     from rlhf.interfaces.tokens import Tokens
     from rlhf.ops.batch import Batch
+
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_TAKEN = ("policy", "loss")
+"""Words at the start of names of metrics, which a member's name would hide."""
+
+
+class Member(ComponentConfig):
+    use: str
+    """The algorithm. Its options and slots stand in the same table: ``kl.coef = 0.05``, ``loss = { use = "gspo" }``."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Names of the sources in ``data.train`` whose rows it trains on."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of its loss in the sum."""
+
+
+class PerSourceConfig(ComponentConfig):
+    members: Mapping[str, Member] = Field(min_length=1)
+    """The algorithms, by names of your choice, which are also the prefixes of their metrics."""
+
+    @model_validator(mode="after")
+    def _check(self) -> PerSourceConfig:
+        owner: dict[str, str] = {}
+        for name, member in self.members.items():
+            if not _NAME.fullmatch(name) or name in _TAKEN:
+                raise ValueError(
+                    f"members: the name {name!r} is not allowed; a name matches [a-z][a-z0-9_]* and is not "
+                    f"{' or '.join(_TAKEN)}"
+                )
+            for source in member.sources:
+                if source in owner:
+                    twice = f"both {owner[source]!r} and {name!r}" if owner[source] != name else f"{name!r} twice"
+                    raise ValueError(
+                        f"members: the source {source!r} is named by {twice}; a source has one member. Remove one"
+                    )
+                owner[source] = name
+        return self
 
 
 class PerSource(Algorithm[Group]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 from rlhf import hookimpl
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _mean_logprob(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
-    return logits_CV.mean(1) - torch.logsumexp(logits_CV, 1)
+    return logits_CV.mean(1) - logits_CV.logsumexp(1)
 
 
 MEAN_LOGPROB = Head("mean_logprob", _mean_logprob)

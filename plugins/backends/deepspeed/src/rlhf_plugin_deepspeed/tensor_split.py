@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from rlhf_modeling.sharded.partition import Partition
-from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.sharded.partition import Partition, Split
 from torch import Tensor
 
 from rlhf_plugin_deepspeed.topology import Topology

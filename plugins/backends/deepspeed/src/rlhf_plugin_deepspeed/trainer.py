@@ -25,8 +25,7 @@ from rlhf_modeling.pretrained import read_config
 from rlhf_modeling.probe import probe
 from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
-from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
-from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW, build_optimizer
 from rlhf_modeling.sharded.process_group import collective
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
 from rlhf_modeling.sharded.trainer import ShardedTrainer

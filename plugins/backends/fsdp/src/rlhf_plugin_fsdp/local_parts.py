@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rlhf_modeling.sharded.partition import Flat, Partition, Piece
-from rlhf_modeling.sharded.split import Split
+from rlhf_modeling.sharded.partition import Flat, Partition, Piece, Split
 from rlhf_modeling.sharded.tensors import NamedTensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule

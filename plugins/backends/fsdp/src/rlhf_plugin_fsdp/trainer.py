@@ -22,18 +22,16 @@ from rlhf_modeling.rate_schedule import RateSchedule
 from rlhf_modeling.sharded.config import ShardedConfig
 from rlhf_modeling.sharded.ema import ShardedCopy, ShardedEma
 from rlhf_modeling.sharded.loading import load_on_host
-from rlhf_modeling.sharded.muon import DividedOrthogonalAdamW
-from rlhf_modeling.sharded.optimizer import build_optimizer
+from rlhf_modeling.sharded.optimizer import DividedOrthogonalAdamW, build_optimizer
+from rlhf_modeling.sharded.partition import Replicas, Split
 from rlhf_modeling.sharded.process_group import collective, join
 from rlhf_modeling.sharded.sequence_parallel import check_sequence_parallel, divide_rows, require_divisible
-from rlhf_modeling.sharded.split import Replicas, Split
 from rlhf_modeling.sharded.trainer import ShardedTrainer
 from rlhf_modeling.storage import Storage, largest_matrix, whole_storage
 from rlhf_modeling.stored import DTYPES
 from torch import Tensor
 
-from rlhf_plugin_fsdp.layers import divide
-from rlhf_plugin_fsdp.linear import sparing_linear
+from rlhf_plugin_fsdp.layers import divide, sparing_linear
 from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered
 
 COPIES = {"cpu": 2, "cuda": 1}

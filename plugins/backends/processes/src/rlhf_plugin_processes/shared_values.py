@@ -15,8 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import cloudpickle
-from rlhf_workers.process.payload import INLINE
-from rlhf_workers.process.stored_values import Stored
+from rlhf_workers.process.payload import INLINE, Stored
 
 _ALIGNMENT = 64
 """Bytes; more than any dtype needs."""

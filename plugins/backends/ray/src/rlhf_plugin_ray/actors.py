@@ -12,8 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlhf_workers.driver.calls import CallFailed, Calls
 from rlhf_workers.driver.handle import WorkerHandle
-from rlhf_workers.process.payload import Payload
-from rlhf_workers.process.stored_values import Stored
+from rlhf_workers.process.payload import Payload, Stored
 from rlhf_workers.process.worker import Worker
 
 _ASK_SECONDS = 20.0

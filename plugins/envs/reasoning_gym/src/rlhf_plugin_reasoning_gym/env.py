@@ -10,8 +10,7 @@ from rlhf.errors import EnvError, shown
 from rlhf.interfaces import Env
 from rlhf.types import EnvStep, Row
 
-from rlhf_plugin_reasoning_gym.answers import AnswerConfig, judge
-from rlhf_plugin_reasoning_gym.task import MOST_SEED, GymEntry, check
+from rlhf_plugin_reasoning_gym.task import MOST_SEED, AnswerConfig, GymEntry, check, judge
 
 
 class ReasoningGymConfig(AnswerConfig):

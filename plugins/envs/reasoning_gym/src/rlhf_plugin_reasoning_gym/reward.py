@@ -10,8 +10,7 @@ from rlhf.errors import RewardError, shown
 from rlhf.interfaces import Reward
 from rlhf.types import Group, RewardResult, Row
 
-from rlhf_plugin_reasoning_gym.answers import AnswerConfig, judge
-from rlhf_plugin_reasoning_gym.task import GymEntry
+from rlhf_plugin_reasoning_gym.task import AnswerConfig, GymEntry, judge
 
 
 class ReasoningGymReward(Reward):

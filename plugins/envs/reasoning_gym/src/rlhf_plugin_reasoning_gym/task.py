@@ -1,4 +1,4 @@
-"""A task of reasoning-gym with its config: drawing an entry from a seed, and scoring an answer to it.
+"""A task of reasoning-gym with its config: drawing an entry from a seed, reading an answer, and scoring it.
 
 The package is imported when the first entry is drawn: its import takes seconds, and every command lists the plugin.
 """
@@ -9,9 +9,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from rlhf.errors import EnvError, did_you_mean, shown
+from pydantic import Field
+from rlhf.errors import EnvError, RlhfError, did_you_mean, shown
+from rlhf.interfaces import ComponentConfig
 
 COMPOSITE = "composite"
 SET_HERE = {"seed", "size"}
@@ -96,3 +98,36 @@ def _parts(config: Mapping[str, Any]) -> list[Any]:
     if not isinstance(parts, list | tuple) or not parts:
         raise ValueError(f"task {COMPOSITE!r} needs 'datasets', a list of tables with name, weight and config")
     return list(parts)
+
+
+class AnswerConfig(ComponentConfig):
+    """How an answer is read."""
+
+    answer: Literal["tag", "text"] = "tag"
+    """``tag``: the answer is the text in the last ``<answer>...</answer>``, and a turn without it gets 0. ``text``: the
+    answer is the whole turn without white space around it."""
+    scorer_error: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Score of an answer on which the task's scorer raises an error. Absent: the sample has failed. A few scorers raise
+    for every answer of another form."""
+
+
+def judge(entry: GymEntry, turn: str, config: AnswerConfig, failure: type[RlhfError]) -> tuple[float, dict[str, Any]]:
+    """(score from 0 to 1, whether there was an answer and the scorer's error).
+
+    Raises ``failure`` if the scorer raises and ``scorer_error`` is not set.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    answer = extract_answer(turn) if config.answer == "tag" else turn.strip()
+    if answer is None:
+        return 0.0, {"answered": False}
+    try:
+        return entry.score(answer), {"answered": True}
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        if config.scorer_error is None:
+            raise failure(
+                f"the scorer of task {entry.task!r} raised {why} for the answer {shown(answer)}. Set scorer_error if "
+                "such answers have a score"
+            ) from error
+        return config.scorer_error, {"answered": True, "scorer_error": why}
