@@ -215,7 +215,7 @@ class PackedAttention:
             if not on_cpu and self._flashes(q, k, v, dtype, options):
                 return self._flash(q, k, v, dtype, options)[None], None
             buckets, runs = self._plan(LONGEST.get(dtype, 0) if plain else 0, q.device)
-            flat = [x[0].transpose(0, 1) for x in (q, k, v)]
+            flat = [x.squeeze(0).transpose(0, 1) for x in (q, k, v)]
             out_NHD: Tensor | None = None
             if buckets is not None:
                 low = [x.to(dtype) for x in flat]
@@ -243,7 +243,7 @@ class PackedAttention:
     def _flash(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, options: Options) -> Tensor:
         if self._lines is None:
             self._lines = flash_attention.lay_out(self._stretches, self.tokens, self._place, q.device)
-        flat = [x[0].transpose(0, 1).to(dtype) for x in (q, k, v)]
+        flat = [x.squeeze(0).transpose(0, 1).to(dtype) for x in (q, k, v)]
         return flash_attention.flash_attention(flat[0], flat[1], flat[2], self._lines, options)
 
     def _check(

@@ -7,8 +7,9 @@ FlashAttention-2 (Dao 2023, arXiv:2307.08691); bf16 only. Shape suffixes are tho
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -56,7 +57,7 @@ def flash_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: Lines, o
     k, v = (x if where.keys is None else take_rows(x, where.keys) for x in (k_NKD, v_NKD))
     grouped = q_NHD.shape[1] // k_NKD.shape[1]
     options_of_torch: dict[str, Any] = {"enable_gqa": True} if grouped > 1 else {}
-    if grouped > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
+    if grouped > 1 and "enable_gqa" not in _options(varlen_attn):  # torch 2.11
         k, v, options_of_torch = k.repeat_interleave(grouped, 1), v.repeat_interleave(grouped, 1), {}
     window = -1 if options.window is None or options.window >= where.longest_K else options.window - 1
     out: Any = varlen_attn(
@@ -86,8 +87,14 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    missing = {"window_size", "scale"} - set(inspect.signature(varlen_attn).parameters)
+    missing = {"window_size", "scale"} - _options(varlen_attn)
     return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(missing))}" if missing else ""
+
+
+@cache
+def _options(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of a function's parameters. Reading them takes longer than starting a kernel, and every layer asks."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def check_kernel(kernel: str, device: torch.device, bf16: bool) -> None:

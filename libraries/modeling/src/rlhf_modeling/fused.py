@@ -10,6 +10,7 @@ Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-for
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,9 +83,9 @@ class _FusedLayer:
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype
-        cos_ND, sin_ND = (e[0].float() for e in embeddings)
+        cos_ND, sin_ND = (e.squeeze(0).float() for e in embeddings)
 
-        x_NH = hidden_states[0]
+        x_NH = hidden_states.squeeze(0)  # its gradient is a view; that of an index is a new tensor
         h_NH = _norm(layer.input_layernorm, x_NH, dtype)
         heads = (-1, attention.head_dim)
         q_NHD = linear(attention.q_proj, h_NH).unflatten(-1, heads)
@@ -93,7 +94,7 @@ class _FusedLayer:
         q_NHD, k_NHD = _norm_rotary(attention, q_NHD, k_NHD, cos_ND, sin_ND, dtype)
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
         out, _ = route(attention, q, k, v, None, scaling=attention.scaling, sliding_window=self.window)
-        x_NH = x_NH + linear(attention.o_proj, out[0].flatten(-2))
+        x_NH = x_NH + linear(attention.o_proj, out.squeeze(0).flatten(-2))
 
         h_NH = _norm(layer.post_attention_layernorm, x_NH, dtype)
         y_NF = _SwiGlu.apply(linear(mlp.gate_proj, h_NH), linear(mlp.up_proj, h_NH))
@@ -135,7 +136,13 @@ def _scale(norm: Any) -> tuple[Tensor | None, float]:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """[..., 1]: 1 / sqrt(mean(x^2) + eps)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(norm.new_full((1,), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return torch.addcmul(_constant(eps, norm.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """fp32 [1], the same tensor at every call: on a GPU each new one is a kernel of its own."""
+    return torch.full((1,), value, device=device)
 
 
 def _norm_backward(g: Tensor, x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,11 +207,10 @@ class _NormRotary(torch.autograd.Function):
 
 def _rotate(z_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, sign: float) -> Tensor:
     """``sign`` -1 is the transpose; cos and sin repeat over the two halves of D."""
-    half = z_NHD.shape[-1] // 2
-    cos, sin = cos_ND[:, None], sin_ND[:, None, :half]
-    out = z_NHD * cos
-    out[..., :half].addcmul_(z_NHD[..., half:], sin, value=-sign)
-    out[..., half:].addcmul_(z_NHD[..., :half], sin, value=sign)
+    out = z_NHD * cos_ND[:, None]
+    (z1, z2), (out1, out2), (sin, _) = z_NHD.chunk(2, -1), out.chunk(2, -1), sin_ND[:, None].chunk(2, -1)
+    out1.addcmul_(z2, sin, value=-sign)
+    out2.addcmul_(z1, sin, value=sign)
     return out
 
 

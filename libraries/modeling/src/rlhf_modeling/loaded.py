@@ -199,7 +199,7 @@ class LoadedModel:
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
             with packed(lens, shared, self.attention), replayed(experts_MLK):
                 out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
-        return out.last_hidden_state[0], None if shared is None else shared.place_N
+        return out.last_hidden_state.squeeze(0), None if shared is None else shared.place_N
 
     def _call_on_part(
         self,
@@ -227,7 +227,7 @@ class LoadedModel:
         experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
         with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(experts_PLK):
             out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
-        return out.last_hidden_state[0], None if shared is None else shared.place_N
+        return out.last_hidden_state.squeeze(0), None if shared is None else shared.place_N
 
     def _call_with_images(
         self,
@@ -252,7 +252,7 @@ class LoadedModel:
             bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
             with packed(row.lens, shared, self.attention):
                 out = self.body(**row.arguments, use_cache=False, **bounds)
-        hidden_MH: Tensor = out.last_hidden_state[0]
+        hidden_MH: Tensor = out.last_hidden_state.squeeze(0)
         if blank:
             hidden_MH = hidden_MH[: len(ids_N)] + 0.0 * hidden_MH[len(ids_N) :].sum(0)
         return hidden_MH, None if shared is None else shared.place_N

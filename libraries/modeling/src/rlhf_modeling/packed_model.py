@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rlhf.errors import CapabilityError
@@ -32,7 +33,7 @@ class PackedModel(nn.Module):
         self.model = loaded.module
         self.loaded, self.config = loaded, config
 
-    @property
+    @cached_property  # it asks every module of the model
     def shares_prefixes(self) -> bool:
         """Sequences of a micro-batch that share a prefix compute it once."""
         return shares_prefixes(self.config, self.loaded)

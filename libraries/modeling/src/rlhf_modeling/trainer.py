@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from typing import ClassVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from rlhf.errors import CapabilityError, TrainingError
@@ -192,7 +193,11 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     ) -> list[dict[str, Tensor]]:
         resolved = [self._head(o) for o in outputs]
         results = []
-        with self._view("live" if view == self.current_view else view), determinism(self.config.deterministic):
+        with (
+            self._view("live" if view == self.current_view else view),
+            determinism(self.config.deterministic),
+            self._casts(len(micros), backward=False),
+        ):
             for micro in self._each(micros):
                 batch = micro.to(self.device)
                 values = self._outputs(batch, resolved)
@@ -206,14 +211,14 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         over = over_mask(loss)
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
-        self.module.train()
+        self._set_training(True)
         try:
-            with determinism(self.config.deterministic):
+            with determinism(self.config.deterministic), self._casts(len(micros), backward=True):
                 for number, micro in enumerate(self._each(micros)):
                     last = number == len(micros) - 1
                     parts.append(self._micro(micro.to(self.device), loss, resolved, coef, live, last))
         finally:
-            self.module.eval()
+            self._set_training(False)
         return add_sums(parts)
 
     @torch.no_grad()
@@ -222,14 +227,15 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         over = over_mask(loss)
         resolved = [self._head(o, over) for o in loss.outputs()]
         parts = []
-        for micro in self._each(micros):
-            batch = micro.to(self.device)
-            watched = self.balance.watched() if self.balance is not None else nullcontext()
-            with determinism(self.config.deterministic), watched:
-                values = self._outputs(batch, resolved)
-            parts.append(evaluate(loss, batch, values, coef, live)[1])
-            if self.balance is not None:
-                parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded.part)), 0.0)
+        with self._casts(len(micros), backward=False):
+            for micro in self._each(micros):
+                batch = micro.to(self.device)
+                watched = self.balance.watched() if self.balance is not None else nullcontext()
+                with determinism(self.config.deterministic), watched:
+                    values = self._outputs(batch, resolved)
+                parts.append(evaluate(loss, batch, values, coef, live)[1])
+                if self.balance is not None:
+                    parts[-1]["aux_loss"] = (float(self.balance.loss(batch, self.loaded.part)), 0.0)
         return add_sums(parts)
 
     def skip_updates(self, count: int) -> None:
@@ -285,6 +291,24 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision.bf16):
             return self.packed(batch, resolved)
+
+    def _casts(self, micros: int, backward: bool) -> AbstractContextManager[Any]:
+        """Inside, ``micros`` micro-batches may share the bf16 copies that autocast makes of weights. With a
+        ``backward`` pass the weights get gradients."""
+        return nullcontext()
+
+    def _set_training(self, training: bool) -> None:
+        """``module.train(training)``, which sets the mode module by module through ``__setattr__``: that takes as long
+        as a tenth of a small model's forward pass."""
+        if any(type(part).train is not nn.Module.train for part in self._parts):
+            self.module.train(training)
+            return
+        for part in self._parts:
+            part.__dict__["training"] = training
+
+    @cached_property
+    def _parts(self) -> list[nn.Module]:
+        return list(self.module.modules())
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
         return head_of_role(output, over, self.spec.role.name, self.loaded.kind, self.borrowed)

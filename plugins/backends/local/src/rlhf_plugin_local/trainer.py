@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -98,6 +99,12 @@ class TorchTrainer(SharesModule, PackedTrainer):
             self.schedule = RateSchedule(self.config, spec.total_updates)
             if self.config.ema_decay is not None:
                 self.average = Ema(self.stepped, self.config.ema_decay, self.masters.rounded if self.masters else None)
+
+    def _casts(self, micros: int, backward: bool) -> AbstractContextManager[Any]:
+        """They share them, except where checkpointing frees the copies before the backward pass."""
+        if micros < 2 or not self.precision.bf16 or (backward and self.spec.gradient_checkpointing):
+            return nullcontext()
+        return torch.autocast(self.device.type, enabled=False)  # copies live until the outermost context ends
 
     # ---------------------------------------------------------------------------------------- step
 
