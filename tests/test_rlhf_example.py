@@ -168,6 +168,28 @@ def test_the_pipeline_trains_five_models_and_ends_with_the_table(
     assert tables in again
 
 
+def test_more_flags_reach_what_samples_and_nothing_else(folder: Path) -> None:
+    prepare_rows()
+    commands: list[Sequence[str]] = []
+    run.main(
+        ["--data", ".", "--model", "model", "--", "--generator", "vllm"], lambda words: commands.append(words) or 0
+    )
+    with_flags = {command[2] for command in commands if "--generator" in command}
+    assert with_flags == {f"examples/rlhf/{name}.toml" for name in ("ppo", "grpo", "eval")}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["ppo"], "unknown argument 'ppo'"), (["--only", "sft", "--", "--seed", "1"], "--only is sft")],
+)
+def test_flags_that_nothing_would_read_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(["--data", ".", *words])
+    assert message in capsys.readouterr().err
+
+
 def test_shares_of_preferred_answers_count_ties_as_half() -> None:
     ours, others = (
         [{"rewards": {"score": {"value": value}}} for value in values] for values in ((1, 2, 3, 4), (0, 2, 4, 3))

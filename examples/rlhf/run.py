@@ -25,6 +25,7 @@ HERE = Path("examples/rlhf")
 RUNS = Path("runs/rlhf")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STAGES = ("sft", "reward_model", "ppo", "grpo", "dpo")
+SAMPLING = ("ppo", "grpo")
 RESULTS = ("sft", "ppo", "grpo", "dpo", "before")
 ONLINE = ("--data.batch_size", "4", "--sampling.max_new_tokens", "32")
 SMALL = {
@@ -72,8 +73,14 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
     parser.add_argument("--only", choices=(*STAGES, "compare"), help="this stage only, or the models so far")
     parser.add_argument("--steps", type=int, help="steps of every stage: to try the commands")
     parser.add_argument("--rows", type=int, help="only the first rows of the data: to try the commands")
-    parser.add_argument("sampling", nargs="*", metavar="-- FLAG", help="more flags of PPO, GRPO and the evaluation")
+    parser.add_argument("more", nargs="*", metavar="-- FLAG", help="more flags of PPO, GRPO and the evaluation")
     arguments = parser.parse_args(words)
+    if arguments.more and not arguments.more[0].startswith("--"):
+        parser.error(f"unknown argument {arguments.more[0]!r}; flags of PPO, GRPO and the evaluation stand after `--`")
+    if arguments.more and arguments.only not in (None, "compare", *SAMPLING):
+        parser.error(
+            f"flags after `--` are for {' and '.join(SAMPLING)} and the evaluation, --only is {arguments.only}"
+        )
     flags = SMALL if arguments.size == "small" else {}
     steps = ("--run.steps", str(arguments.steps)) if arguments.steps else ()
     rows = ("--rows", str(arguments.rows)) if arguments.rows else ()
@@ -90,15 +97,15 @@ def main(words: Sequence[str] | None = None, execute: Callable[[Sequence[str]], 
 
     run(RUNS / "task" / "held_out.jsonl", prepare(arguments.data, arguments.model, (*flags.get("prepare", ()), *rows)))
     for stage in STAGES if arguments.only is None else {arguments.only} - {"compare"}:
-        sampling = arguments.sampling if stage in ("ppo", "grpo") else ()
-        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps, *sampling)))
+        more = arguments.more if stage in SAMPLING else ()
+        run(RUNS / stage, train(stage, arguments.model, (*flags.get(stage, ()), *steps, *more)))
     if arguments.only not in (None, "compare"):
         return
     (RUNS / "answers").mkdir(exist_ok=True)
     for name in RESULTS:
         model = arguments.model if name == "before" else str(RUNS / name / "model")
         if name == "before" or finished(RUNS / name):
-            run(answers(name), evaluate(name, model, (*flags.get("eval", ()), *arguments.sampling)))
+            run(answers(name), evaluate(name, model, (*flags.get("eval", ()), *arguments.more)))
     run(None, ["python", str(HERE / "compare.py")])
 
 

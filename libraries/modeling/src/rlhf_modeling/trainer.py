@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -300,15 +299,12 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     def _set_training(self, training: bool) -> None:
         """``module.train(training)``, which sets the mode module by module through ``__setattr__``: that takes as long
         as a tenth of a small model's forward pass."""
-        if any(type(part).train is not nn.Module.train for part in self._parts):
+        parts = list(self.module.modules())
+        if any(type(part).train is not nn.Module.train for part in parts):
             self.module.train(training)
             return
-        for part in self._parts:
+        for part in parts:
             part.__dict__["training"] = training
-
-    @cached_property
-    def _parts(self) -> list[nn.Module]:
-        return list(self.module.modules())
 
     def _head(self, output: str | Head, over: str | None = None) -> Head:
         return head_of_role(output, over, self.spec.role.name, self.loaded.kind, self.borrowed)
