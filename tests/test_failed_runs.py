@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from rlhf.errors import SyncError
+from rlhf.interfaces import Proof
+from rlhf_plugin_local.generator import TransformersGenerator
 from rlhf_runtime.checkpoint import CheckpointStore
 
 from tests.forks import Forks
@@ -48,6 +51,29 @@ def test_finished_steps_are_saved_when_a_step_fails_before_its_update(shop: Work
     assert [c.step for c in CheckpointStore(broken.path).complete()] == [2]
     marker.unlink()
     assert_same_run(shop.train("rloo", "run", "--resume", **algorithm), whole)
+
+
+@pytest.mark.parametrize("algorithm", ["rloo", "sft"])
+def test_a_step_is_saved_when_its_sync_fails(shop: Workshop, monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    evaluated = {"data": {"eval": str(shop.data)}, "eval": {"every": 2, "metric": "pass@1"}}
+    evaluated |= {"reward": shop.config("rloo", "whole")["reward"], "sampling": {"max_new_tokens": 6}}
+    whole = shop.train(algorithm, "whole", **evaluated)
+    load = TransformersGenerator.load
+
+    def refuse(self: TransformersGenerator, module: object, version: int) -> Proof:
+        if version == 2:
+            raise SyncError("the canaries differ")
+        return load(self, module, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersGenerator, "load", refuse)
+        broken = shop.run(algorithm, "broken", **evaluated)
+    refused(broken, "the canaries differ", code=1)
+    assert "saved what was learnt in 2 steps" in broken.said
+    again = shop.train(algorithm, "broken", "--resume", **evaluated)
+    assert again.weights == whole.weights
+    for line, expected in zip(again.lines(), whole.lines(), strict=True):
+        assert {**line, "sync/version": 0} == {**expected, "sync/version": 0}
 
 
 def test_a_resume_may_add_an_evaluation(shop: Workshop) -> None:

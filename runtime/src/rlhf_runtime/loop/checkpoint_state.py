@@ -147,8 +147,8 @@ class SavedState(Saved):
     best: SavedBestTracker | None = None
     changed: dict[str, Any] = {}
     """:attr:`rlhf_runtime.loop.control.Control.changed`."""
-    unevaluated: str | None = None
-    """:attr:`rlhf_runtime.loop.checkpoint_state.RunState.unevaluated`, as JSON."""
+    unfinished: str | None = None
+    """:attr:`rlhf_runtime.loop.checkpoint_state.RunState.unfinished`, as JSON."""
 
 
 class SavedContinuousState(SavedState):
@@ -214,10 +214,10 @@ class RunState:
         self.components |= {f"observer.{name}": observer for name, observer in observers.items()}
         self.updates = 0
         """Number of steps that changed weights, including those before a resume."""
-        self.unevaluated: Metrics | None = None
-        """The metrics of the last step, if the checkpoint was saved because the evaluation after this step failed."""
+        self.unfinished: Metrics | None = None
+        """The metrics of the last step, if the checkpoint was saved because its sync or its evaluation failed."""
 
-    def collect(self, step: int, unevaluated: Metrics | None = None) -> State:
+    def collect(self, step: int, unfinished: Metrics | None = None) -> State:
         """The current state. It may be written later, as long as the weights do not change."""
         components: dict[str, dict[str, Any]] = {}
 
@@ -235,8 +235,8 @@ class RunState:
             values["data"] = self.data.state_dict()
         if self.control.changed:
             values["changed"] = dict(self.control.changed)
-        if unevaluated is not None:
-            values["unevaluated"] = dumps(unevaluated, f"metrics of step {step}", nonfinite="mark")
+        if unfinished is not None:
+            values["unfinished"] = dumps(unfinished, f"metrics of step {step}", nonfinite="mark")
         if self.best is not None:
             values["best"] = self.best.state_dict()
         return State(step, encode(values), pending)
@@ -289,8 +289,8 @@ class RunState:
             self.best.load_state_dict(state["best"])
         self.control.restore(saved_state.changed)
         self.updates = saved_state.updates
-        if saved_state.unevaluated is not None:
-            self.unevaluated = loads(saved_state.unevaluated, f"{where}, unevaluated")
+        if saved_state.unfinished is not None:
+            self.unfinished = loads(saved_state.unfinished, f"{where}, unfinished")
         return saved_state.step
 
 

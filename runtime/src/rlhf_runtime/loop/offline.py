@@ -19,7 +19,8 @@ def offline(run: Run) -> None:
                 metrics |= learn(
                     batch, run.algorithm, run.roles, run.seed, step, run.keep_skipped, run.timed, run.progress.count
                 )
+        run.complete(step, batch, metrics)  # adapt; an error after this line loses no step
         if run.sampler is not None:  # the policy answers held-out rows
             with run.timed("sync"):
                 metrics |= run.sync(version=step + 1)
-        run.finish(step, batch, metrics)  # adapt, evaluate, record, save
+        run.finish(step, metrics)  # evaluate, record, save

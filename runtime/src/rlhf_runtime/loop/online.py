@@ -33,6 +33,7 @@ def online(run: OnlineRun) -> None:
                     run.progress.count,
                     run.reports.credited,
                 )
+        run.complete(step, batch, metrics, ready)  # adapt, keep the samples; an error after this line loses no step
         with run.timed("sync"):
             metrics |= run.sync(version=step + 1)  # trainer -> generator, if samples will be drawn with it
-        run.finish(step, batch, metrics, ready)  # adapt, evaluate, record, save
+        run.finish(step, metrics)  # evaluate, record, save

@@ -39,7 +39,7 @@ from rlhf_runtime.samples.stream import ReadyBatch, Stream
 @dataclass(kw_only=True)
 class Run:
     """A run that is ready for its first step, made by :func:`rlhf_runtime.setup.build.build`. The loop iterates over
-    :meth:`steps` and ends each step with :meth:`finish`."""
+    :meth:`steps` and ends each step with :meth:`complete`, a sync and :meth:`finish`."""
 
     config: RunFile
     """The run file with every option of every plugin filled in."""
@@ -99,9 +99,9 @@ class Run:
             self.reports.tell(0, metrics)
         self.steps_done = self.first_step
         # A process may have died between its last checkpoint and the end of the run. The resume does the rest.
-        if self.state.unevaluated is not None:
+        if self.state.unfinished is not None:
             self.directory.metrics.cut(self.steps_done - 1)  # an earlier resume may have come further than this
-            self._end_step(self.steps_done, self.state.unevaluated, saved=True)
+            self._end_step(self.steps_done, self.state.unfinished, saved=True)
         self._stopping = self._stops(self.steps_done)
         self.saves.export_best(self.steps_done)
         self.saves.export(self.steps_done, last=self._is_last(self.steps_done))
@@ -185,11 +185,12 @@ class Run:
             path = self.directory.keep_batch(self.steps_done + 1, reason, batch)
         self.progress.note(f"optimizer step skipped ({reason}); its batch is kept in {path}")
 
-    def finish(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
-        """After learning: adapt, evaluate, write the step's line, tell the observers, save a checkpoint if due.
+    def complete(self, step: int, batch: Batch | None, metrics: Metrics, ready: ReadyBatch | None = None) -> None:
+        """After learning: adapt, keep the samples, and hold the state, so that a failure from here on loses no step.
 
         Args:
             batch: the batch that the step trained on; None if there was nothing to learn from.
+            metrics: of the step; more are added.
             ready: the samples of an online step.
         """
         steps_done = step + 1
@@ -207,18 +208,22 @@ class Run:
             metrics["data/dropped"] = float(self.data.dropped)
         if self.config.data.bad_rows == "drop":
             metrics["data/bad_rows"] = float(self.data.bad_rows)
-        self._end_step(steps_done, metrics)
+        self.saves.hold(steps_done, unfinished=metrics)  # a resume does what :meth:`finish` did not
+
+    def finish(self, step: int, metrics: Metrics) -> None:
+        """After the sync: evaluate, write the step's line, tell the observers, save a checkpoint if due."""
+        self._end_step(step + 1, metrics)
 
     def _end_step(self, steps_done: int, metrics: Metrics, saved: bool = False) -> None:
-        """The part of :meth:`finish` after the step's own metrics are known.
+        """The end of a step, in the process that made it or in the one that resumes after it.
 
         Args:
-            saved: whether there is a checkpoint of the step, because its evaluation failed.
+            saved: whether there is a checkpoint of the step, because what follows its learning failed.
         """
         self.steps_done, is_best, section = steps_done, False, self.config.checkpoint
         if self.evaluation is not None and self._evaluates(steps_done):
             if not saved:
-                self.saves.hold(steps_done, unevaluated=metrics)  # if the evaluation fails, a resume repeats it
+                self.saves.hold(steps_done, unfinished=metrics)  # with those of the sync
             try:
                 metrics |= self._evaluate(self.evaluation, steps_done)
                 is_best = self.evaluation.best.update(steps_done, metrics)[0] and section.save_best

@@ -58,13 +58,13 @@ class Saves:
         self._intact_best: Mapping[str, Any] | None = None
         """The best metric and its value, if this step has it."""
 
-    def hold(self, steps_done: int, best: bool = False, unevaluated: Metrics | None = None) -> None:
+    def hold(self, steps_done: int, best: bool = False, unfinished: Metrics | None = None) -> None:
         """Remember the state after step ``steps_done``, so that :meth:`rescue` can save it.
 
         Args:
-            unevaluated: the step's metrics, before the evaluation that follows it.
+            unfinished: the step's metrics, if its sync or its evaluation may still fail.
         """
-        self._intact, self._intact_changes = self._state.collect(steps_done, unevaluated), self._changes()
+        self._intact, self._intact_changes = self._state.collect(steps_done, unfinished), self._changes()
         self._intact_best = self._mark() if best else None
 
     def save(self, step: int, best: bool = False) -> None:

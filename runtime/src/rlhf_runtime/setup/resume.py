@@ -158,7 +158,7 @@ def restore(
     step = state.read(checkpoint)
     with store.writing(directory.path):
         directory.cut(step)
-    if missing := directory.metrics.missing(step if state.unevaluated is None else step - 1):
+    if missing := directory.metrics.missing(step if state.unfinished is None else step - 1):
         note(f"{directory.metrics.path} has no line of {missing}: it was cut or replaced")
     note(f"resumed after step {step} from {checkpoint.path}")
     for line in _no_steps(prepared, step):
