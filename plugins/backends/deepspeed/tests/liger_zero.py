@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rlhf_testing.suite_losses import TokenLoss
 from rlhf_testing.tiny import tiny_model
-from zero_cases import apart, batch, spec, trainer
 
 sys.path.append(str(Path(__file__).resolve().parents[4]))  # the root's tests are not on a script's path
+from zero_cases import apart, batch, spec, trainer
+
 from tests.interpreted import complete_the_interpreter
 
 FOLDER = Path(sys.argv[1])
