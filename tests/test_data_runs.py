@@ -9,7 +9,7 @@ import pytest
 import torch
 from rlhf_testing.tiny import tiny_model, tiny_tokenizer
 
-from tests.runs import Workshop
+from tests.runs import Workshop, merged
 
 THINKING = (
     "{% for m in messages %}{% set c = m.content %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
@@ -69,13 +69,14 @@ def models(tmp_path_factory):
     return {t: tiny_model(folder / str(i), chat_template=t) for i, t in enumerate(templates)}
 
 
-def plain_statement(path, rows: Sequence[Sequence[str]]) -> tuple[float, float]:
-    """(mean negative log-likelihood of the trained tokens, norm of its gradient), with one forward pass per row."""
+def plain_statement(path, rows: Sequence[Sequence[str]]) -> tuple[float, float, float]:
+    """(mean negative log-likelihood of the trained tokens, norm of its gradient, share of these tokens with the highest
+    logit), with one forward pass per row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path))
     model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
-    losses = []
+    losses, right = [], []
     for pieces in rows:
         ids, labels = list[int](), list[int]()
         for piece in pieces:
@@ -85,11 +86,12 @@ def plain_statement(path, rows: Sequence[Sequence[str]]) -> tuple[float, float]:
             labels += tokens if on else [-100] * len(tokens)
         logits = model(torch.tensor([ids])).logits[0, :-1]
         losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="none"))
+        right.append(logits.argmax(-1) == torch.tensor(labels[1:]))
     counts = sum(int((loss != 0).sum()) for loss in losses)
     mean = torch.cat(losses).sum() / counts
     mean.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-    return float(mean.detach()), float(norm)
+    return float(mean.detach()), float(norm), float(torch.cat(right).sum() / counts)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -98,9 +100,29 @@ def test_the_first_step_is_that_of_rows_one_at_a_time(shop: Workshop, models, ca
     data = {"train": str(shop.rows("rows.jsonl", rows)), "batch_size": len(rows), "shuffle": False, "max_tokens": 99}
     run = shop.train("sft", "run", run={"steps": 1}, data=data | section, policy={"model": str(models[template])})
     (line,) = run.lines()
-    nll, norm = plain_statement(models[template], expected)
+    nll, norm, _ = plain_statement(models[template], expected)
     assert line["policy/nll"] == pytest.approx(nll, rel=1e-5)
     assert line["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+LAYOUTS = {
+    "one micro-batch": {},
+    "a row in each micro-batch": {"policy": {"micro_tokens": 8}},
+    "chunks of two tokens": {"trainer": {"logits_chunk": 256}},
+    "no shared prefixes": {"trainer": {"shared_prefixes": False}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_accuracy_of_tokens_is_that_of_the_highest_logits(shop: Workshop, models, layout) -> None:
+    """The untrained model repeats its input, so it is right at some doubled letters."""
+    texts = ("aabbccdd", "aab", "tattoo", "xyz", "aabcc")
+    data = {"train": str(shop.rows("rows.jsonl", [{"text": text} for text in texts])), "batch_size": 5}
+    options = {"run": {"steps": 1}, "data": data, "policy": {"model": str(models["default"])}}
+    run = shop.train("sft", "run", **merged(options, LAYOUTS[layout]))
+    _, _, accuracy = plain_statement(models["default"], [[f"[{text}<eos>]"] for text in texts])
+    assert 0.1 < accuracy < 0.9
+    assert run.lines()[0]["policy/token_accuracy"] == pytest.approx(accuracy, rel=1e-6)
 
 
 def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> None:

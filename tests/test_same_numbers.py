@@ -130,8 +130,8 @@ def test_gradients_of_the_first_step_are_equal(label, learnt, embedded):
 
 @pytest.mark.parametrize("label", CASES)
 def test_losses_of_five_steps_are_equal(label, learnt, embedded):
-    names = [name for name in embedded[label].steps[0] if name.endswith(("/loss", "/grad_norm"))]
-    assert len(names) == (4 if label == "ppo" else 2)
+    names = [name for name in embedded[label].steps[0] if name.endswith(("/loss", "/grad_norm", "/token_accuracy"))]
+    assert len(names) == {"ppo": 4, "sft": 3}.get(label, 2)
     assert len(learnt[label].steps) == 5
     for step, (ours, theirs) in enumerate(zip(learnt[label].steps, embedded[label].steps, strict=True)):
         for name in names:

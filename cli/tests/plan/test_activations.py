@@ -115,7 +115,7 @@ def test_copies_of_the_logits():
     assert [copies(("logprobs",), backward=b) for b in (False, True)] == [2, 4]
     assert [copies(("logprobs", "entropy"), backward=b) for b in (False, True)] == [4, 6]
     assert copies(("hidden",), backward=False) == 0
-    assert copies(("logprobs", "hidden"), backward=True) == 4
+    assert copies(("logprobs", "hidden", "top1"), backward=True) == 4
     assert copies(("logprobs", "of_a_plugin"), backward=True) == 6
 
 

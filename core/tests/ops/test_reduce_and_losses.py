@@ -8,7 +8,7 @@ import pytest
 import torch
 from rlhf.errors import TrainingError
 from rlhf.interfaces import Loss
-from rlhf.ops.heads import BUILTIN, ENTROPY, LOGPROBS, resolve_head
+from rlhf.ops.heads import BUILTIN, ENTROPY, LOGPROBS, TOP1, resolve_head
 from rlhf.ops.loss_value import add_sums, evaluate, finish_sums, over_mask, required_columns
 from rlhf.ops.losses import LossInput
 from rlhf.ops.packing import SequenceData, UnitData, pack
@@ -381,6 +381,8 @@ def test_heads_by_hand():
     logits, ids = torch.tensor([[0.0, 3.0]]).log1p() * torch.tensor([[1.0, 0.7924812]]), torch.tensor([1])
     assert LOGPROBS.fn(logits, ids, {}, {}).tolist() == pytest.approx([-0.2876821], abs=1e-5)
     assert ENTROPY.fn(logits, ids, {}, {}).tolist() == pytest.approx([0.5623351], abs=1e-5)
+    assert [TOP1.fn(logits, torch.tensor([i]), {}, {}).tolist() for i in (0, 1)] == [[0.0], [1.0]]
+    assert TOP1.fn(torch.zeros(2, 3), torch.tensor([0, 1]), {}, {}).tolist() == [1.0, 0.0], "of equal ones the first"
     assert BUILTIN["values"].fn(torch.tensor([[4.0]]), ids, {}, {}).tolist() == [4.0]
 
 

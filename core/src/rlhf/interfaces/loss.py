@@ -43,7 +43,7 @@ class Loss(Component):
     @abstractmethod
     def outputs(self) -> tuple[str | Head, ...]:
         """Model outputs that the loss reads with gradient: ``logprobs``, ``entropy``, ``values``, ``scores`` or a
-        Head."""
+        Head; and ``top1``, which has no gradient."""
 
     def columns(self) -> tuple[str, ...]:
         """Batch columns that the loss reads. Only these are sent to the ranks, and reading any other column raises. For

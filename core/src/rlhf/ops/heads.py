@@ -1,4 +1,4 @@
-"""Built-in heads: log-probs, entropy, values, scores and hidden states."""
+"""Built-in heads: log-probs, entropy, top-1 accuracy, values, scores and hidden states."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def _entropy(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> 
     return -(logp_CV.exp() * logp_CV).sum(1)
 
 
+def _top1(logits_CV: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
+    return (logits_CV.argmax(1) == ids_C).float()
+
+
 def _scalar(outputs_C1: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> Tensor:
     return outputs_C1[:, 0]
 
@@ -32,6 +36,9 @@ def _hidden(hidden_CH: Tensor, ids_C: Tensor, columns: Any, constants: Any) -> T
 
 LOGPROBS = Head("logprobs", _logprobs)
 ENTROPY = Head("entropy", _entropy)
+TOP1 = Head("top1", _top1)
+"""1.0 where no token of the vocabulary is more probable than the token itself, else 0.0; of several most probable
+tokens the first counts. It has no gradient."""
 VALUES = Head("values", _scalar)
 SCORES = Head("scores", _scalar, over="last_token", at="at")
 """Per sequence [B]: the output after the last token. The trainer supplies the mask ``last_token``."""
@@ -39,8 +46,8 @@ HIDDEN = Head("hidden", _hidden, reads="hidden")
 """[A, H]: the input of the output head at the position that predicts the token. :class:`OutputHead` maps it to
 logits."""
 
-BUILTIN: dict[str, Head] = {h.name: h for h in (LOGPROBS, ENTROPY, VALUES, SCORES, HIDDEN)}
-LANGUAGE_MODEL_ONLY = frozenset({"logprobs", "entropy"})
+BUILTIN: dict[str, Head] = {h.name: h for h in (LOGPROBS, ENTROPY, TOP1, VALUES, SCORES, HIDDEN)}
+LANGUAGE_MODEL_ONLY = frozenset({"logprobs", "entropy", "top1"})
 ANY_MODEL = frozenset({"hidden"})
 
 

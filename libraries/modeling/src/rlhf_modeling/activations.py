@@ -152,8 +152,8 @@ def weight_gradient(size: ModelSize, a: Arithmetic) -> int:
 
 def copies(outputs: Iterable[str], *, backward: bool) -> int:
     """How many fp32 matrices of logits exist at once: log-probs 2 forward and 4 with backward, entropy 4 and 5, both 4
-    and 6. Each output of a plugin adds 2, an allowance. Hidden states need none."""
-    names = set(outputs) - {"hidden"}
+    and 6. Each output of a plugin adds 2, an allowance. Hidden states and top-1 accuracy need none."""
+    names = set(outputs) - {"hidden", "top1"}
     if not names:
         return 0
     own = len(names - {"logprobs", "entropy", "values", "scores"})

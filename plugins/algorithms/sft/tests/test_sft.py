@@ -49,11 +49,14 @@ def test_only_a_policy_is_needed_and_trained_once():
     assert (update.role, update.loss, update.epochs, update.minibatches) == ("policy", "loss", 1, 1)
 
 
-def test_metrics_are_the_mean_nll_and_probability():
-    out = NLL()({"logprobs": torch.tensor([math.log(0.5), math.log(0.25)])})
+@pytest.mark.parametrize("loss", [NLL(), NLL(NLL.Config(label_smoothing=0.1)), DFT()])
+def test_metrics_are_the_mean_nll_probability_and_accuracy(loss):
+    logprobs, others = torch.tensor([math.log(0.5), math.log(0.25)]), torch.tensor([-3.0, -3.0])
+    out = loss({"logprobs": logprobs, "mean_logprob": others, "top1": torch.tensor([1.0, 0.0])})
     assert isinstance(out, LossOutput)
     assert out.metrics["nll"][1].tolist() == pytest.approx([math.log(2), math.log(4)])
     assert out.metrics["token_prob"][1].tolist() == pytest.approx([0.5, 0.25])
+    assert out.metrics["token_accuracy"][1].tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("reduce", ["token_mean", "seq_mean_token_mean"])
@@ -77,7 +80,7 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
             counts.append(int(mask.sum()))
             logp = torch.log_softmax(model(ids).logits.float(), -1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
             logprobs.append(logp[mask[0, 1:]])
-    total, _ = evaluate(loss, batch, {"logprobs": torch.cat(logprobs)}, {}, {})
+    total, _ = evaluate(loss, batch, {"logprobs": torch.cat(logprobs), "top1": torch.zeros(6)}, {}, {})
     by_token = sum(m * n for m, n in zip(means, counts, strict=True)) / sum(counts)
     assert float(total) == pytest.approx(by_token if reduce == "token_mean" else sum(means) / 3, rel=1e-5)
 
@@ -85,7 +88,7 @@ def test_the_loss_is_transformers_own_on_the_same_rows(tmp_path, reduce):
 def test_dft_by_hand():
     """p = 1/2 and 1/4: losses log(2) / 2 and log(4) / 4; d loss / d log p is -p, where the likelihood's is -1."""
     logprobs = torch.tensor([math.log(0.5), math.log(0.25)], requires_grad=True)
-    values = DFT()({"logprobs": logprobs}).terms["dft"]
+    values = DFT()({"logprobs": logprobs, "top1": torch.zeros(2)}).terms["dft"]
     assert values.tolist() == pytest.approx([math.log(2) / 2, math.log(4) / 4])
     values.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([-0.5, -0.25])
@@ -101,6 +104,7 @@ def test_label_smoothing_is_that_of_transformers():
     x = {
         "logprobs": torch.log_softmax(logits[0], -1).gather(1, ids[:, None])[:, 0],
         "mean_logprob": MEAN_LOGPROB.fn(logits[0], ids, {}, {}),
+        "top1": torch.zeros(6),
     }
     out = NLL(NLL.Config(label_smoothing=0.2))(x)
     assert float(out.terms["nll"].mean()) == pytest.approx(float(theirs), rel=1e-6)

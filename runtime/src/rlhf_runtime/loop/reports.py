@@ -163,6 +163,7 @@ TRL_NAMES: Mapping[str, str] = {
     "policy/lr": "learning_rate",
     "policy/aux_loss": "aux_loss",
     "policy/entropy": "entropy",
+    "policy/token_accuracy": "mean_token_accuracy",
     "policy/kl_reference": "kl",
     "policy/kl": "kl",
     "policy/clip_fraction": "clip_ratio/region_mean",

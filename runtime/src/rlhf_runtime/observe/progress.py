@@ -48,6 +48,7 @@ TABLE: Mapping[str, tuple[str, ...]] = {
     **HEADLINE,
     "entropy": ("policy/entropy",),
     "token probability": ("policy/token_prob",),
+    "token accuracy": ("policy/token_accuracy",),
     "learning rate": ("policy/lr",),
     "sampled tokens/s": ("throughput/sampled",),
     "trained tokens/s": ("throughput/trained",),

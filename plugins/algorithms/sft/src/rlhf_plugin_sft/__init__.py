@@ -41,7 +41,8 @@ class NLL(Loss):
     -(1 - e) log p(token) - e mean_v log p(v) over the V rows of the model's output head.
 
     Metrics: ``nll``, the mean of -log p(token) whatever ``reduce`` and ``label_smoothing`` say (its exponential is the
-    perplexity), and ``token_prob``, the mean probability of the demonstrated token.
+    perplexity); ``token_prob``, the mean probability of the demonstrated token; and ``token_accuracy``, the share of
+    demonstrated tokens that are the most probable one.
     """
 
     name = "nll"
@@ -49,7 +50,7 @@ class NLL(Loss):
     Config: ClassVar[type[ComponentConfig]] = NLLConfig
 
     def outputs(self) -> tuple[str | Head, ...]:
-        return ("logprobs", MEAN_LOGPROB) if self.config.label_smoothing else ("logprobs",)
+        return ("logprobs", *((MEAN_LOGPROB,) if self.config.label_smoothing else ()), "top1")
 
     def reduce(self) -> dict[str, Reduce]:
         return {"nll": Reduce(self.config.reduce)}
@@ -57,7 +58,7 @@ class NLL(Loss):
     def __call__(self, x: LossInput) -> LossOutput:
         nll_A, e = -x["logprobs"], self.config.label_smoothing
         values_A = (1 - e) * nll_A - e * x["mean_logprob"] if e else nll_A
-        return LossOutput({"nll": values_A}, _metrics(nll_A))
+        return LossOutput({"nll": values_A}, _metrics(nll_A, x["top1"]))
 
 
 class DFT(Loss):
@@ -72,18 +73,18 @@ class DFT(Loss):
     Config = LikelihoodConfig
 
     def outputs(self) -> tuple[str, ...]:
-        return ("logprobs",)
+        return ("logprobs", "top1")
 
     def reduce(self) -> dict[str, Reduce]:
         return {"dft": Reduce(self.config.reduce)}
 
     def __call__(self, x: LossInput) -> LossOutput:
         nll_A = -x["logprobs"]
-        return LossOutput({"dft": (-nll_A).exp().detach() * nll_A}, _metrics(nll_A))
+        return LossOutput({"dft": (-nll_A).exp().detach() * nll_A}, _metrics(nll_A, x["top1"]))
 
 
-def _metrics(nll_A: Tensor) -> dict[str, Any]:
-    return {"nll": ("token", nll_A), "token_prob": ("token", (-nll_A).exp())}
+def _metrics(nll_A: Tensor, top1_A: Tensor) -> dict[str, Any]:
+    return {"nll": ("token", nll_A), "token_prob": ("token", (-nll_A).exp()), "token_accuracy": ("token", top1_A)}
 
 
 class SFT(Algorithm[Example]):
