@@ -184,7 +184,7 @@ def test_a_run_of_an_earlier_release_is_shown_with_what_it_lacks(whole, tmp_path
     edit_start(run, "ended", "total_steps", "options")
     text = called(capsys, "show", run)
     assert "run: finished" in text
-    assert "This run does not record which options were set" in text
+    assert "This run does not record which options differ from their defaults" in text
     shutil.rmtree(run / "model")
     assert "run: failed" in called(capsys, "show", run)
 

@@ -91,7 +91,7 @@ def test_a_run_writes_its_page_and_names_it_in_its_last_line(whole: Finished) ->
     assert run["curves"]["metrics"]["reward/mean"] == pytest.approx([line["reward/mean"] for line in lines], rel=1e-5)
     assert [value is None for value in run["curves"]["metrics"]["eval/reward"]] == [True, False, True, False]
     assert ["reward", "length", "rlhf-plugin-length 0.1.0"] in run["plugins"]
-    assert run["options_set"]["algorithm.kl.coef"] == "0.05"
+    assert run["options_changed"]["algorithm.kl.coef"] == "0.05"
     assert "run.seed" in run["options"]
     assert {track[0] for track in run["timeline"]["tracks"]} == {"driver", "samples", "rewards", "events"}
 

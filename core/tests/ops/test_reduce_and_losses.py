@@ -382,7 +382,7 @@ def test_heads_by_hand():
     assert LOGPROBS.fn(logits, ids, {}, {}).tolist() == pytest.approx([-0.2876821], abs=1e-5)
     assert ENTROPY.fn(logits, ids, {}, {}).tolist() == pytest.approx([0.5623351], abs=1e-5)
     assert [TOP1.fn(logits, torch.tensor([i]), {}, {}).tolist() for i in (0, 1)] == [[0.0], [1.0]]
-    assert TOP1.fn(torch.zeros(2, 3), torch.tensor([0, 1]), {}, {}).tolist() == [1.0, 0.0], "of equal ones the first"
+    assert not TOP1.fn(logits.requires_grad_(), ids, {}, {}).requires_grad
     assert BUILTIN["values"].fn(torch.tensor([[4.0]]), ids, {}, {}).tolist() == [4.0]
 
 

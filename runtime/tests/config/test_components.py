@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -266,7 +267,9 @@ def test_an_unknown_plugin_in_a_slot(plugins):
     assert "'clip'" in message
 
 
-def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path):
+@cache
+def installed() -> Plugins:
+    """The installed plugins and those of this module."""
     plugins = Plugins.discover()
     for kind, cls in (
         ("reward", Scorer),
@@ -276,6 +279,43 @@ def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path)
         ("advantage", Centered),
     ):
         plugins.register(kind, cls)
+    return plugins
+
+
+@pytest.mark.parametrize(
+    ("flag", "default", "other"),
+    [
+        ("sampling.temperature", "1.0", "0.5"),
+        ("trainer.use", "torch", None),
+        ("trainer.schedule", "constant", "cosine"),
+        ("reward.0.weight", "1", "2"),
+        ("reward.0.number", "1", "2"),
+        ("reward.0.pair", "[0, 1]", "[1, 2]"),
+        ("reward.0.inner.weight", "1.0", "0.5"),
+        ("algorithm.kl", "0.0", "0.1"),
+        ("algorithm.loss.use", "plugin:clip", "plain"),
+        ("algorithm.loss.clip_high", "0.28", "0.2"),  # of the slot, not of the loss
+        ("critic.trainer.lr", "0.25", "1e-6"),  # of [trainer]
+        ("placement.policy.ranks", "1", "2"),
+        ("trainer.lora.rank", None, "16"),  # without the table there are no adapters
+        ("run.name", "", "x"),
+    ],
+)
+def test_the_options_that_differ_from_their_defaults(flag, default, other, tmp_path):
+    """Of a run, and of another one with its ``config.toml``, in which every option is set."""
+    plugins, own = installed(), {"algorithm.use", "reward.0.use", "trainer.lr"}
+    for value, paths in ((default, own), (other, own | {flag})):
+        if value is not None:
+            flags = [("algorithm", "algo"), ("reward", "scorer"), ("trainer.lr", "0.25"), (flag, value)]
+            first = Selections.of(plugins, load(None, flags))
+            assert {*first.changed()} == paths, value
+            path = tmp_path / "config.toml"
+            path.write_text(to_toml(first.config))
+            assert {*Selections.of(plugins, load(str(path))).changed()} == paths, value
+
+
+def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path):
+    plugins = installed()
     run = load(
         None,
         [

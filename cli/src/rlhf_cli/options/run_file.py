@@ -61,7 +61,7 @@ def run_file(run: RunFile, plugins: Plugins, name: str) -> str:
 
 def _given(run: RunFile, algorithm: Algorithm) -> Values:
     """The values that flags set, by dotted path."""
-    values = {path: _value(run, path) for path in run.origins.options}
+    values = {path: run.value(path) for path in run.origins.options}
     for slot in algorithm.slots:  # the short form of a part, `loss = "NAME"`
         if (path := f"algorithm.{slot}") in values:
             values[f"{path}.use"] = values.pop(path)
@@ -102,19 +102,6 @@ def _rewarded(run: RunFile, values: Values, plugins: Plugins) -> Values:
     if "returns_reward" in rollout.Config.model_fields and "rollout.returns_reward" not in values:
         return {"rollout.returns_reward": True}
     return {"reward.0.use": placeholder(f"a reward: {', '.join(_names(plugins, 'reward'))}, file:PATH.py")}
-
-
-def _value(run: RunFile, path: str) -> Any:
-    """What the run file holds at a dotted path."""
-    node: Any = run
-    for part in path.split("."):
-        if isinstance(node, tuple):
-            node = node[int(part)]
-        elif isinstance(node, Choice):
-            node = getattr(node, part) if part in type(node).model_fields else node.options[part]
-        else:
-            node = node[part] if isinstance(node, Mapping) else getattr(node, part)
-    return node
 
 
 def _sources(sources: Sequence[SourceSection]) -> Any:

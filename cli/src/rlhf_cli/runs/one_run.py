@@ -60,17 +60,17 @@ def _print_title(console: Console, record: RunRecord) -> None:
 def _print_options(console: Console, record: RunRecord) -> None:
     if not record.config:
         return
-    paths = record.options_set
+    paths = record.options_changed
     if paths is None:
         _print_heading(console, "Options")
         console.print(
-            "  This run does not record which options were set. All of them, with defaults, are in "
+            "  This run does not record which options differ from their defaults. All of them, with defaults, are in "
             f"{record.path / 'config.toml'}.",
             soft_wrap=True,
         )
         return
     values = {path: record.option(path, NOTHING) for path in paths}
-    _print_heading(console, "Options that were set")
+    _print_heading(console, "Options that differ from their defaults")
     texts = {
         path: value_text(value) for path, value in values.items() if value is not NOTHING and path not in OF_A_CALL
     }

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined, to_jsonable_python
 from rlhf.errors import ConfigError, PluginError, PluginInvalid, PluginNotFound, boundary
 from rlhf.interfaces import Algorithm, Component, ComponentConfig, Slot
 from rlhf.plugins import Plugins, Resolved
@@ -164,6 +165,18 @@ class AlgorithmSelection:
             own = {**options["members"][name], "use": member.own.resolved.ref}
             options["members"] = {**options["members"], name: {**own, **member.options()}}
         return options
+
+
+    def defaults(self) -> dict[str, Any]:
+        """The defaults of :meth:`options`."""
+        defaults = _defaults(self.own.config, NO_DEFAULT)
+        for name, part in self.slots.items():
+            slot = self.own.resolved.cls.slots[name]
+            of_slot = slot.defaults if part.resolved.ref.removeprefix("plugin:") == slot.use else {}
+            defaults[name] = {"use": slot.use, **_defaults(part.config, NO_DEFAULT), **of_slot}
+        for name, member in self.members.items():
+            defaults["members"][name] |= member.defaults()
+        return defaults
 
 
 def select_algorithm(
@@ -326,6 +339,35 @@ class Selections:
             raise selected
         return selected
 
+    def changed(self) -> list[str]:
+        """Dotted paths of the options that the user set to another value than their default: that of the section's or
+        the plugin's class, of the algorithm for its slot, or of ``[trainer]`` for a role's own trainer. What has no
+        default is one of them."""
+        tree = _defaults(self.config, None)
+        for where, selection in self._of_sections.items():
+            section = tree
+            *parents, last = where.split(".")
+            for part in parents:
+                section = section[part]
+            if isinstance(selection, AlgorithmSelection):
+                section[last] |= selection.defaults()
+            elif isinstance(selection, Selection) and last == "trainer" and parents:
+                section[last] = dumped(self["trainer"].config)
+            elif isinstance(selection, Selection):
+                section[last] |= _defaults(selection.config, NO_DEFAULT)
+        paths = []
+        for path in self.config.origins.options:
+            value, default = self.config.value(path), tree
+            if isinstance(value, Mapping) and "use" in value:  # the short form of a part, `loss = "NAME"`
+                path, value = f"{path}.use", value["use"]
+            for part in path.split("."):
+                default = _at(default, part)
+            if path.endswith(".use"):
+                value = str(value).removeprefix("plugin:")
+            if default is NO_DEFAULT or to_jsonable_python(value) != to_jsonable_python(default):
+                paths.append(path)
+        return paths
+
     def _filled(self) -> dict[str, Any]:
         """The sections that hold options of the selected plugins, filled in."""
         run = self.config
@@ -407,3 +449,33 @@ def refusal_lines(refusals: list[tuple[Resolved, list[str]]]) -> list[str]:
 
 def dumped(config: ComponentConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
+
+
+NO_DEFAULT = PydanticUndefined
+"""In place of a default where there is none."""
+
+
+def _defaults(value: Any, default: Any) -> Any:
+    """The default of a value; for tables, those of their options.
+
+    Args:
+        default: of the whole value. None: it is absent, so a table in which every option has the default of its class
+            differs from the default all the same.
+    """
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields
+        whole = default if type(default) is type(value) else None
+        of_fields = {n: f.get_default(call_default_factory=True) for n, f in fields.items()}
+        if whole is None and default is None and all(getattr(value, n) == d for n, d in of_fields.items()):
+            return NO_DEFAULT
+        of_fields = of_fields if whole is None else {n: getattr(whole, n) for n in fields}
+        return {n: _defaults(getattr(value, n), d) for n, d in of_fields.items()}
+    if isinstance(value, Mapping):
+        return {name: _defaults(v, _at(default, name)) for name, v in value.items()}
+    if isinstance(value, tuple) and any(isinstance(item, BaseModel) for item in value):
+        return {str(number): _defaults(item, NO_DEFAULT) for number, item in enumerate(value)}
+    return default
+
+
+def _at(values: Any, name: str) -> Any:
+    return values.get(name, NO_DEFAULT) if isinstance(values, Mapping) else NO_DEFAULT

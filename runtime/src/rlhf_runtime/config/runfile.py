@@ -155,6 +155,18 @@ class RunFile(ComponentConfig):
         """Where each value was written, for error messages; empty if the run file was made in Python."""
         return self._origins
 
+    def value(self, path: str) -> Any:
+        """The value at a dotted path."""
+        node: Any = self
+        for part in path.split("."):
+            if isinstance(node, tuple):
+                node = node[int(part)]
+            elif isinstance(node, Choice):
+                node = getattr(node, part) if part in type(node).model_fields else node.options[part]
+            else:
+                node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+        return node
+
     @model_validator(mode="before")
     @classmethod
     def _long_form(cls, data: Any) -> Any:

@@ -73,7 +73,7 @@ def run_facts(record: RunRecord) -> dict[str, Any]:
         "left_out": left_out(lines),
         "notes": [str(note) for note in _list(record.ended.get("notes"))],
         "options": record.options,
-        "options_set": _options_set(record),
+        "options_changed": _options_changed(record),
         "plugins": [_plugin(plugin) for plugin in record.plugins],
         "environment": _environment(record.start.get("environment")),
         "timeline": _timeline(record),
@@ -142,8 +142,8 @@ def _headline(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in metrics if name is not None]
 
 
-def _options_set(record: RunRecord) -> dict[str, str] | None:
-    paths = record.options_set
+def _options_changed(record: RunRecord) -> dict[str, str] | None:
+    paths = record.options_changed
     if paths is None:
         return None
     values = {path: record.option(path) for path in paths if path not in OF_A_CALL}

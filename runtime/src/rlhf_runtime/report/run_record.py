@@ -94,9 +94,9 @@ class RunRecord:
         return values
 
     @property
-    def options_set(self) -> list[str] | None:
-        """Dotted paths of the options that were set at the first start; None if that is not recorded. A resume may
-        read ``config.toml``, in which every option is set."""
+    def options_changed(self) -> list[str] | None:
+        """Dotted paths of the options that differed from their defaults at the first start; None if that is not
+        recorded."""
         first = self.starts[0].get("options") if self.starts else None
         return [str(path) for path in first] if isinstance(first, list) else None
 

@@ -300,7 +300,7 @@ def record_start(run: Run, prepared: Prepared) -> None:
             [plugin.manifest() for plugin in prepared.plugins],
             run.first_step,
             total_steps=run.total_steps,
-            options=list(config.origins.options),
+            options=prepared.selections.changed(),
             data=data.fingerprints(),
             images=data.has_images,
             content=content(prepared),

@@ -665,9 +665,9 @@ function showOptions() {
   const all = make("input", { type: "checkbox" });
   const search = make("input", { type: "search", placeholder: "option", "aria-label": "options with this text" });
   const place = make("div");
-  const unknown = runs.filter((run) => run.options_set === null);
+  const unknown = runs.filter((run) => run.options_changed === null);
   const fill = () => {
-    const of = (run) => all.checked || run.options_set === null ? run.options : run.options_set;
+    const of = (run) => all.checked || run.options_changed === null ? run.options : run.options_changed;
     const names = [...new Set(runs.flatMap((run) => Object.keys(of(run))))].filter((name) => name.includes(search.value));
     const value = (run, name) => of(run)[name] ?? run.options[name];
     place.replaceChildren(names.length ? table(["option", ...runs.map((run) => runs.length > 1 ? run.label : "value")], names.map((name) => {
@@ -679,9 +679,9 @@ function showOptions() {
   all.addEventListener("change", fill);
   search.addEventListener("input", fill);
   section("options", "Options",
-    make("p", { class: "faint" }, "Options that were set; all others have their defaults.",
+    make("p", { class: "faint" }, "Options that differ from their defaults.",
       runs.length > 1 ? " Rows in which the runs differ are marked." : ""),
-    unknown.map((run) => make("div", { class: "note" }, `${run.label} does not record which options were set: all are shown.`)),
+    unknown.map((run) => make("div", { class: "note" }, `${run.label} does not record which options differ from their defaults: all are shown.`)),
     make("div", { class: "bar" }, make("label", {}, all, "all options"), make("label", {}, "Option", search)), place);
   fill();
 }
