@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+from rich.cells import cell_len
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_runtime.observe.live_table import short, sparkline
 from rlhf_runtime.observe.progress import Progress
@@ -141,6 +142,28 @@ def test_a_control_code_of_a_sample_does_nothing(terminal: Terminal) -> None:
     progress.last_sample(1, [group(1.0)])
     progress.close()
     assert "-> answer\\x1b[2J" in "\n".join(terminal.screen)
+
+
+def test_a_long_sample_has_rows_of_whole_words_which_stay(terminal: Terminal) -> None:
+    """An answer of a model with line breaks after each second word; then a short one."""
+    row, answer = Row({}, "sums", 0), "\n\n".join(f"word{n} {'漢字' * 3}" for n in range(200))
+    turns = [Turn([1], False, text="unseen " * 20 + "the question?\nassistant\n"), Turn([2], True, text=answer)]
+    progress = Progress(2, stream=terminal)
+    progress.begin(0)
+    progress.last_sample(1, [Group(row, 0, [Trajectory(row, turns, (0, 0), reward=1.0)])])
+    progress._table.refresh()
+    rows = [line for line in below(terminal.screen) if line][2:]
+    assert len(rows) == 4
+    assert rows[0].startswith("sample  step 1, reward 1: ... unseen unseen"), "from the start of a word"
+    words = " ".join(line.strip() for line in rows).split()
+    assert "the question? assistant -> word0" in " ".join(words)
+    assert words[-1] == "..."
+    assert all(line.startswith(" " * 8) for line in rows[1:])
+    assert {*words[words.index("->") + 1 : -2]} <= {*answer.split()}, "no word is broken"
+    assert max(cell_len(line) for line in rows) <= progress._table._console.width
+    progress.last_sample(2, [group(1.0)])
+    assert len([*progress._table._sample(80)]) == 4, "the table does not jump"
+    progress.close()
 
 
 def test_a_low_terminal_shows_the_first_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

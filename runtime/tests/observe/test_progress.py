@@ -58,6 +58,10 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     out = io.StringIO()
     Progress(1, stream=out).note("x " * 100 + "[bold]a[/bold]")
     assert out.getvalue() == "note: " + "x " * 100 + "[bold]a[/bold]\n"
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    Progress(1, stream=terminal).note("word " * 50)
+    assert set(" ".join(terminal.getvalue().split("\n")).split()) == {"note:", "word"}, "no word is broken"
     quiet = Progress(3, show="quiet")
     quiet.step(0, {"reward/mean": 1.0})
     quiet.step(1, {"reward/mean": 1.0})

@@ -28,6 +28,10 @@ LABEL, VALUE, CURVE = 18, 9, 24
 KEPT = 200
 """Values of a curve. Each of its characters is the mean of equally many."""
 NOTES = 2
+SAMPLE = 4
+"""Most rows of the sample."""
+MARGIN = 8
+"""Columns before the text of a row."""
 BARS = "▁▂▃▄▅▆▇█"
 PARTS_OF_A_STEP = ("data", "generate", "learn", "sync")
 """Phases that do not overlap, of the time of a step without its evaluation."""
@@ -49,6 +53,7 @@ class LiveTable:
         self.phase: tuple[str, float, dict[str, tuple[int, int]]] | None = None
         """(what the step is doing, since when, counts)."""
         self.sample = ""
+        self._sample_rows = 0
         self._curves: dict[str, deque[float]] = {}
         self._last: Mapping[str, float] = {}
         self._notes: deque[str] = deque(maxlen=NOTES)
@@ -141,9 +146,10 @@ class LiveTable:
     def _picture(self) -> RenderableType:
         width = self._console.width
         lines = [Text("─" * width, "dim"), self._progress(width), *self._metrics(width)]
-        for label, text in (("time", self._times()), ("memory", self._memory()), ("sample", self.sample)):
+        for label, text in (("time", self._times()), ("memory", self._memory())):
             if text:
                 lines.append(_row(label, text))
+        lines += self._sample(width)
         lines += [_row("note", text, "yellow") for text in self._notes]
         lines = lines[: max(2, self._console.height - 1)]
         for line in lines:
@@ -196,6 +202,21 @@ class LiveTable:
                 peaks.append(f"{part} {value:.3g} GiB{' of its GPU' if kind == 'cuda' else ''}")
         return "at most " + ", ".join(peaks) if peaks else ""
 
+    def _sample(self, width: int) -> Iterator[Text]:
+        """As many rows as the longest sample so far, so that the table does not jump."""
+        if not self.sample:
+            return
+        text = printable(" ".join(self.sample.split()))
+        rows = list(Text(text[: SAMPLE * width]).wrap(self._console, width - MARGIN))
+        if len(rows) > SAMPLE:
+            rows = rows[:SAMPLE]
+            rows[-1].truncate(width - MARGIN - 4)
+            rows[-1].append(" ...")
+        self._sample_rows = max(self._sample_rows, len(rows))
+        for number in range(self._sample_rows):
+            label = "sample" if number == 0 else ""
+            yield Text.assemble((f"{label:<{MARGIN}}", "bold"), rows[number] if number < len(rows) else "")
+
     def _plain_text(self, characters: str) -> bool:
         """Whether the terminal has these characters."""
         try:
@@ -206,7 +227,7 @@ class LiveTable:
 
 
 def _row(label: str, text: str, style: str = "") -> Text:
-    return Text.assemble((f"{label:<8}", "bold"), (printable(" ".join(text.split())), style))
+    return Text.assemble((f"{label:<{MARGIN}}", "bold"), (printable(" ".join(text.split())), style))
 
 
 def short(value: float) -> str:

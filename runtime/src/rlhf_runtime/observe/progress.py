@@ -61,7 +61,8 @@ where an update is one optimizer step, the loss where it is a sum of advantages 
 _ABOUT_ZERO = 1e-6
 _ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
 """{phase that is no part of a step: word in the summary}."""
-
+PROMPT = 60
+"""Characters of a prompt's end before the completion in the table."""
 
 PHASES: Mapping[str, str] = {
     "data": "tokenising rows",
@@ -195,7 +196,9 @@ class Progress:
         if self._table is not None:
             for sample in first_samples(groups[-1:], 1):
                 reward = "no reward" if sample.reward is None else f"reward {sample.reward:.4g}"
-                prompt = " ".join(sample.prompt.split())[-32:]
+                prompt = " ".join(sample.prompt.split())
+                if len(prompt) > PROMPT:  # its end, from the start of a word
+                    prompt = f"... {prompt[-PROMPT:].partition(' ')[2] or prompt[-PROMPT:]}"
                 self._table.sample = f"step {step}, {reward}: {prompt} -> {sample.completion}"
 
     def samples(self, step: int, groups: Sequence[Group]) -> None:
@@ -237,9 +240,9 @@ class Progress:
         self._shown_at, self._pending = now, ""
 
     def _line(self, text: str) -> None:
-        # soft_wrap and no markup: lines stay whole, and brackets in them are text
+        # no markup: brackets are text. In a file lines stay whole; a terminal would break them inside of words
         with hidden():
-            self._console.print(text, soft_wrap=True, markup=False)
+            self._console.print(text, soft_wrap=not self._console.is_terminal, markup=False)
 
     def _values(self, metrics: Mapping[str, float], headline: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
         values = {}
