@@ -109,6 +109,7 @@ def test_samples_have_rewards_advantages_and_log_probs_of_their_tokens(whole: Fi
         assert {name: len(v) for name, v in sample["values"].items()} == dict.fromkeys(names, len(turn["ids"]))
         assert {*sample["rewards"]} == {"reward", "short"}
         assert data["prompts"][sample["prompt"]] == recorded["prompt"]
+    assert shown["note"] == ""
     answers = [sample for sample in shown["samples"] if sample["kind"] == "evaluation"]
     assert [(s["step"], s["row"]) for s in answers] == [(step, row) for step in (2, 4) for row in range(3)]
     text = "".join(shown["texts"][str(token)] for token in training[0]["turns"][0]["ids"])
@@ -130,6 +131,7 @@ def test_a_run_that_goes_on_is_shown(shop: Workshop, tmp_path: Path) -> None:
         report([tmp_path / "run"], page)
         (facts,) = values(page)["runs"]
         seen.append((facts["state"], facts["steps"], facts["total_steps"], facts["samples"]["total"]))
+        assert facts["samples"]["note"].startswith("The log-probs of the policy are not recorded"), "of one step"
 
     options = {
         "sampling.samples_per_prompt": 2,

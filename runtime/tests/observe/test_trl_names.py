@@ -6,7 +6,8 @@ from rlhf_runtime.loop.reports import TRL_NAMES, TRL_NAMES_OF_SCORES, trl_names
 def test_a_line_of_an_algorithm_that_samples():
     line = {
         "reward/mean": 1.0, "reward/math/mean": 2.0, "reward/a/b/std": 3.0, "policy/loss": 4.0, "length/truncated": 0.5,
-        "stream/prompts": 8.0, "reward/math/info/k": 6.0, "eval/reward": 7.0, "eval/loss": 9.0, "eval/math/loss": 1.5, "policy/token_accuracy": 0.25, "eval/token_accuracy": 0.5,
+        "stream/prompts": 8.0, "reward/math/info/k": 6.0, "eval/reward": 7.0, "eval/loss": 9.0, "eval/math/loss": 1.5,
+        "policy/token_accuracy": 0.25, "eval/token_accuracy": 0.5,
     }  # fmt: skip
     assert trl_names(line) == {
         "train/reward": 1.0, "train/rewards/math/mean": 2.0, "train/rewards/a/b/std": 3.0, "train/loss": 4.0,

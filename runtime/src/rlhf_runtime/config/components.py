@@ -166,7 +166,6 @@ class AlgorithmSelection:
             options["members"] = {**options["members"], name: {**own, **member.options()}}
         return options
 
-
     def defaults(self) -> dict[str, Any]:
         """The defaults of :meth:`options`."""
         defaults = _defaults(self.own.config, NO_DEFAULT)

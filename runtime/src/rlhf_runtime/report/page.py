@@ -112,6 +112,12 @@ SHARES = (0.2, 0.3, 0.1)
 """Parts of the samples: of the first and last step, of prompts that came twice, of groups in which a sample failed. The
 others are drawn at random."""
 
+NO_POLICY = (
+    "The log-probs of the policy are not recorded, as nothing needed them before the update: it has one optimizer "
+    "step. Those of the generator stand for them. The metric policy/kl_generator is the mean divergence of the two; "
+    "`rlhf doctor RUN` compares them token by token."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
@@ -140,7 +146,7 @@ class ShownSamples:
     def of(self, record: RunRecord, number: int) -> dict[str, Any]:
         """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
         here; ``with_tokens``: samples that have their tokens; ``errors`` of failed samples and how often each came;
-        ``texts`` of tokens, by their ids."""
+        ``texts`` of tokens, by their ids; ``note`` about the numbers of tokens."""
         steps = recorded_steps(record.path)
         groups, errors = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)
@@ -169,7 +175,9 @@ class ShownSamples:
             except RlhfError as error:
                 record.problems.append(str(error))
         ids = {token for sample in samples for turn in sample["turns"] for token in turn.get("ids", ())}
+        values = [sample["values"].keys() for sample in samples if "values" in sample]
         return {
+            "note": NO_POLICY if values and not any("policy/logprobs" in names for names in values) else "",
             "samples": sorted(samples, key=lambda s: (s["kind"] == "evaluation", s["step"], s["group"], s["sample"])),
             "total": sum(len(group.rows) for group in groups),
             "shown": sum(map(len, rows.values())),

@@ -421,7 +421,8 @@ function tokenView(sample) {
   const [select, field] = choice("Colour", sources.map(([name], n) => [n, name]), change);
   select.value = Math.max(0, first);
   change();
-  return sources.length ? [make("div", { class: "bar" }, field, legend), box, readout] : [box];
+  const note = runs[sample.run].samples.note && make("div", { class: "faint" }, runs[sample.run].samples.note);
+  return sources.length ? [make("div", { class: "bar" }, field, legend), box, readout, note] : [box];
 }
 
 function sampleView(sample, withPrompt = true) {
