@@ -9,14 +9,14 @@ Shape suffixes: N tokens, B sequences, U units.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlhf.ops.spans import empty, owners, spans
+from rlhf.ops.spans import empty, moved, owners, spans
 from rlhf.types import Image
 
 ColumnLevel = Literal["tok", "seq", "unit"]
@@ -44,6 +44,9 @@ class Batch:
     images_B: tuple[tuple[Image, ...], ...] = ()
     """The images of each sequence, in order; empty if no sequence has one. ``Image.at`` counts from the sequence's
     first token."""
+    source: Batch | None = None
+    """The batch on the CPU that :meth:`to` copied. What depends on values is read there: a read from a GPU waits for
+    its work."""
 
     # ------------------------------------------------------------------------------ sizes and maps
 
@@ -56,18 +59,27 @@ class Batch:
         return int(self.lens_B.numel())
 
     @property
+    def host(self) -> Batch:
+        """The batch whose values are read: :attr:`source`, or this one."""
+        return self if self.source is None else self.source
+
+    @property
     def units(self) -> int:
-        return int(self.unit_B[-1]) + 1 if self.sequences else 0
+        return int(self.host.unit_B[-1]) + 1 if self.sequences else 0
 
     @property
     def seq_N(self) -> Tensor:
         """int64 [N]: the sequence of each token."""
-        return owners(self.lens_B)
+        return self.read(lambda batch: owners(batch.lens_B))
 
     @property
     def unit_N(self) -> Tensor:
         """int64 [N]: the unit of each token."""
-        return owners(self._tokens_U())
+        return self.read(lambda batch: owners(batch._tokens_U()))
+
+    def index(self, mask: str) -> Tensor:
+        """int64 [A]: the tokens under a mask."""
+        return self.read(lambda batch: batch.tok[mask].nonzero()[:, 0])
 
     @property
     def starts_B(self) -> Tensor:
@@ -83,12 +95,12 @@ class Batch:
     def answer_B(self) -> Tensor:
         """int64 [B]: index of each sequence's (unit, role) pair, in order of first appearance. Reductions call such a
         pair a sequence. A trajectory whose context was rewritten has several sequences and one answer."""
-        return self._answers()[0]
+        return self.read(lambda batch: batch._answers()[0])
 
     @property
     def answers(self) -> int:
         """Number of (unit, role) pairs."""
-        return self._answers()[1]
+        return self.host._answers()[1]
 
     def _answers(self) -> tuple[Tensor, int]:
         if not self.sequences:
@@ -96,6 +108,10 @@ class Batch:
         key_B = self.unit_B * (int(self.role_B.max()) + 1) + self.role_B
         values, inverse_B = torch.unique(key_B, return_inverse=True)  # sorted by unit, then role
         return inverse_B, int(values.numel())
+
+    def read(self, fact: Callable[[Batch], Tensor]) -> Tensor:
+        """What ``fact`` computes from the values of :attr:`host`, on this batch's device."""
+        return moved(fact(self.host), self.ids_N.device)
 
     # ------------------------------------------------------------------------------------- columns
 
@@ -118,10 +134,10 @@ class Batch:
             mask_N = self.tok[over]
             values = torch.where(mask_N.view(-1, *[1] * (values.ndim - 1)), values, values.new_zeros(()))
         if level == "tok":
-            return replace(self, tok={**self.tok, name: values})
+            return replace(self, tok={**self.tok, name: values}, source=None)
         if level == "seq":
-            return replace(self, seq={**self.seq, name: values})
-        return replace(self, unit={**self.unit, name: values})
+            return replace(self, seq={**self.seq, name: values}, source=None)
+        return replace(self, unit={**self.unit, name: values}, source=None)
 
     def only(self, names: Sequence[str]) -> Batch:
         """The batch with these columns only. A call sends only the columns that it declares."""
@@ -131,6 +147,7 @@ class Batch:
             tok={k: v for k, v in self.tok.items() if k in keep},
             seq={k: v for k, v in self.seq.items() if k in keep},
             unit={k: v for k, v in self.unit.items() if k in keep},
+            source=None,
         )
 
     # ---------------------------------------------------------------------------------- reordering
@@ -205,18 +222,22 @@ class Batch:
         return self.lens_B.new_zeros(self.units).index_add_(0, self.unit_B, self.lens_B)
 
     def to(self, device: torch.device | str) -> Batch:
+        if self.ids_N.device == torch.device(device):
+            return self
+
         def move(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-            return {k: v.to(device) for k, v in columns.items()}
+            return {k: moved(v, device) for k, v in columns.items()}
 
         return Batch(
-            self.ids_N.to(device),
-            self.lens_B.to(device),
-            self.unit_B.to(device),
-            self.role_B.to(device),
+            moved(self.ids_N, device),
+            moved(self.lens_B, device),
+            moved(self.unit_B, device),
+            moved(self.role_B, device),
             move(self.tok),
             move(self.seq),
             move(self.unit),
             self.images_B,
+            None if torch.device(device).type == "cpu" else self.host,
         )
 
 

@@ -160,7 +160,7 @@ def _sizes(x: LossInput) -> str:
 def _weights(x: LossInput, batch: Batch, over: str, term: str, level: str) -> Tensor:
     column = batch.column(WEIGHT + term)
     if level == "tok":
-        return column[batch.tok[over]]
+        return column[batch.index(over)]
     if level == "unit":
         return column
     return column.new_zeros(x.sequences).index_add(0, x.answer_B, column)

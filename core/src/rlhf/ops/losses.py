@@ -33,17 +33,16 @@ class LossInput:
         live: Mapping[str, str],
         loss: str,
     ) -> None:
-        mask_N = batch.tok[over]
         self._batch, self._loss = batch, loss  # its name, for messages
-        self._mask_N, self._over = mask_N, over
+        self._index_A, self._over = batch.index(over), over
         self._outputs, self._live = outputs, live
         self._columns = frozenset(columns)
         self.coef = dict(coef)
         self.answer_B = batch.answer_B
-        self.sequence_A = self.answer_B[batch.seq_N][mask_N]
+        self.sequence_A = self.answer_B[batch.seq_N[self._index_A]]
         self.sequences = batch.answers
         self.units = batch.units
-        self.unit_A = batch.unit_N[mask_N]
+        self.unit_A = batch.unit_N[self._index_A]
         self.tokens = int(self.sequence_A.numel())
 
     def __getitem__(self, name: str) -> Tensor:
@@ -56,7 +55,7 @@ class LossInput:
             )
         batch = self._batch
         if name in batch.tok:
-            return batch.tok[name][self._mask_N]
+            return batch.tok[name][self._index_A]
         if name in batch.seq:
             return batch.seq[name]
         if name in batch.unit:
@@ -123,12 +122,11 @@ class LossInput:
 
     def of_role(self, values_S: Tensor, role: int) -> Tensor:
         """[S] -> [U]: the value of each unit's sequence of that role (every unit must have one)."""
-        role_S = self._batch.role_B.new_zeros(self.sequences).index_put((self.answer_B,), self._batch.role_B)
-        picked_U = values_S[role_S == role]
-        if picked_U.shape[0] != self.units:
+        index_U = self._batch.read(lambda batch: torch.unique(batch.answer_B[batch.role_B == role]))
+        if len(index_U) != self.units:
             raise TrainingError(
-                f"loss {self._loss!r} reads the sequence of role {role} in every unit, but {picked_U.shape[0]} of "
+                f"loss {self._loss!r} reads the sequence of role {role} in every unit, but {len(index_U)} of "
                 f"{self.units} units have one. Use it with an algorithm on pairs, whose units have roles 0 and 1; for "
                 '`rlhf plugins check`, set conformance = {"data": "pairs"} in its class'
             )
-        return picked_U
+        return values_S[index_U]

@@ -1,4 +1,5 @@
-"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, sums, memory.
+"""Consecutive pieces of an array: the piece that each position belongs to, positions of ranges, sums; memory, copies to
+a GPU.
 
 ``torch.repeat_interleave`` is not used. It starts every thread even for a few numbers and waits for the slowest, so
 each call takes milliseconds on cores that a rank or an engine also uses.
@@ -65,3 +66,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if nbytes < _HUGE:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(np.empty(nbytes, np.uint8)).view(dtype).view(*shape)
+
+
+def moved(values: Tensor, device: torch.device | str) -> Tensor:
+    """``values`` on ``device``. A copy from the CPU to a GPU does not wait for the work that the GPU still has."""
+    if values.device.type == "cpu" and torch.device(device).type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import CapabilityError
+from rlhf.ops.spans import moved
 from torch import Tensor
 
 from rlhf_modeling.sdpa_attention import Options
@@ -44,8 +45,8 @@ def lay_out(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
     own, whole = [s.length - s.skip for s in stretches], [s.length for s in stretches]
     keys = None
     if place is not None and any(s.skip for s in stretches):
-        keys = torch.cat([place[s.at : s.at + s.length] for s in stretches])
-    ends = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in (own, whole)]
+        keys = moved(torch.cat([place[s.at : s.at + s.length] for s in stretches]), device)
+    ends = [moved(torch.tensor([0, *accumulate(n)], dtype=torch.int32), device) for n in (own, whole)]
     assert sum(own) == tokens
     return Lines(keys, ends[0], ends[1], max(own), max(whole))
 

@@ -15,6 +15,7 @@ from rlhf.errors import ModelError, TrainingError
 from rlhf.interfaces import ModelSpec
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import OutputHead, gives, resolve_head
+from rlhf.ops.spans import moved
 from rlhf.types import Head
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +32,7 @@ def positions(batch: Batch, head: Head) -> Tensor:
         return batch.starts_B + batch.lens_B - 1
     if head.over not in batch.tok:
         raise TrainingError(f"head {head.name!r} needs the token mask {head.over!r}; the batch has {sorted(batch.tok)}")
-    return batch.tok[head.over].nonzero()[:, 0]
+    return batch.index(head.over)
 
 
 def compute(
@@ -55,7 +56,7 @@ def compute(
     Args:
         logits: [C, H] -> [C, V].
         place_N: the row of ``hidden_NH`` for each token, so there may be fewer rows than tokens; None: row n for token
-            n.
+            n. On the device of ``batch.host``.
         tempered: divide logits by the token column ``temperature`` (1.0 where absent); language models only.
         chunk: most tokens whose logits exist at once.
         head_fp32: compute the logits in fp32 under autocast too.
@@ -68,8 +69,8 @@ def compute(
     out: dict[str, Tensor] = {}
     for over, at in dict.fromkeys((h.over, h.at) for h in heads):
         group = [h for h in heads if (h.over, h.at) == (over, at)]
-        index_A = positions(batch, group[0])
-        if at == "before" and bool((batch.position_N[index_A] == 0).any()):
+        index_A = positions(batch.host, group[0])
+        if at == "before" and bool((batch.host.position_N[index_A] == 0).any()):
             raise TrainingError(
                 f"head {group[0].name!r} reads what predicts a token, but the mask {over!r} covers the first token of "
                 "a sequence, which nothing predicts"
@@ -81,6 +82,8 @@ def compute(
         if part is not None:
             own = part.among_own(source_A)
             index_A, source_A = index_A[own], source_A[own] - part.start
+            own = moved(own, batch.ids_N.device)
+        index_A, source_A = (moved(x, batch.ids_N.device) for x in (index_A, source_A))
         temperature_A = _temperature(batch, index_A) if tempered and at == "before" else None
         columns = {name: batch.tok[name][index_A] for h in group for name in h.columns}
         run = _Chunk(group, logits, head_fp32)
@@ -162,7 +165,7 @@ def scatter(batch: Batch, head: Head, values_A: Tensor) -> Tensor:
     if head.over == LAST_TOKEN:
         return values_A
     out_N = values_A.new_zeros((batch.tokens, *values_A.shape[1:]))
-    out_N[batch.tok[head.over]] = values_A
+    out_N[batch.index(head.over)] = values_A
     return out_N
 
 

@@ -22,6 +22,7 @@ import torch
 from rlhf.errors import ModelError, TrainingError
 from rlhf.ops.experts import UNKNOWN
 from rlhf.ops.heads import OutputHead, shape_logits
+from rlhf.ops.spans import moved
 from rlhf.types import Image
 from torch import Tensor, nn
 
@@ -84,6 +85,8 @@ class LoadedModel:
     """This rank's part of the latest row; None if rows are whole."""
     images: ImageInputs | None = None
     """Set where the model reads images."""
+    device: torch.device | None = None
+    """Of the model; None: that of the tokens."""
     no_images: str = "reads text only"
     """Why it does not."""
     routers: Routers | None = None
@@ -123,9 +126,10 @@ class LoadedModel:
         experts_NLK: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """([M, H], where each of the N tokens is among them; None: at its own place). Where rows are divided over
-        ranks, only the hidden states of :attr:`part`.
+        ranks, only the hidden states of :attr:`part`. The places are on the device of the ids.
 
         Args:
+            ids_N: on the CPU where :attr:`device` is set, because their values are read; so are positions and experts.
             share: compute common prefixes once, where the layout is ``shared``.
             images_B: the images of each sequence; empty: there are none.
             experts_NLK: the experts that :attr:`routers` send the tokens to; negative: those that they choose.
@@ -185,9 +189,8 @@ class LoadedModel:
         self.computing = lens
         with self.rope.forgotten() if self.rope is not None else nullcontext():
             if self.layout == "alone":
-                with replayed(experts_NLK):
-                    out = self.body(input_ids=ids_N.view(len(lens), -1), use_cache=False)
-                return out.last_hidden_state.flatten(0, 1), None
+                with replayed(self._placed(experts_NLK)):
+                    return self._body(input_ids=ids_N.view(len(lens), -1)).flatten(0, 1), None
             shares = share and self.layout == "shared"
             shared = share_prefixes(ids_N, lens, experts_NLK=experts_NLK) if shares else None
             if self.divided_over is not None:
@@ -197,9 +200,9 @@ class LoadedModel:
                 ids_M, position_M = shared.ids_M, shared.position_M
                 experts_MLK = None if experts_NLK is None else experts_NLK[shared.source_M]
             bounds = sequence_bounds(lens, ids_N.device) if self.boundaries else {}
-            with packed(lens, shared, self.attention), replayed(experts_MLK):
-                out = self.body(input_ids=ids_M[None], position_ids=position_M[None], use_cache=False, **bounds)
-        return out.last_hidden_state.squeeze(0), None if shared is None else shared.place_N
+            with packed(lens, shared, self.attention), replayed(self._placed(experts_MLK)):
+                hidden_1MH = self._body(input_ids=ids_M[None], position_ids=position_M[None], **bounds)
+        return hidden_1MH.squeeze(0), None if shared is None else shared.place_N
 
     def _call_on_part(
         self,
@@ -225,9 +228,9 @@ class LoadedModel:
                     experts_MLK = torch.cat([experts_MLK, unknown])
         self.part = part = RowPart(among, len(ids_M))
         experts_PLK = None if experts_MLK is None else part.of(experts_MLK)
-        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(experts_PLK):
-            out = self.body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None], use_cache=False)
-        return out.last_hidden_state.squeeze(0), None if shared is None else shared.place_N
+        with attend_with(PartAttention(part, lens, shared, self.attention)), replayed(self._placed(experts_PLK)):
+            hidden_1PH = self._body(input_ids=part.of(ids_M)[None], position_ids=part.of(position_M)[None])
+        return hidden_1PH.squeeze(0), None if shared is None else shared.place_N
 
     def _call_with_images(
         self,
@@ -247,15 +250,22 @@ class LoadedModel:
         self.computing = row.lens
         with self.rope.forgotten() if self.rope is not None else nullcontext(), inputs.placed(row):
             if self.layout == "alone":
-                out = self.body(**row.as_rows(len(lens)), use_cache=False)
-                return out.last_hidden_state.flatten(0, 1), None
+                return self._body(**row.as_rows(len(lens))).flatten(0, 1), None
             bounds = sequence_bounds(row.lens, ids_N.device) if self.boundaries else {}
             with packed(row.lens, shared, self.attention):
-                out = self.body(**row.arguments, use_cache=False, **bounds)
-        hidden_MH: Tensor = out.last_hidden_state.squeeze(0)
+                hidden_MH = self._body(**row.arguments, **bounds).squeeze(0)
         if blank:
             hidden_MH = hidden_MH[: len(ids_N)] + 0.0 * hidden_MH[len(ids_N) :].sum(0)
         return hidden_MH, None if shared is None else shared.place_N
+
+    def _body(self, **inputs: Any) -> Tensor:
+        """The body's hidden states of the inputs, which are moved to its device."""
+        placed = {name: self._placed(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        hidden: Tensor = self.body(**placed, use_cache=False).last_hidden_state
+        return hidden
+
+    def _placed(self, x: Tensor | None) -> Tensor | None:
+        return x if x is None or self.device is None else moved(x, self.device)
 
     # -------------------------------------------------------------------------------------------- logits
 

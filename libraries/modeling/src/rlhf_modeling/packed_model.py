@@ -56,10 +56,11 @@ class PackedModel(nn.Module):
 
 def hidden_states(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[Tensor, Tensor | None]:
     """See :meth:`rlhf_modeling.loaded.LoadedModel.compute`."""
-    lens = batch.lens_B.tolist()
+    host = batch.host
+    lens = host.lens_B.tolist()
     loaded.require_positions(lens)
-    experts_NLK = batch.tok.get(EXPERTS) if loaded.routers is not None else None
-    return loaded.compute(batch.ids_N, batch.position_N, lens, share, batch.images_B, experts_NLK)
+    experts_NLK = host.tok.get(EXPERTS) if loaded.routers is not None else None
+    return loaded.compute(host.ids_N, host.position_N, lens, share, batch.images_B, experts_NLK)
 
 
 def shares_prefixes(config: TrainingConfig, loaded: LoadedModel) -> bool:

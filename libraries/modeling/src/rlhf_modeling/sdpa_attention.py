@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from rlhf.ops.spans import moved
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -57,7 +58,7 @@ class SequenceRuns:
 
 def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, device: torch.device) -> SequenceRuns:
     """Runs of these sequences; the arguments are those of :func:`rlhf_modeling.matmul_attention.lay_out`."""
-    every_N = torch.arange(tokens, device=device)
+    every_N = torch.arange(tokens, device=None if place is None else place.device)
     runs: list[list[Stretch]] = []
     for s in stretches:
         if runs and (runs[-1][0].length, runs[-1][0].skip) == (s.length, s.skip):
@@ -74,7 +75,10 @@ def collect(stretches: Sequence[Stretch], tokens: int, place: Tensor | None, dev
             keys.append(where)
             queries.append(where[first:])
     own_L = torch.cat([every_N[s.start : s.start + s.length - s.skip] for s in stretches])
-    return SequenceRuns(tuple(groups), _unless(every_N, torch.cat(queries)), _unless(every_N, torch.cat(keys)), own_L)
+    q_rows, k_rows = (
+        None if torch.equal(every_N, x) else moved(x, device) for x in (torch.cat(queries), torch.cat(keys))
+    )
+    return SequenceRuns(tuple(groups), q_rows, k_rows, moved(own_L, device))
 
 
 def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: SequenceRuns, options: Options) -> Tensor:
@@ -93,10 +97,6 @@ def sdpa_attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, where: SequenceR
         out = _attend(q, k, v, where, options).transpose(1, 2)
         parts.append(out[:, run.skip - run.first :].flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _unless(every_N: Tensor, index: Tensor) -> Tensor | None:
-    return None if torch.equal(every_N, index) else index
 
 
 def _taken(x: Tensor, index: Tensor | None) -> Tensor:

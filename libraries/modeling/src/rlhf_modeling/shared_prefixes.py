@@ -63,7 +63,7 @@ def share_prefixes(
     """Which tokens to compute; None if no two sequences share a long enough prefix.
 
     Args:
-        ids_N: int64, on any device; the result is on the same device.
+        ids_N: int64, on any device; the result is on the same device. On a GPU it waits for the values.
         lens: tokens of each sequence; they sum to N.
         images_B: images of each sequence; empty: there are none.
         experts_NLK: of each token, for models without images. Tokens that use different experts share nothing.

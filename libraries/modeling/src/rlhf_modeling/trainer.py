@@ -104,6 +104,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
     def prepare(self, loaded: LoadedModel, spec: ModelSpec, device: torch.device) -> None:
         """Use a loaded model. A subclass calls it once in its constructor, before it makes an optimizer."""
         self.spec, self.device, self.loaded = spec, device, loaded
+        loaded.device = device
         self.precision: Precision = precision_of(spec, device)
         check_kernel(self.config.attention, device, self.precision.bf16)
         self.choose_kernel()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from rlhf.errors import TrainingError
+from rlhf.ops.spans import moved
 from rlhf.types import Image
 from torch import Tensor, nn
 
@@ -163,7 +164,9 @@ class ImageInputs:
         own embedding; the model would look for an image."""
         hook = None
         if (plain_N := row.plain_N) is not None:
-            hook = self._embedding.register_forward_pre_hook(lambda _, arguments: (plain_N.view(arguments[0].shape),))
+            hook = self._embedding.register_forward_pre_hook(
+                lambda _, arguments: (moved(plain_N, arguments[0].device).view(arguments[0].shape),)
+            )
         self._counts = row.counts
         try:
             yield
