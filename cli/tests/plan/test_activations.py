@@ -109,6 +109,7 @@ def test_shared_prefixes_keep_keys_and_values_of_every_sequence(tmp_path, bf16):
 def test_gradient_checkpointing_keeps_the_inputs_of_layers(tmp_path):
     size = read_size(str(tiny_model(tmp_path, layers=3, **SMALL)))
     assert activations(size, Arithmetic(tokens=10, checkpointing=True)) == 10 * (3 + 2) * 80 * 4
+    assert activations(size, Arithmetic(tokens=10, checkpointing=True, offloads=True)) == 10 * (2 + 2) * 80 * 4
 
 
 def test_copies_of_the_logits():

@@ -150,8 +150,20 @@ def test_lengths_saved_modules_and_quantised_layers_are_counted(size, tmp_path):
 
 
 def test_gradient_checkpointing_needs_less(size):
-    once, again = (memory(size, checkpointing=c).phases["train"].device["activations"] for c in (False, True))
-    assert again < once
+    once, again, offloaded = (
+        memory(size, checkpointing=c, offloads=o).phases["train"]
+        for c, o in ((False, False), (True, False), (True, True))
+    )
+    assert offloaded.device["activations"] < again.device["activations"] < once.device["activations"]
+    assert offloaded.host - again.host == 3 * 512 * 64 * 4, "the input of each layer"
+
+
+def test_offloaded_activations_are_in_host_memory_beside_a_gpu_only(size):
+    config, spec = TrainingConfig(offload_activations=True), ModelSpec(RoleSpec("policy", "lm", True), size.path)
+    spec = replace(spec, gradient_checkpointing=True, dtype="fp32")
+    assert [arithmetic(config, spec, size, WORK, device).offloads for device in ("cpu", "cuda")] == [False, True]
+    frozen = replace(spec, role=RoleSpec("reference", "lm", False))
+    assert not arithmetic(config, frozen, size, WORK, "cuda").offloads
 
 
 def test_gradients_of_a_single_micro_batch_are_made_when_its_activations_are_freed(size):

@@ -42,6 +42,8 @@ class Arithmetic:
     logits: int = 2**24
     """Most logits that exist at once."""
     checkpointing: bool = False
+    offloads: bool = False
+    """With ``checkpointing``, on a GPU: the inputs of the layers are in host memory."""
     adapters: int = 0
     """Rank of the adapters; 0: the weights are trained."""
     parts: int = 1
@@ -102,10 +104,11 @@ def keys_and_values(layer: LayerSize, a: Arithmetic) -> float:
 
 
 def activations(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes that live from forward to backward. With gradient checkpointing: the layers' inputs only."""
+    """Bytes that live from forward to backward. With gradient checkpointing: the layers' inputs only; two of them where
+    they are in host memory."""
     last = 2 * size.hidden * FP32
     if a.checkpointing:
-        return a.tokens * (len(size.layers) * size.hidden * FP32 + last)
+        return a.tokens * ((2 if a.offloads else len(size.layers)) * size.hidden * FP32 + last)
     return int(a.tokens * (sum(layer_saved(layer, size, a) for layer in size.layers) + last))
 
 

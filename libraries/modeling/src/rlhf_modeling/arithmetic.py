@@ -52,6 +52,7 @@ def arithmetic(
         fused=config.kernels != "none",
         logits=most_logits(config, device),
         checkpointing=spec.gradient_checkpointing and spec.role.trained,
+        offloads=config.offload_activations and spec.role.trained and device != "cpu",
         adapters=0 if lora is None else lora.rank,
         parts=parts,
         image_tokens=image_tokens(size.tower, work.images, work.longest, own_tokens),

@@ -108,6 +108,9 @@ class TrainingConfig(ComponentConfig):
     logits_chunk: int | None = Field(None, gt=0)
     """Largest number of logits (tokens x vocabulary) that exist at once. Beyond it the head computes in chunks, which
     are recomputed in the backward pass. Default: 2**24 on a CPU, where they are 64 MiB; 2**27 on a GPU."""
+    offload_activations: bool = False
+    """With ``gradient_checkpointing``: between forward and backward the inputs of the layers are in host memory, pinned
+    on a GPU. Results are equal bit for bit."""
     deterministic: bool = False
     """Sums of the forward and backward passes in a fixed order on a GPU, so that a resume is bit-exact there: torch's
     deterministic algorithms, which are slower. An operation without one is refused when it is computed. On a CPU the

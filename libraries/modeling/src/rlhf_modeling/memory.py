@@ -105,7 +105,7 @@ def trainer_memory(
         pieces = max(0, freed - (0 if a.adapters else own.head * FP32))
         added = _fullest(_train(s, a, own, on_device, work.outputs), a.device, pieces)
         alone = {part: size for part, size in rest.device.items() if part not in ("gradients", "allocator")}
-        phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0))
+        phases["train"] = Held(_sum(alone, added), rest.host + (gradients if away else 0) + _host_inputs(own, a))
     return TrainerMemory(
         phases,
         a.tokens * a.parts,
@@ -207,6 +207,16 @@ def _backward(
         yield {"gradients": gradients, "activations": tower + recomputed_tower(own, a), "working": working}
 
 
+def _host_inputs(own: ModelSize, a: Arithmetic) -> int:
+    """Bytes of the layers' inputs in host memory. torch gives pinned memory in powers of two."""
+    if not a.offloads:
+        return 0
+    inputs = [(len(own.layers), a.tokens * own.hidden)]
+    if own.tower is not None and a.trains_vision:
+        inputs.append((own.tower.layers, patches(own.tower, a) * own.tower.hidden))
+    return sum(layers << (elements * FP32 - 1).bit_length() for layers, elements in inputs)
+
+
 def _fullest(moments: Iterator[dict[str, int]], device: str, freed: int = 0) -> dict[str, int]:
     """
     Args:
@@ -241,7 +251,9 @@ def _explained(
         "weights": product(parameters, s.weight_bytes, s.weight_ranks, s.layer_ranks) + second + less,
         "gradients": product(trained, s.gradient_bytes, s.gradient_ranks, s.layer_ranks),
         "optimizer": product(trained, s.optimizer_bytes, s.optimizer_ranks, s.layer_ranks),
-        "activations": layers + (", inputs only, and one layer whole" if a.checkpointing else ""),
+        "activations": layers
+        + (", inputs only, and one layer whole" if a.checkpointing else "")
+        + (", in host memory but two inputs" if a.offloads else ""),
         "logits": f"chunks of at most {a.logits} logits x 4 bytes, several copies",
         "allocator": f"{FREED[a.device]:.0%} of what comes and goes"
         + (", and gradients that were freed" if a.device == "cpu" else ""),

@@ -24,7 +24,7 @@ LEARNING = frozenset(
     {
         "lr", "betas", "eps", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "warmup_ratio",
         "min_lr_ratio", "decay_ratio", "ema_decay", "neftune_alpha", "lora", "aux_loss_coef", "optimizer", "muon_lr",
-        "muon_momentum", "export_masters", "freeze_vision", "router_replay",
+        "muon_momentum", "export_masters", "freeze_vision", "router_replay", "offload_activations",
     }
 )  # fmt: skip
 """Training-only options of :class:`TrainingConfig`: a frozen role does not read them."""
@@ -48,6 +48,12 @@ def check_training(config: TrainingConfig, spec: ModelSpec, choice: str, device:
         raise ConfigError(
             f"trainer.export_masters: role {spec.role.name!r} is stored in fp32, which is what is exported in any "
             "case. Leave it out, or set it in the trainer section of a role with storage = 'bf16'."
+        )
+    if config.offload_activations and spec.role.trained and not spec.gradient_checkpointing:
+        raise ConfigError(
+            f"trainer.offload_activations moves what gradient checkpointing keeps, and role {spec.role.name!r} has "
+            "gradient_checkpointing = false: set it to true in the role's section, or offload_activations = false in "
+            "the role's section of the trainer."
         )
     if config.quantization is not None and spec.role.trained:
         raise ConfigError(

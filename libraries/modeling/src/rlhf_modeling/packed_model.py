@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rlhf_modeling import heads as head_ops
 from rlhf_modeling.attention import Route, attend_with, attention_route
 from rlhf_modeling.config import TrainingConfig, most_logits
+from rlhf_modeling.host_inputs import HostInputs
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.noise import has_noise
 from rlhf_modeling.router_replay import replayed, replayed_choices
@@ -76,8 +77,12 @@ def _as_before(route: Route | None, choices_MLK: Tensor | None) -> Iterator[None
         yield
 
 
-def checkpoint_gradients(module: PreTrainedModel) -> None:
-    """Compute layers again in the backward pass, under the lengths and with the experts of the forward pass."""
+def checkpoint_gradients(module: PreTrainedModel, inputs: HostInputs | None) -> None:
+    """Compute layers again in the backward pass, under the lengths and with the experts of the forward pass.
+
+    Args:
+        inputs: moves their inputs to the host; None: they stay on the device.
+    """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         # the second forward pass runs inside backward(), outside of the contexts of the first one
@@ -90,3 +95,8 @@ def checkpoint_gradients(module: PreTrainedModel) -> None:
             f"{type(module).__name__} cannot compute its layers again in the backward pass: transformers has no "
             "gradient checkpointing for it. Set gradient_checkpointing = false."
         ) from cause
+    if inputs is None:
+        return
+    for attributes in map(vars, module.modules()):
+        if (checkpointed := attributes.get("_gradient_checkpointing_func")) is not None:
+            attributes["_gradient_checkpointing_func"] = inputs.around(checkpointed)

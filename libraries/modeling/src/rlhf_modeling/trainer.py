@@ -45,6 +45,7 @@ from rlhf_modeling.export_files import try_export
 from rlhf_modeling.flash_attention import check_kernel, why_not
 from rlhf_modeling.flops import count_flops
 from rlhf_modeling.heads import comparable_head, head_of_role
+from rlhf_modeling.host_inputs import HostInputs
 from rlhf_modeling.images.architecture import vision_parameters
 from rlhf_modeling.kernel_agreement import disagreement
 from rlhf_modeling.loaded import LoadedModel
@@ -63,7 +64,9 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
 
     Config = TrainingConfig
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    layout: ClassVar[frozenset[str]] = frozenset({"logits_chunk", "shared_prefixes", "deterministic"})
+    layout: ClassVar[frozenset[str]] = frozenset(
+        {"logits_chunk", "shared_prefixes", "deterministic", "offload_activations"}
+    )
     config: TrainingConfig
 
     @classmethod
@@ -128,8 +131,10 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         self._coverage: dict[str, list[str]] | None = None
         self.parameters: dict[str, nn.Parameter] = choose_parameters(loaded, spec, self.config)
         """{name: trained parameter}; of a frozen role, all parameters."""
+        offloads = spec.role.trained and self.config.offload_activations
+        self.host_inputs = HostInputs(device) if offloads else None
         if spec.role.trained and spec.gradient_checkpointing:
-            checkpoint_gradients(self.module)
+            checkpoint_gradients(self.module, self.host_inputs)
         coef = self.config.aux_loss_coef if spec.role.trained else 0.0
         self.balance = ExpertBalance(self.module, coef) if coef else None
         layers = replayed_layers(self.config, spec)

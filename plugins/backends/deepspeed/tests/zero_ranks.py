@@ -42,7 +42,7 @@ class ZeroRanks(TrainerRankCases):
         "muon-3": {"stage": 3, "optimizer": "muon", "weight_decay": 0.1},
         "lora-2": {"stage": 2, "lora": {"rank": 4}, "ema_decay": 0.9},
         "lora-3": {"stage": 3, "lora": {"rank": 4}, "gradient_checkpointing": True},
-        "dora-3": {"stage": 3, "lora": DORA, "gradient_checkpointing": True},
+        "dora-3": {"stage": 3, "lora": DORA, "gradient_checkpointing": True, "offload_activations": True},
         "bf16-2": {"stage": 2, "dtype": "bf16"},
         "bf16-3": {"stage": 3, "dtype": "bf16", "gradient_checkpointing": True},
         "stored-2": {"stage": 2, "dtype": "bf16", "storage": "bf16"},

@@ -43,7 +43,7 @@ class FsdpRanks(TrainerRankCases):
     make = staticmethod(trainer)
     variants = {
         "whole": {"reshard_after_forward": False},
-        "checkpointing": {"gradient_checkpointing": True, "logits_chunk": 500},
+        "checkpointing": {"gradient_checkpointing": True, "offload_activations": True, "logits_chunk": 500},
         "muon": {"optimizer": "muon", "weight_decay": 0.1},
         "lora": {"lora": {"rank": 4}, "ema_decay": 0.9},
         "lora-checkpointing": {"lora": {"rank": 4}, "gradient_checkpointing": True},

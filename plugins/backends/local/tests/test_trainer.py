@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from rlhf.errors import CapabilityError, TrainingError
+from rlhf.errors import CapabilityError, ConfigError, TrainingError
 from rlhf.interfaces import Loss, ModelSpec
 from rlhf.types import LossOutput, Reduce, RoleSpec
+from rlhf_modeling.host_inputs import HostInputs
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_testing.tiny import tiny_model
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 LENS = [6, 15, 9, 30, 4]
@@ -65,6 +69,45 @@ def test_gradient_checkpointing_computes_layers_again(make_trainer, make_batch, 
         trainer.accumulate([make_batch(LENS, loss=nll)], nll, {}, {})
         calls[on] = len(n)
     assert calls == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"lora": {"rank": 4}}, {"logits_chunk": 500}], ids=str)
+def test_offloaded_activations_move_every_layer_and_change_no_bit(make_trainer, make_batch, nll, options):
+    """Over two micro-batches, one of them after a graph without a backward pass. On the CPU nothing is pinned."""
+    batch, gradients = make_batch(LENS, loss=nll), []
+    for on in (False, True):
+        trainer = make_trainer(gradient_checkpointing=True, offload_activations=on, **options)
+        trainer.module.train()
+        unused = trainer.packed(batch.select([1]), [trainer._head("logprobs")])
+        trainer.accumulate([batch.select([0, 1]), batch.select([2, 3, 4])], nll, {}, {})
+        gradients.append(trainer.gradients())
+        del unused
+    assert trainer.host_inputs.count == 3 * len(trainer.module.model.layers)
+    assert all(torch.equal(value, gradients[0][name]) for name, value in gradients[1].items())
+
+
+def test_offloaded_activations_without_gradient_checkpointing_are_refused(make_trainer):
+    with pytest.raises(ConfigError, match=r"role 'policy' has gradient_checkpointing = false"):
+        make_trainer(offload_activations=True)
+    assert make_trainer(offload_activations=True, trained=False).host_inputs is None
+
+
+def test_offloaded_activations_are_fetched_one_layer_ahead(monkeypatch):
+    inputs, order = HostInputs(torch.device("cpu")), []
+    fetch = inputs._fetch
+    monkeypatch.setattr(inputs, "_fetch", lambda packed: (order.append(f"fetch {packed.host[0]:g}"), fetch(packed)))
+    layer = inputs.around(partial(checkpoint, use_reentrant=False))
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(3):
+
+        def double(x):
+            order.append(f"layer {x[0]:g}")
+            return 2 * x * x.detach()
+
+        x = layer(double, x + 1)
+    order.clear()
+    x.sum().backward()
+    assert order == ["fetch 163", "fetch 9", "layer 163", "fetch 2", "layer 9", "layer 2"]
 
 
 @pytest.mark.parametrize(("logits_chunk", "most"), [(500, 5), (198, 2), (197, 1), (50, 1), (10**6, 54)])

@@ -56,13 +56,13 @@ def tower_saved(tower: VisionSize, a: Arithmetic) -> float:
 
 
 def tower_activations(size: ModelSize, a: Arithmetic) -> int:
-    """Bytes that live from forward to backward: pixels, layers (only their inputs with gradient checkpointing), and the
-    projector's inputs and outputs. None where the tower is frozen."""
+    """Bytes that live from forward to backward: pixels, layers (only their inputs with gradient checkpointing, two of
+    them where they are in host memory), and the projector's inputs and outputs. None where the tower is frozen."""
     tower = size.tower
     if tower is None or not a.trains_vision:
         return 0
     layer = tower.hidden * FP32 if a.checkpointing else tower_saved(tower, a)
-    of_patches = patches(tower, a) * (tower.pixels * FP32 + tower.layers * layer)
+    of_patches = patches(tower, a) * (tower.pixels * FP32 + (2 if a.offloads else tower.layers) * layer)
     return int(of_patches + a.image_tokens * tower.projector * a.element)
 
 
