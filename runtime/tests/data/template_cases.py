@@ -16,6 +16,12 @@ GENERATION = (
     "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '<|im_end|>\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+OPENED = (
+    GENERATION.replace("{{ '<|im_start|>' + m.role + '\\n' }}{% if", "{% if")
+    .replace("{% generation %}{{ ", "{% generation %}{{ '<|im_start|>assistant\\n' + ")
+    .replace("{% else %}{{ ", "{% else %}{{ '<|im_start|>' + m.role + '\\n' + ")
+)
+"""As TRL's for Qwen2.5 and gpt-oss: the generation prompt stands in the block."""
 THINKING = (
     "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}"
     "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip() %}"

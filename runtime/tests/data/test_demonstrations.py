@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 from rlhf_runtime.data.template import Template
 
-from runtime.tests.data.template_cases import CHATML, GENERATION, THINKING, TURNS, refused, row, runs, section, trained
+from runtime.tests.data.template_cases import (
+    CHATML,
+    GENERATION,
+    OPENED,
+    THINKING,
+    TURNS,
+    refused,
+    row,
+    runs,
+    section,
+    trained,
+)
 
 
 def test_plain_completion_with_and_without_end_token(chars):
@@ -28,7 +39,7 @@ def test_prompt_tokens_are_those_that_sampling_sees(bpe):
     assert bpe.decode(sequence.ids) == prompt + answer + "<|im_end|>"
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION])
+@pytest.mark.parametrize("template", [CHATML, GENERATION, OPENED])
 def test_chat_completion_and_all_answers(with_template, template):
     tokenizer = with_template(template)
     text = tokenizer.apply_chat_template(TURNS, tokenize=False)
@@ -122,6 +133,15 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     given = "<think>\nhm\n</think>\n\n4"
     whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]
     assert runs(tokenizer, whole) == ["hm\n</think>\n\n4<|im_end|>"]
+    # No generation prompt after a result: the policy goes on in its turn, but a whole conversation begins another one.
+    same_turn = CHATML.replace("if add_gen", "if messages[-1].role == 'user' and add_gen")
+    assert same_turn != CHATML
+    encoder = Template(with_template(same_turn), section(messages="m"))
+    message = refused(
+        lambda: encoder.encode_demonstration(row(m=[*TURNS[:1], {"role": "tool", "content": "3"}, TURNS[1]]))
+    )
+    assert "given '\\n<|im_start|>tool\\n3<|im_end|>\\n' before it answers" in message
+    assert "tool\\n3<|im_end|>\\n<|im_start|>assistant\\n': it would be trained" in message
 
 
 def test_templates_that_change_the_text_are_refused(with_template):
@@ -129,6 +149,11 @@ def test_templates_that_change_the_text_are_refused(with_template):
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
     assert "the chat template changes the text of messages" in message
     assert "{% generation %}" in message
+    given = {"role": "assistant", "content": "4", "thinking": "hm"}  # a field that the template does not read
+    message = refused(
+        lambda: Template(with_template(CHATML), section()).encode_demonstration(row(prompt="2+2", response=[given]))
+    )
+    assert "'hm'. Use a template that writes all of content, thinking (data.chat_template), or rename" in message
 
 
 def test_generation_blocks_must_be_one_per_answer(with_template):

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from rlhf.errors import DataError
@@ -103,6 +104,8 @@ class ChatTemplate:
             # A template that marks its answers says that its earlier ones are trained on without their reasoning.
             reasoning = trained[-1:] if self._template.has_generation else trained
             check_parts(lambda other: self._written(other, trained), messages, trained, messages_of_forms, reasoning)
+            if trained and not self._template.has_generation:  # a template that marks its answers decides itself
+                self._require_context(messages, trained, messages_of_forms)
             self._checked |= new
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
@@ -214,7 +217,7 @@ class ChatTemplate:
         answers = dict[int, Span]()
         for m, (start, end) in zip(assistants, spans, strict=True):
             stripped = text[:end].rstrip()  # no sample has the white space after its end token
-            answers[m] = (start, len(stripped) if stripped.endswith(special) else end)
+            answers[m] = (self._opened(text, start), len(stripped) if stripped.endswith(special) else end)
         last = answers[trained[-1]][1]
         marked, rest = text[:last].endswith(special), text[last:].strip()
         if not marked:
@@ -227,6 +230,16 @@ class ChatTemplate:
                 )
             answers = {m: (start, _including(token, text, end)) for m, (start, end) in answers.items()}
         return Render(text, tuple(answers[m] for m in trained), marked)
+
+    def _opened(self, text: str, start: int) -> int:
+        """Start of an answer whose block begins at ``start``. Blocks of some published templates hold the generation
+        prompt, or its end, which no sample has. An earlier answer may lack its ``<think>``."""
+        head = self._generation_head()
+        for opening in filter(None, (head, head.partition("<think>")[0])):
+            at = text.find(opening, max(0, start - len(opening)), start + len(opening))
+            if at >= 0:
+                return at + len(opening)
+        return start
 
     @cached_property
     def _short(self) -> Render | None:
@@ -266,6 +279,13 @@ class ChatTemplate:
                     "told. Mark answers in the template with {% generation %} ... {% endgeneration %}."
                 )
             lost = [n for n in mine if order.count(n) != 1]
+            if lost and m == len(messages) - 1:
+                fields = ", ".join(key for key in messages[m] if key != "role")
+                raise DataError(
+                    f"the chat template leaves out part of message {m} (assistant): {texts[lost[0]].text[:60]!r}. Use "
+                    f"a template that writes all of {fields} (data.chat_template), or rename or remove in the row what "
+                    "it does not read."
+                )
             if lost:
                 raise DataError(
                     f"the chat template leaves out part of message {m} (assistant): {texts[lost[0]].text[:60]!r}. It "
@@ -300,11 +320,23 @@ class ChatTemplate:
             "answers in the template with {% generation %} ... {% endgeneration %}."
         )
 
+    def _require_context(self, messages: Sequence[Message], trained: Sequence[int], new: Collection[int]) -> None:
+        """Raises DataError: one of the ``new`` answers does not follow the text that the policy is given for it."""
+        render = self.render(messages, trained)
+        for m, (start, _) in zip(trained, render.answers, strict=True):
+            before = render.text[:start]
+            if m and m in new and (prompt := self.text(messages[:m], answer=True)) != before:
+                pairs = zip_longest(prompt, before)
+                at = max(0, next(i for i, (a, b) in enumerate(pairs) if a != b) - 30)
+                raise _never_seen(messages, m, repr(prompt[at : at + 60]), before[at : at + 60])
+
     def _generation_head(self) -> str:
         """The text that ``add_generation_prompt`` adds; empty if it adds none."""
         if self._head is None:
-            without, ready = self.text([_USER], answer=False), self.text([_USER], answer=True)
-            self._head = ready[len(without) :] if ready.startswith(without) else ""
+            self._head = ""
+            with suppress(DataError):  # it needs other messages
+                without, ready = self.text([_USER], answer=False), self.text([_USER], answer=True)
+                self._head = ready[len(without) :] if ready.startswith(without) else ""
         return self._head
 
     def _start(self, text: str, piece: str, position: int, message: int, conversation: Sequence[Message] | None) -> int:
@@ -340,12 +372,16 @@ class ChatTemplate:
             return len(prompt)
         head, before = self._generation_head(), piece or text[: len(prompt)]
         opening = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
-        raise DataError(
-            f"the policy is given {opening} before it answers, but the chat template writes message {message} "
-            f"(assistant) after {before[-60:]!r}: it would be trained in a context that it never sees. Train on the "
-            'last answer (data.loss_on = "completion"), set other data.template_kwargs, or mark answers in the '
-            "template with {% generation %} ... {% endgeneration %}."
-        )
+        raise _never_seen(messages, message, opening, before[-60:])
+
+
+def _never_seen(messages: Sequence[Message], message: int, prompt: str, before: str) -> DataError:
+    last = "" if message == len(messages) - 1 else 'Train on the last answer (data.loss_on = "completion"). '
+    return DataError(
+        f"the policy is given {prompt} before it answers, but the chat template writes message {message} (assistant) "
+        f"after {before!r}: it would be trained in a context that it never sees. {last}Set other data.template_kwargs, "
+        "or mark answers in the template with {% generation %} ... {% endgeneration %}."
+    )
 
 
 def _places(text: str, pieces: Sequence[str], texts: Sequence[Text], trained: Sequence[int]) -> list[Span]:
