@@ -88,10 +88,33 @@ def test_a_call_without_arguments_has_an_empty_object(template_with, arguments):
     assert "[add {}]" in prompt_text(template_with(UNGUARDED), talk)
 
 
-@pytest.mark.parametrize("form", [{"name": "add", "arguments": {"a": 1}}, call({"a": 1}, id=None, index=0)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"tool_calls": [{"name": "add", "arguments": {"a": 1}}]},
+        {"tool_calls": [call({"a": 1}, id=None, index=0)]},
+        {"function_call": {"name": "add", "arguments": '{"a": 1}'}, "tool_calls": None},
+    ],
+)
 def test_calls_in_other_forms(template_with, form):
-    talk = [USER, {"role": "assistant", "content": "", "tool_calls": [form]}, USER]
-    assert '[add {"a": 1}]' in prompt_text(template_with(UNGUARDED), talk)
+    for content in ("", None):
+        talk = [USER, {"role": "assistant", "content": content, **form}, USER]
+        assert '[add {"a": 1}]' in prompt_text(template_with(UNGUARDED), talk)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (
+            {"reasoning_content": [{"type": "text", "text": "hm"}]},
+            "message 1: reasoning_content must be text, got list",
+        ),
+        ({"content": [{"type": "reasoning", "text": "hm"}]}, "message 1: content must be text or a list of"),
+    ],
+)
+def test_reasoning_that_would_be_lost_or_spoken_is_refused(template_with, answer, says):
+    with pytest.raises(DataError, match=says):
+        template_with(QWEN3).encode_messages([USER, {**BOT, **answer}, USER])
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "a=1", 3, '{"a": 1, "a": 2}', '{"a": NaN}'])

@@ -117,6 +117,8 @@ def test_begin_token_where_the_tokenizer_puts_one(bpe):
     ],
 )
 def test_prompts_that_are_refused(chat, prompt, expected):
+    answer = row(m=[{"role": "assistant", "content": "x"}])
+    assert "so there is no prompt" in refused(lambda: Template(chat, section(messages="m")).encode_prompt(answer))
     assert expected in refused(lambda: Template(chat, section(system="S")).encode_prompt(row(prompt=prompt)))
 
 

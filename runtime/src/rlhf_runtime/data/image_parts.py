@@ -7,6 +7,7 @@ from typing import Any
 
 from rlhf.errors import DataError, shown
 
+_TEXTS = (None, "text", "input_text", "output_text")
 PLACE = {"type": "image"}
 """An image in a message, as chat templates read it."""
 Parts = list[dict[str, Any]]
@@ -26,7 +27,7 @@ def read_content(content: Any, where: str) -> str | Parts:
     for part in content if isinstance(content, list | tuple) else [content]:
         if is_image(part):
             parts.append(dict(part))
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        elif isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str):
             parts.append({"type": "text", "text": part["text"]})
         else:
             raise DataError(

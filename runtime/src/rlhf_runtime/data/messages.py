@@ -18,6 +18,9 @@ ROLES: Mapping[str, str] = {
 }  # fmt: skip
 """{name of a role: role}: names of the OpenAI chat API, then those of ShareGPT."""
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields with the reasoning of an answer, which templates write before its content."""
+
 UNTRAINED = "weight"
 """Field of an assistant message, with value 0, that is not trained on. Templates do not get it."""
 _WEIGHTS = ("weight", "train", "training", "loss")
@@ -88,6 +91,9 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
             f"{others}.{did_you_mean(str(name), ROLES)}"
         )
     result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
+    for field in REASONING:
+        if not isinstance(message.get(field) or "", str):
+            raise DataError(f"{where}: {field} must be text, got {shown(message[field])}")
     for field, value in message.items():
         if field not in ("role", "content", "tool_calls", *_WEIGHTS) and isinstance(value, str) and value:
             result[field] = value
@@ -96,6 +102,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list | tuple):
         raise DataError(f"{where}: tool_calls must be a list, got {shown(calls)}")
+    calls = [*calls, *filter(None, [message.get("function_call")])]  # of the chat API before it had several calls
     if calls:
         result["tool_calls"] = [_call(where, call) for call in calls]
     return result

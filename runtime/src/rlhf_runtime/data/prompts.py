@@ -265,7 +265,10 @@ class Prompts:
         whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
         if whole is not None and "prompt" not in cells:
             messages = self._messages(cells, whole)  # a conversation without its last answer
-            return messages[:-1] if messages[-1]["role"] == "assistant" and len(messages) > 1 else messages
+            prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            if not prompt:
+                raise DataError(f"{cells.name(whole)}: it holds the assistant's answer only, so there is no prompt")
+            return prompt
         if isinstance(cells.value("prompt"), list):
             messages = self._messages(cells, "prompt")
         else:

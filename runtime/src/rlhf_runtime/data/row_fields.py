@@ -68,7 +68,7 @@ class Cells:
             raise DataError(f"{name}: must be a list of {{role, content}} messages, got {str(value)[:60]!r}")
         for i, message in enumerate(value):
             content = message.get("content") if isinstance(message, Mapping) else ""
-            if content in (None, []) and not message.get("tool_calls"):
+            if content in (None, []) and not (message.get("tool_calls") or message.get("function_call")):
                 raise DataError(f"{name}, message {i}: content must be text, got {str(content)[:60]!r}")
         messages = read_messages(value, f"{name}, ")
         for i, message in enumerate(messages):

@@ -13,15 +13,13 @@ from typing import Any
 
 from rlhf.errors import DataError
 
+from rlhf_runtime.data.messages import REASONING
 from rlhf_runtime.data.row_fields import Message
 
 _OPEN, _CLOSE = "\ue000", "\ue001"  # private-use characters, which texts do not contain
 MARKER = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 """Splits a render into the template's own text and the numbers of the markers."""
 _TAG = re.compile(r"(</?[A-Za-z_]\w*>)")
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields with the reasoning of an answer, which templates write before its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ def with_markers(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     marked, texts, tails = [], list[Text](), dict[int, str]()
     for m, message in enumerate(messages):
         marked_message = dict(message)
-        for field in _REASONING:
+        for field in REASONING:
             if isinstance(reasoning := message.get(field), str):
                 marked_message[field] = _marked(m, reasoning, texts, tails, end=len(reasoning))
         content = message.get("content")
