@@ -1,5 +1,7 @@
 """A rollout that encodes messages: which answer is parsed, and whether it is closed before what follows."""
 
+import copy
+
 import pytest
 from rlhf.interfaces import Generator, Proof, Rollout
 from rlhf.types import Row, Sampling, Turn
@@ -74,9 +76,9 @@ class Talk(Rollout):
         return [prompt, first]
 
 
-def run(main, template, foreign=False):
+def run(main, template, foreign=False, end="<eos>"):
     rollout = Talk()
-    rollouts = Rollouts(rollout, Says(template, f"{CALL}<eos>", CALL), template, Scorer(), main)
+    rollouts = Rollouts(rollout, Says(template, f"{CALL}{end}", CALL), template, Scorer(), main)
     settings = RolloutSettings(Sampling(), 1, "sample", 0, 1000, 5.0, abort_on_failure=False)
     [group] = rollouts.run([Row({"foreign": foreign}, "rows", 0)], 0, settings)
     return group.trajectories[0], rollout.seen
@@ -93,6 +95,17 @@ def test_an_answer_that_was_cut_off_is_closed_by_what_follows(main, template):
     assert trajectory.status == "ok"
     shown = [template.tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
     assert shown == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")]
+
+
+def test_an_end_token_that_opens_the_next_message_comes_once(main, template):
+    """As ``<|observation|>`` of GLM, one of the end tokens of its generation config; its template writes no other."""
+    tokenizer = copy.deepcopy(template.tokenizer)
+    tokenizer.add_tokens("<|user|>", special_tokens=True)
+    tokenizer.chat_template = HERMES.replace("<eos>\\n", "").replace("<|im_start|>user\\n", "<|user|>")
+    role_ends = Template(tokenizer, DataSection())
+    _, seen = run(main, role_ends, end="<|user|>")
+    shown = [tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
+    assert shown == [f"{role}x<|im_start|>assistant\n" for role in ("", "<|user|>")]
 
 
 def test_only_turns_that_were_generated_for_the_sample_can_be_parsed(main, template):

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rlhf.errors import RolloutError, WorkerError
@@ -39,6 +40,7 @@ class CountingGenerator(Generator):
 
 class PlainTemplate:
     end_token_ids = (0,)
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=str, get_added_vocab=dict)
 
     def encode_prompt(self, row):
         return Turn([row["id"]], False, text=str(row["id"]))

@@ -41,7 +41,9 @@ class SampleContext(RolloutContext):
         self._requests, self._log, self._slice = requests, log, slice
         self._envs: list[Env] = []
         self._reported: dict[str, float] = {}
-        self._closed, self._generating = True, False
+        self._last: Turn | None = None
+        """The turn that was sampled last."""
+        self._generating = False
         self._answers: dict[int, tuple[int, Turn, Turn]] = {}
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
@@ -59,7 +61,8 @@ class SampleContext(RolloutContext):
 
     def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
-        return self._template.encode_observation(text, self._closed, images)
+        observation = self._template.encode_observation(text, self._ended(self._last), images)
+        return self._without_repeated_end(observation, self._last)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         return self._template.prompt_messages(row)
@@ -75,8 +78,9 @@ class SampleContext(RolloutContext):
         tools: Messages = (),
         turn: Turn | None = None,
     ) -> Turn | None:
-        closed = self._closed if turn is None else self._ended(turn)
-        return self._template.encode_following(before, answer, following, tools, closed)
+        last = self._last if turn is None else turn
+        context = self._template.encode_following(before, answer, following, tools, self._ended(last))
+        return None if context is None else self._without_repeated_end(context, last)
 
     def parse_answer(self, turn: Turn, tools: Messages = ()) -> dict[str, Any]:
         number, prompt, _ = self._answers.get(id(turn), (0, None, None))
@@ -84,8 +88,18 @@ class SampleContext(RolloutContext):
             raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
         return self._template.parse_answer(turn, prompt.ids, (*self._index, number), tools)
 
-    def _ended(self, turn: Turn) -> bool:
-        return bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids
+    def _ended(self, turn: Turn | None) -> bool:
+        return turn is None or (bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids)
+
+    def _without_repeated_end(self, context: Turn, turn: Turn | None) -> Turn:
+        """What follows an answer, without its first token if the answer ended with it. An end token of the model's
+        generation config may be the first token of the next message (``<|observation|>`` of GLM)."""
+        if turn is None or self._ended(turn) or turn.finish != "stop" or turn.ids[-1:] != context.ids[:1]:
+            return context
+        if self.tokenizer.convert_ids_to_tokens(turn.ids[-1]) not in self.tokenizer.get_added_vocab():
+            return context  # the end of a stop string
+        images = tuple(replace(image, at=image.at - 1) for image in context.images)
+        return replace(context, ids=context.ids[1:], images=images)
 
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         if self._generating:
@@ -117,7 +131,7 @@ class SampleContext(RolloutContext):
         if turn is None:
             turn = await self._generate(turn_number, request)
             self._log.add(turn_number, request, turn)
-        self._closed = self._ended(turn)
+        self._last = turn
         self._answers[id(turn)] = turn_number, turns[-1], turn
         return turn
 
