@@ -132,6 +132,14 @@ def test_an_end_token_that_only_later_messages_bring(template_with):
         assert talk.go_on({"role": "user", "content": "sure?"}) == talk.rendered()
 
 
+@pytest.mark.parametrize("end", ["<eos>", ""])
+@pytest.mark.parametrize("said", ["2", "2\n"])
+def test_white_space_after_an_answer_that_the_template_does_not_end(template_with, said, end):
+    talk = Talk(template_with(CHATML.replace("'<eos>\\n'", "'\\n\\n'")), ASK)
+    talk.answer(said, end)
+    assert talk.go_on({"role": "user", "content": "sure?"}).replace("<eos>", "") == talk.rendered()
+
+
 def test_turns_keep_the_messages_of_their_tokens(template_with):
     template = template_with(HERMES)
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -16,6 +16,7 @@ from typing import Any
 from rlhf.errors import DataError
 
 from rlhf_runtime.data.conversation import ChatTemplate
+from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
 from rlhf_runtime.data.text_tokens import TextTokens
 
@@ -57,11 +58,17 @@ class ChatMessages:
             return None
         answer = answered[len(opened) :].rstrip()  # a line break may follow the end token
         end = max((e for e in self._ends if answer.endswith(e)), key=len, default="")
-        added = whole[len(opened) + len(answer) - len(end) :] if end else whole[len(answered) :]
+        if end:
+            kept = len(opened) + len(answer) - len(end)
+        else:  # white space at its end was sampled if the message has it
+            content = text_of(messages[-1].get("content"))
+            kept = len(opened) + len(answer)
+            kept += len(own) if answered.startswith(own := content[len(content.rstrip()) :], kept) else 0
+        added = whole[kept:]
         if not end:  # some templates write the end token only once another message follows
             end = max((e for e in self._ends if added.lstrip().startswith(e)), key=len, default="")
         if not closed or not end:
-            return self._tokens.ids(added) if end else self._tokens.ids_after(answered, added)
+            return self._tokens.ids(added) if end else self._tokens.ids_after(whole[:kept], added)
         return self._tokens.ids_after(end, added.partition(end)[2])
 
 

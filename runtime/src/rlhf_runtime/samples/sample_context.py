@@ -94,7 +94,7 @@ class SampleContext(RolloutContext):
     def _without_repeated_end(self, context: Turn, turn: Turn | None) -> Turn:
         """What follows an answer, without its first token if the answer ended with it. An end token of the model's
         generation config may be the first token of the next message (``<|observation|>`` of GLM)."""
-        if turn is None or self._ended(turn) or turn.finish != "stop" or turn.ids[-1:] != context.ids[:1]:
+        if turn is None or turn.finish != "stop" or turn.ids[-1:] != context.ids[:1]:
             return context
         if self.tokenizer.convert_ids_to_tokens(turn.ids[-1]) not in self.tokenizer.get_added_vocab():
             return context  # the end of a stop string
