@@ -59,3 +59,31 @@ def test_an_unknown_variable_is_refused_only_where_it_is_needed():
     [[_, word]] = commands("echo $WHERE/x", "run.sh", {})
     with pytest.raises(ConfigError, match=r"line 1: '\$WHERE/x'.*--set WHERE=VALUE"):
         known_text(word, "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("A=1; if [ x = y ]; then A=2; fi; run $A", "1"),
+        ("A=1\nif [ x = y ]; then\n A=2\nelif [[ ab == a* ]]; then\n A=3\nelse\n A=4\nfi\nrun $A", "3"),
+        ("A=1; if [ -f file ]; then A=2; fi; run $A", "\0A\0"),
+        ("A=1; if [ -f file ]; then A=1; fi; run $A", "1"),
+        ("D=${D:-$(cmd)}\nA=()\ncase $D in\n x) A=(1) ;;\n *) A=(2) ;;\nesac\nrun ${A[@]}", "\0A\0"),
+        ("D=b; case $D in\n a | b) A=1\n ;;\n *) A=2 ;;\nesac; run $A", "1"),
+        ('D=b; E=c; if [ "$D" != a ] && { [ "$E" = x ] || [ "$E" = c ]; }; then A=1; else A=2; fi; run $A', "1"),
+        ('D=; [ -z "$D" ] && A=1; [ -n "$D" ] && A=2; run $A', "1"),
+        ("A=1; if [ x = x ]; then if [ x = y ]; then A=2; fi; else A=3; fi; run $A", "1"),
+        ("if [ 2 -gt 1 ]; then run 1; else run 2; fi", "1"),
+        ("N=3; L=$((1024 * 2)); run $(( (L + N + 1) / 2 ))", "1026"),
+        ("L=$((1024 * $UNKNOWN)); run $L", "\0UNKNOWN\0"),
+        ("A=; run ${A:-x_${B:-$(date)}_${C:-3}}", "x_\0(command)\0_3"),
+        ('A="${B:-"/root"}/x"; run $A', "/root/x"),
+    ],
+)
+def test_conditions_and_sums(script, expected):
+    assert words(script)[-1][-1] == expected
+
+
+def test_an_empty_array_is_no_word_and_the_home_is_that_of_the_user(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert words('A=(\n)\nrun "${A[@]}" $HOME/x') == [["run", "/home/me/x"]]

@@ -1,23 +1,28 @@
 """The words of the commands in a shell script, or on one line. No shell is started, and no command is executed.
 
-Read are quotes, comments, continued lines, assignments of variables and arrays, and a text that ``read`` takes from the
-lines below it (``read -d '' NAME <<EOF``). A variable that is set in another way (by a command, by the environment, by
-a loop) is unknown. That is an error only where an option needs it (:func:`known_text`).
+Read are quotes, comments, continued lines, assignments of variables and arrays, sums and products of whole numbers,
+conditions that compare known words, and a text that ``read`` takes from the lines below it (``read -d '' NAME <<EOF``).
+A variable that is set in another way (by a command, by the environment except HOME, by a loop, under a condition that
+is not known) is unknown. That is an error only where an option needs it (:func:`known_text`).
 """
 
 from __future__ import annotations
 
+import ast
+import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rlhf.errors import ConfigError
 
-UNKNOWN = "\0"
-"""Stands on both sides of the name of an unknown variable in a word."""
+from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
+
 _COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
-_QUOTED = rf'"(?:\\.|{_COMMAND}|[^"\\])*"'
-_VARIABLE = r"\$\{[^}]*\}|\$\w+|\$[@*#?$!-]"
+_BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+_QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*"'
+_VARIABLE = rf"{_BRACES}|\$\w+|\$[@*#?$!-]"
 _PIECE = re.compile(
     rf"\\(?P<escaped>.)|\$?'(?P<single>[^']*)'|(?P<double>{_QUOTED})|(?P<command>{_COMMAND}|`[^`]*`)"
     rf"|(?P<variable>{_VARIABLE})|(?P<text>[^\s;&|()<>'\"\\`$]+|\$)",
@@ -31,7 +36,15 @@ _REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|>>|>&|<&|<|>)[ \t]*(?:\d\b)?")
 _END = re.compile(r"&&|\|\||;;|[;&|()\n]")
 _ARRAY = re.compile(r"(\w+)(\+?)=\(")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|:?-([^}]*))?\}")
+_BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|(:?-)(.*)|:?\?.*)?\}", re.DOTALL)
+_SUM = re.compile(r"\$\(\((.*)\)\)", re.DOTALL)
+_OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1),  # a shell cuts towards 0
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (1 if a >= 0 else -1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,7 @@ class _Script:
     settings: Mapping[str, str]
     variables: dict[str, list[str]] = field(default_factory=dict)
     """A plain variable is a list of one text."""
+    branches: Branches = field(default_factory=Branches)
 
     def commands(self) -> Iterator[list[Word]]:
         words: list[Word] = []
@@ -90,9 +104,10 @@ class _Script:
                 target = _WORD.match(self.text, at)
                 at = target.end() if target and not match[0].strip()[-1].isdigit() else at
             elif match := _ARRAY.match(self.text, at):
+                words = self._without_control(words)
                 at = self._array(match)
             elif match := _END.match(self.text, at):
-                if self._runs(words):
+                if self._runs(words, match[0]):
                     yield words
                 words, at = [], match.end()
                 if match[0] == "\n" and here_texts:
@@ -104,24 +119,36 @@ class _Script:
                 at = match.end()
             else:
                 raise ConfigError(f"{self.where}, line {self._line(at)}: a quote or a bracket is not closed")
-        if self._runs(words):
+        if self._runs(words, "\n"):
             yield words
 
     def _line(self, at: int) -> int:
         return self.text.count("\n", 0, at) + 1
 
-    def _runs(self, words: list[Word]) -> bool:
-        """Keep the variables that a command sets; whether it is more than that."""
+    def _without_control(self, words: list[Word]) -> list[Word]:
+        return words[self.branches.control([word.text for word in words]) :]
+
+    def _runs(self, words: list[Word], end: str) -> bool:
+        """Keep the variables that a command sets; whether it is more than that, and not in a branch that is skipped."""
+        words = self._without_control(words)
+        runs = self.branches.ended([word.text for word in words], end)
         if words and words[0].text in ("export", "readonly", "local", "declare", "typeset"):
             words = [word for word in words[1:] if not word.text.startswith("-")]
-        for word in words:
+        for word in words if runs is not False else ():
             assignment = _ASSIGNMENT.fullmatch(word.text)
             if assignment is None:
                 return True
             name, value = assignment.groups()
             by_command = value.count(UNKNOWN) == 2 and value.startswith(f"{UNKNOWN}(") and value.endswith(UNKNOWN)
-            self.variables[name] = [f"{UNKNOWN}{name}{UNKNOWN}" if by_command else value]
+            self._set(name, [f"{UNKNOWN}{name}{UNKNOWN}" if by_command else value], runs)
         return False
+
+    def _set(self, name: str, values: list[str], runs: bool | None) -> None:
+        """Keep a variable, which is unknown where it is set under a condition that is not known."""
+        if runs or (runs is None and self.variables.get(name) == values):
+            self.variables[name] = values
+        elif runs is None:
+            self.variables[name] = [f"{UNKNOWN}{name}{UNKNOWN}"]
 
     def _array(self, begin: re.Match[str]) -> int:
         """Keep the words in the brackets; the place behind them."""
@@ -136,7 +163,7 @@ class _Script:
                 at = match.end()
             else:
                 raise ConfigError(f"{self.where}, line {self._line(begin.start())}: the array {begin[1]} has no end")
-        self.variables[begin[1]] = values
+        self._set(begin[1], values, self.branches.runs())
         return at + 1
 
     def _here_text(self, name: str, mark: str, at: int) -> int:
@@ -166,10 +193,10 @@ class _Script:
                 whole = _BRACED.fullmatch(inner)
                 values = self._values(inner) if whole and whole[2] else [self._in_quotes(inner)]
             elif piece["command"] is not None:
-                values = [f"{UNKNOWN}(a command){UNKNOWN}"]
+                values = [self._output(piece[0])]
             elif piece["variable"] is not None:
                 values = [part for value in self._values(piece[0]) for part in value.split()]
-            quoted |= piece["single"] is not None or piece["double"] is not None
+            quoted |= (piece["single"] is not None or piece["double"] is not None) and bool(values)
             if values:
                 words[-1] += values[0]
                 words += values[1:]
@@ -182,20 +209,47 @@ class _Script:
             if match[0].startswith("\\"):
                 return "" if match[0][1] == "\n" else match[0][1]
             if match[0].startswith(("$(", "`")):
-                return f"{UNKNOWN}(a command){UNKNOWN}"
+                return self._output(match[0])
             return " ".join(self._values(match[0]))
 
         return re.sub(rf"\\[\"\\$`\n]|{_COMMAND}|`[^`]*`|{_VARIABLE}", replaced, text)
 
+    def _output(self, text: str) -> str:
+        """What ``$(...)`` stands for: the value of a sum of whole numbers; of other commands it is unknown."""
+        if not (inner := _SUM.fullmatch(text)):
+            return f"{UNKNOWN}(command){UNKNOWN}"
+        terms = self._in_quotes(inner[1])
+        if UNKNOWN not in terms:
+            terms = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(self._values(f"${{{name[0]}}}")), terms)
+        if UNKNOWN in terms:
+            return UNKNOWN + terms.split(UNKNOWN)[1] + UNKNOWN
+        try:
+            return str(_number(ast.parse(terms.strip(), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return f"{UNKNOWN}(command){UNKNOWN}"
+
     def _values(self, text: str) -> list[str]:
-        """What ``$NAME``, ``${NAME}``, ``${NAME[@]}`` or ``${NAME:-TEXT}`` stands for."""
+        """What ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}`` stands for."""
         braced = _BRACED.fullmatch(text)
         name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
             return [self.settings[name]]
         if name in self.variables and (braced or not text.startswith("${")):
             values = self.variables[name]
-            return values if braced and braced[2] else values[:1]
-        if braced and braced[3] is not None:
-            return [self._in_quotes(braced[3])]
-        return [f"{UNKNOWN}{name}{UNKNOWN}"]
+            if not (braced and braced[3] == ":-" and values[:1] in ([], [""])):
+                return values if braced and braced[2] else values[:1]
+        if braced and braced[3]:
+            return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))]
+        return [os.path.expanduser("~") if name == "HOME" else f"{UNKNOWN}{name}{UNKNOWN}"]
+
+
+def _number(node: ast.expr) -> int:
+    """The value of a sum. Raises ValueError for what is none."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+            return int(_OPERATIONS[type(operation)](_number(left), _number(right)))
+    raise ValueError(ast.unparse(node))

@@ -9,7 +9,8 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft, named
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, matching, rows_of, table, typed
-from rlhf_cli.migrate.shell import UNKNOWN, Word, known_text
+from rlhf_cli.migrate.shell import Word, known_text
+from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 NAME = "verl"
 FACTS = "The facts are those of verl 0.8 with FSDP; the configurations for Megatron are not read."

@@ -1,0 +1,192 @@
+"""Which commands of a shell script are executed, as far as its words tell: ``if``, ``case``, ``&&`` and ``||``.
+
+A condition is True, False or None, which is unknown. Loops and functions are read as if their commands stood alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from operator import eq, ge, gt, le, lt, ne
+
+UNKNOWN = "\0"
+"""Stands on both sides of the name of an unknown variable in a word."""
+_NUMBERS = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
+
+
+@dataclass
+class _Branch:
+    """An ``if``, a ``case`` or a group in braces whose end is not read yet."""
+
+    runs: bool | None
+    """Whether the commands that are read now are executed, as far as this branch says."""
+    kind: str
+    earlier: bool | None = False
+    """Whether an earlier branch was taken."""
+    tests: list[tuple[list[str], str]] | None = None
+    """The commands between ``if`` and ``then``, and what ends each; None outside."""
+    text: str = ""
+    """What ``case`` compares."""
+    patterns: list[str] | None = None
+    """The patterns of the next branch of ``case``; None in a branch."""
+
+
+@dataclass
+class Branches:
+    """Where a script is between its conditions."""
+
+    branches: list[_Branch] = field(default_factory=list)
+    and_runs: bool | None = True
+    """Whether a command after ``&&`` is executed."""
+    or_runs: bool | None = None
+    end: str = ""
+    """What ended the command before."""
+
+    def control(self, words: Sequence[str]) -> int:
+        """Take ``if``, ``then`` and their like at the begin of a command; how many words these are."""
+        taken = 0
+        while words[taken:]:
+            word, top = words[taken], self.branches[-1] if self.branches else None
+            if word in ("if", "elif"):
+                if word == "if" or top is None:
+                    top = _Branch(False, "if", _opposite(self._list_runs()))
+                    self.branches.append(top)
+                else:
+                    top.earlier = _either(top.earlier, top.runs)
+                top.tests = []
+            elif word == "then" and top and top.tests is not None:
+                top.runs, top.tests = _both(_opposite(top.earlier), _value(top.tests)), None
+            elif word == "else" and top and top.kind == "if":
+                top.earlier = _either(top.earlier, top.runs)
+                top.runs = _opposite(top.earlier)
+            elif word == "case" and words[taken + 2 : taken + 3] == ["in"]:
+                earlier = _opposite(self._list_runs())
+                self.branches.append(_Branch(False, "case", earlier, text=words[taken + 1], patterns=[]))
+                taken += 2
+            elif word == "{" and (top is None or top.tests is None):
+                self.branches.append(_Branch(self._list_runs(), "{"))
+            elif top and (word, top.kind) in (("fi", "if"), ("esac", "case"), ("}", "{")):
+                self.branches.pop()
+            else:
+                break
+            self.and_runs, self.or_runs, self.end = True, None, ""
+            taken += 1
+        return taken
+
+    def runs(self) -> bool | None:
+        """Whether the command that begins now is executed."""
+        runs = self._list_runs()
+        for branch in self.branches:
+            runs = _both(runs, branch.runs)
+        return runs
+
+    def ended(self, words: list[str], end: str) -> bool | None:
+        """Whether a command is executed, which has no words of control any more.
+
+        Args:
+            end: what ends it.
+        """
+        top = self.branches[-1] if self.branches else None
+        if top and top.tests is not None:
+            top.tests.append((words, end))
+            return False
+        if top and top.patterns is not None:
+            top.patterns += words
+            if end == ")":
+                match = None if UNKNOWN in top.text else any(fnmatchcase(top.text, p) for p in top.patterns)
+                top.runs, top.patterns = _both(_opposite(top.earlier), match), None
+                top.earlier = _either(top.earlier, match)
+            return False
+        runs = self.runs()
+        if words and self._list_runs() is not False:
+            is_test = words[0] in ("[", "[[", "test") or words[-1] == "]]"
+            value = _value([(words, "")]) if is_test else True
+            self.and_runs, self.or_runs = value, _opposite(value) if is_test else None
+        if words or end != "\n":
+            self.end = end
+        if end == ";;" and top and top.kind == "case":
+            top.runs, top.patterns = False, []
+        return runs
+
+    def _list_runs(self) -> bool | None:
+        return {"&&": self.and_runs, "||": self.or_runs}.get(self.end, True)
+
+
+def _both(one: bool | None, other: bool | None) -> bool | None:
+    if one is False or other is False:
+        return False
+    return None if one is None or other is None else True
+
+
+def _opposite(value: bool | None) -> bool | None:
+    return None if value is None else not value
+
+
+def _either(one: bool | None, other: bool | None) -> bool | None:
+    return _opposite(_both(_opposite(one), _opposite(other)))
+
+
+def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
+    """The value of tests that are joined by ``&&`` and ``||``, perhaps in braces."""
+    tokens: list[str | list[str]] = []
+    for test, end in tests:
+        words = list(test)
+        while words and words[0] in ("{", "!") and len(words) > 1:
+            tokens.append(words.pop(0))
+        if words and words[0] == "[[" and words[-1] != "]]":
+            tokens.append("{")
+        tokens += ["}"] if words == ["}"] else [words] if words else []
+        if words and words[-1] == "]]" and words[0] != "[[":
+            tokens.append("}")
+        if end in ("|", "&", "(", ")"):
+            return None
+        tokens += [end] if end in ("&&", "||") else []
+    return _list(tokens)
+
+
+def _list(tokens: list[str | list[str]]) -> bool | None:
+    value = _term(tokens)
+    while tokens and tokens[0] in ("&&", "||"):
+        join = _both if tokens.pop(0) == "&&" else _either
+        value = join(value, _term(tokens))
+    return value
+
+
+def _term(tokens: list[str | list[str]]) -> bool | None:
+    token = tokens.pop(0) if tokens else []
+    if token == "!":
+        return _opposite(_term(tokens))
+    if token == "{":
+        value = _list(tokens)
+        if tokens and tokens[0] == "}":
+            tokens.pop(0)
+        return value
+    return _test(token) if isinstance(token, list) else None
+
+
+def _test(words: Sequence[str]) -> bool | None:
+    """The value of ``[ A = B ]`` and its like; None where a word is unknown, and for tests of files and commands."""
+    opened, closed = words[:1] in (["["], ["[["], ["test"]), words[-1:] in (["]"], ["]]"])
+    if words in (["true"], ["false"]):
+        return words == ["true"]
+    if not (opened or closed):
+        return None
+    same = fnmatchcase if "[[" in words[:1] or "]]" in words[-1:] else eq
+    match words[opened : len(words) - closed]:
+        case known if any(UNKNOWN in word for word in known):
+            return None
+        case ["!", *rest]:
+            return _opposite(_test(["[", *rest]))
+        case ["-n", text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case [one, "=" | "==", other]:
+            return same(one, other)
+        case [one, "!=", other]:
+            return not same(one, other)
+        case [one, sign, other] if sign in _NUMBERS and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}"):
+            return bool(_NUMBERS[sign](int(one), int(other)))
+    return None
