@@ -178,6 +178,9 @@ def test_conversations_that_are_refused(chat):
     assert "must end with the assistant's answer, got the roles user, assistant, user" in message
     empty = [*TURNS[:3], {"role": "assistant", "content": " "}]
     assert "message 3 (assistant): the answer is empty" in refused(lambda: template.encode_demonstration(row(m=empty)))
+    ended = [*TURNS[:3], {"role": "assistant", "content": "4<eos>\n"}]
+    message = refused(lambda: template.encode_demonstration(row(m=ended)))
+    assert "message 3 (assistant): the answer holds the end token '<eos>', at which a sample ends" in message
 
 
 def test_continued_pre_training_needs_no_prompt(chars):

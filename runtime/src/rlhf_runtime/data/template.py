@@ -15,6 +15,7 @@ from rlhf.types.examples import Example
 from rlhf.types.examples import Sequence as TokenSequence
 
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.messages import UNTRAINED
@@ -226,6 +227,9 @@ class Template(Prompts):
         for i in trained:
             if not text_of(messages[i].get("content")).strip() and not messages[i].get("tool_calls"):
                 raise DataError(f"message {i} (assistant): the answer is empty; there is nothing to learn from")
+            _check_one_end(
+                chat, text_of(messages[i].get("content")), self.tokenizer.eos_token, f"message {i} (assistant)"
+            )
         render = chat.render(messages, trained)
         chat.check(messages, trained, cells.row.source)
         ids, mask = self._masked(render.text, render.answers)
@@ -280,6 +284,16 @@ class Template(Prompts):
         end = bisect_left(offsets, len(before), key=lambda span: span[0])
         begin = next((i for i in range(end - 1, -1, -1) if ids[i] in self._parting), 0)
         return not end or self.tokens.ids(before[offsets[begin][0] if begin else 0 :]) == list(ids[begin:end])
+
+
+def _check_one_end(chat: ChatTemplate, answer: str, eos_token: str, where: str) -> None:
+    """Raises DataError: an answer holds an end token, at which a sample would have ended."""
+    text = answer.rstrip() if chat.answer_end else answer.rstrip().removesuffix(eos_token)  # no other end is written
+    if wrong := next((end for end in (eos_token, chat.end) if end in text), None):
+        raise DataError(
+            f"{where}: the answer holds the end token {wrong!r}, at which a sample ends, and the chat template ends "
+            "answers itself. Take it out of the text"
+        )
 
 
 def _check_weights(untrained: set[int], answers: Sequence[int], loss_on: str) -> None:
