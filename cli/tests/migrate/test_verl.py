@@ -88,6 +88,28 @@ def test_defaults_that_differ_are_written():
         (f"{A}.actor.clip_ratio_high=0.28", "loss", {"dual_clip": 3.0, "clip_high": 0.28}),
         ("trainer.critic_warmup=5", "critic_warmup", 4),
         (
+            f"{A}.actor.policy_loss.loss_mode=cispo {A}.actor.clip_ratio_low=10 {A}.actor.clip_ratio_high=0.2",
+            "loss",
+            {"use": "cispo", "clip_high": 0.2},  # ratios have no lower bound
+        ),
+        (
+            f"{A}.actor.policy_loss.loss_mode=sapo {A}.actor.tau_pos=2 {A}.actor.loss_agg_mode=token-mean",
+            "loss",
+            {"use": "sapo", "tau_positive": 2.0},  # verl takes seq-mean-token-mean
+        ),
+        (f"{A}.actor.policy_loss.loss_mode=geo_mean", "loss", {"use": "gmpo", "clip_low": 0.2, "clip_high": 0.2}),
+        (
+            f"{A}.actor.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=100",
+            "loss",
+            {"dual_clip": 3.0, "aggregation": "seq_sum_constant", "max_length": 100},
+        ),
+        (
+            "reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True "
+            "+reward.reward_kwargs.overlong_buffer_cfg.len=64 +reward_model.reward_kwargs.max_resp_len=512",
+            "shaping",
+            {"overlong_buffer": 64, "overlong_max": 512},
+        ),
+        (
             "algorithm.rollout_correction.rollout_is=token",
             "loss",
             {"dual_clip": 3.0, "correction": {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0}},
@@ -121,8 +143,21 @@ def test_scripts_and_lists_are_read(tmp_path):
 def test_rewards():
     [reward] = values("custom_reward_function.path=r.py custom_reward_function.name=score")["reward"]
     assert reward["use"] == "file:r.py:score"
-    [reward] = values("reward_model.enable=True reward_model.model.path=R")["reward"]
-    assert reward["use"] == "model:R"
+    for names in ("reward_model.enable=True reward_model.model.path=R", "reward.reward_model.enable=True"):
+        [reward] = values(f"{names} reward.reward_model.model_path=R")["reward"]
+        assert reward["use"] == "model:R"
+    assert values("reward.custom_reward_function.path=r.py")["reward"] == [{"use": "file:r.py:compute_score"}]
+
+
+def test_keys_of_the_newest_version_and_of_groups():
+    run = values(
+        "+data.apply_chat_template_kwargs.enable_thinking=False algorithm.filter_groups.enable=True "
+        "ray_kwargs.ray_init.runtime_env.py_executable=null +actor_rollout_ref.rollout.engine_kwargs.vllm.x=1 "
+        "algorithm.adv_estimator=rloo_vectorized actor_rollout_ref.rollout.n=2"
+    )
+    assert run["data"]["template_kwargs"] == {"enable_thinking": False}
+    assert run["stream"]["filter"] == {"min_std": 0.0}
+    assert run["algorithm"]["use"] == "rloo"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +172,9 @@ def test_rewards():
         (f"{A}.rollout.n=many", "takes integer"),
         ("algorithm.rollout_correction.rollout_rs=token", "rollout_rs"),
         ("critic.ppo_epochs=2", "ppo_epochs"),
+        ("distillation.enabled=True", "distill"),
+        (f"{A}.rollout.multi_turn.enable=True", "multi_turn"),
+        ("reward.reward_manager.name=prime", "naive and dapo"),
         (f"{A}.rollout.tensor_model_parallel_size=3", "tensor_model_parallel_size"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
@@ -77,6 +77,13 @@ class FrameworkOptions:
         row = self.rows.get(name)
         return None if row is None else row.defaults.get(self.entry, row.default)
 
+    def refuse_by_table(self) -> None:
+        """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
+        for name, option in self.given.items():
+            row = self.rows[name]
+            if row.rule.startswith("refused: ") and option.value != row.defaults.get(self.entry, row.default):
+                raise self.refused(name, row.rule.removeprefix("refused: "))
+
     def refused(self, name: str, reason: str) -> ConfigError:
         """The error for a value that cannot be taken over."""
         option = self.given.get(name)
@@ -92,8 +99,13 @@ def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> 
 def matching(
     rows: Mapping[str, OptionRow], name: str, where: str, groups: Mapping[str, Iterable[OptionRow]]
 ) -> list[OptionRow]:
-    """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none."""
+    """The rows that an option's name means, an older name perhaps several. Raises ConfigError where there is none.
+
+    A row ``NAME.*`` is for every option below NAME that has no row of its own, and is given the option's name."""
     matches = [rows[name]] if name in rows else [row for row in rows.values() if name in row.old]
+    if not matches:
+        tops = [(top, row) for row in rows.values() for top in (row.name, *row.old) if top.endswith(".*")]
+        matches = [replace(row, name=name, old=()) for top, row in tops if name.startswith(top[:-1])]
     if not matches:
         names = [other for row in rows.values() for other in (row.name, *row.old)]
         elsewhere = any(name in (row.name, *row.old) for group in groups.values() for row in group)

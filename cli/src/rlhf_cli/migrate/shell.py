@@ -19,6 +19,8 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
 
+COMMAND = f"{UNKNOWN}(command){UNKNOWN}"
+"""Stands for what a command would print."""
 _COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*"'
@@ -71,6 +73,11 @@ def known_text(word: Word, where: str) -> str:
     """The text of a word. Raises ConfigError, with the line, if it holds an unknown variable."""
     if UNKNOWN not in word.text:
         return word.text
+    if COMMAND in word.text:
+        plain = word.text.replace(COMMAND, "$(...)")
+        raise ConfigError(
+            f"{where}, line {word.line}: {plain!r} needs a command, and none is executed. Write its value"
+        )
     name = word.text.split(UNKNOWN)[1]
     plain = word.text.replace(UNKNOWN + name + UNKNOWN, f"${name}")
     raise ConfigError(
@@ -139,8 +146,7 @@ class _Script:
             if assignment is None:
                 return True
             name, value = assignment.groups()
-            by_command = value.count(UNKNOWN) == 2 and value.startswith(f"{UNKNOWN}(") and value.endswith(UNKNOWN)
-            self._set(name, [f"{UNKNOWN}{name}{UNKNOWN}" if by_command else value], runs)
+            self._set(name, [f"{UNKNOWN}{name}{UNKNOWN}" if COMMAND in value else value], runs)
         return False
 
     def _set(self, name: str, values: list[str], runs: bool | None) -> None:
@@ -217,7 +223,7 @@ class _Script:
     def _output(self, text: str) -> str:
         """What ``$(...)`` stands for: the value of a sum of whole numbers; of other commands it is unknown."""
         if not (inner := _SUM.fullmatch(text)):
-            return f"{UNKNOWN}(command){UNKNOWN}"
+            return COMMAND
         terms = self._in_quotes(inner[1])
         if UNKNOWN not in terms:
             terms = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(self._values(f"${{{name[0]}}}")), terms)
@@ -226,7 +232,7 @@ class _Script:
         try:
             return str(_number(ast.parse(terms.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return f"{UNKNOWN}(command){UNKNOWN}"
+            return COMMAND
 
     def _values(self, text: str) -> list[str]:
         """What ``$NAME``, ``${NAME}``, ``${NAME[@]}``, ``${NAME:?TEXT}`` or ``${NAME:-TEXT}`` stands for."""

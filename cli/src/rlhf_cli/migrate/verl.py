@@ -13,18 +13,20 @@ from rlhf_cli.migrate.shell import Word, known_text
 from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 NAME = "verl"
-FACTS = "The facts are those of verl 0.8 with FSDP; the configurations for Megatron are not read."
+FACTS = "The facts are those of verl 0.9.1 with FSDP; the configurations for Megatron are not read."
 GROUP_TITLES = {"main_ppo": "main_ppo"}
 """{group of the table: its heading in the documentation}."""
 EXAMPLE = "verl.trainer.main_ppo"
-ENTRY = re.compile(r"(?:.*/)?verl[./]trainer[./](main_ppo)(?:\.py)?")
+ENTRY = re.compile(
+    r"(?:.*/)?(?:verl[./]trainer[./]|recipe[./]dapo[./](?:src[./])?)(main_ppo|main_ppo_v0|main_ppo_sync|main_dapo)(?:\.py)?"
+)
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 WITHOUT: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
     "grpo": "only with the estimator grpo",
     "kl_loss": "only with use_kl_loss",
     "kl_reward": "only with use_kl_in_reward",
-    "ppo_loss": "not with the loss gspo",
+    "ppo_loss": "only with the loss vanilla",
     "lora": "only with lora_rank",
     "dynamic": "only with use_dynamic_bsz",
     "reward_model": "only with reward_model.enable",
@@ -34,7 +36,9 @@ WITHOUT: Mapping[str, str] = {
 ALGORITHMS = {
     "gae": "ppo",
     "grpo": "grpo",
+    "grpo_vectorized": "grpo",
     "rloo": "rloo",
+    "rloo_vectorized": "rloo",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "remax": "grpo",
@@ -42,9 +46,11 @@ ALGORITHMS = {
 }
 ADVANTAGES = ("remax", "opo")
 """Estimators that are advantages of ``grpo`` here."""
-OF_GROUPS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
+OF_GROUPS = ("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline", "opo")
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
+AGGREGATIONS["seq-mean-token-sum-norm"] = "seq_sum_constant"
+LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
 OBSERVERS = ("wandb", "tensorboard", "mlflow")
 
 
@@ -66,18 +72,20 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
                 value = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
+            source.rows[row.name] = row
             source.given[row.name] = OptionValue(typed(row, value, here), f"{key}={text}", here)
     return source
 
 
 def convert(source: FrameworkOptions) -> Draft:
     """The run file for these keys. Raises ConfigError for a value that has no counterpart."""
+    source.refuse_by_table()
     draft, s = Draft(source), source
     estimator = s["algorithm.adv_estimator"]
     loggers = s["trainer.logger"] if "trainer.logger" in s.given else ["console", "wandb"]
     conditions = {
         "critic": estimator == "gae",
-        "grpo": estimator == "grpo",
+        "grpo": estimator in ("grpo", "grpo_vectorized"),
         "kl_loss": s[f"{ACTOR}.use_kl_loss"],
         "kl_reward": s["algorithm.use_kl_in_reward"],
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
@@ -118,7 +126,7 @@ def _algorithm(draft: Draft, estimator: str) -> int:
             raise s.refused(f"critic.{name}", f"the policy has {s[f'{ACTOR}.{name}']}, and both have the same here")
     if estimator in ADVANTAGES:
         draft.set("algorithm.advantage.use", estimator, "algorithm.adv_estimator")
-    if estimator == "grpo":
+    if estimator in ("grpo", "grpo_vectorized"):
         std = "group" if s["algorithm.norm_adv_by_std_in_grpo"] else "none"
         draft.set("algorithm.advantage.std", std, "algorithm.norm_adv_by_std_in_grpo")
     if estimator in ("gae", "reinforce_plus_plus"):
@@ -128,14 +136,23 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         draft.set("algorithm.critic_warmup", steps, "trainer.critic_warmup", note="N freezes N - 1 steps")
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
         draft.set("critic.model", model, "critic.model.path")
-    use = _one_of(draft, f"{ACTOR}.policy_loss.loss_mode", {"vanilla": "ppo", "gspo": "gspo"})
+    use = _one_of(draft, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
     draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode")
-    if use == "ppo":
+    if use in ("ppo", "cispo"):
         how = _one_of(draft, f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
         draft.set("algorithm.loss.aggregation", how, f"{ACTOR}.loss_agg_mode")
-    for side in ("low", "high"):
+        if how == "seq_sum_constant":
+            name = f"{ACTOR}.loss_scale_factor" if s[f"{ACTOR}.loss_scale_factor"] else "data.max_response_length"
+            draft.set("algorithm.loss.max_length", s[name], name)
+    else:
+        draft.unread[f"{ACTOR}.loss_agg_mode"] = f"verl takes seq-mean-token-mean with {use}, and so does the run"
+    for side in ("low", "high") if use != "sapo" else ():
         name = f"{ACTOR}.clip_ratio_{side}" if s[f"{ACTOR}.clip_ratio_{side}"] is not None else f"{ACTOR}.clip_ratio"
-        draft.set(f"algorithm.loss.clip_{side}", s[name], name)
+        bound = min(s[name], 1.0) if (use, side) == ("cispo", "low") else s[name]  # a ratio is never below 0
+        draft.set(f"algorithm.loss.clip_{side}", bound, name)
+    if use == "sapo":
+        for sign, name in (("positive", "pos"), ("negative", "neg")):
+            draft.set(f"algorithm.loss.tau_{sign}", s[f"{ACTOR}.tau_{name}"], f"{ACTOR}.tau_{name}")
     if s[f"{ACTOR}.entropy_coeff"]:
         draft.set("algorithm.loss.entropy_coef", s[f"{ACTOR}.entropy_coeff"], f"{ACTOR}.entropy_coeff")
     _kl(draft, estimator)
@@ -243,6 +260,12 @@ def _data(draft: Draft) -> None:
         draft.set("data.too_long", "error", "data.truncation")
     else:
         draft.set("data.too_long", "drop", "data.truncation", note="longer rows are left out; verl cuts them")
+    for name in [name for name in s.given if name.startswith("data.apply_chat_template_kwargs.")]:
+        draft.set(f"data.template_kwargs.{name.rpartition('.')[2]}", s[name], name)
+    if s["algorithm.filter_groups.enable"]:
+        draft.set("stream.filter.min_std", 0.0, "algorithm.filter_groups.enable")
+        if rounds := s["algorithm.filter_groups.max_num_gen_batches"]:
+            draft.set("stream.filter.max_rounds", rounds, "algorithm.filter_groups.max_num_gen_batches")
     draft.set("sampling.top_k", max(s[f"{ROLLOUT}.top_k"], 0), f"{ROLLOUT}.top_k")
     batched = s[f"{ROLLOUT}.max_num_batched_tokens"]
     draft.set("generator.max_batched_tokens", max(batched, prompt + answer), f"{ROLLOUT}.max_num_batched_tokens")
@@ -271,8 +294,14 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
                 draft.set(f"observer.{number}.project", s["trainer.project_name"], "trainer.project_name")
             number += 1
     path = s["custom_reward_function.path"]
-    if s["reward_model.reward_manager"] != "naive":
-        raise s.refused("reward_model.reward_manager", "naive is known")
+    if s["reward_model.reward_manager"] not in ("naive", "dapo"):
+        raise s.refused("reward_model.reward_manager", "naive and dapo are known")
+    kwargs = "reward.reward_kwargs.overlong_buffer_cfg"
+    if s[f"{kwargs}.enable"] and s["reward_model.reward_manager"] == "dapo":
+        longest = "reward.reward_kwargs.max_resp_len"
+        draft.set("algorithm.shaping.overlong_buffer", s[f"{kwargs}.len"], f"{kwargs}.len", f"{kwargs}.enable")
+        draft.set("algorithm.shaping.overlong_factor", s[f"{kwargs}.penalty_factor"], f"{kwargs}.penalty_factor")
+        draft.set("algorithm.shaping.overlong_max", s[longest] or s["data.max_response_length"], longest)
     if s["reward_model.enable"] and s["reward_model.model.path"]:
         draft.set(
             "reward.0.use", f"model:{s['reward_model.model.path']}", "reward_model.model.path", "reward_model.enable"
@@ -281,7 +310,10 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         names = ("custom_reward_function.path", "custom_reward_function.name")
         draft.set("reward.0.use", f"file:{path}:{s[names[1]]}", *names)
     else:
-        draft.remarks.append("name the reward: verl chooses a function by the column data_source")
+        draft.remarks.append(
+            "name the reward: verl chooses a function by the column data_source. With verl installed it is "
+            "python:verl.utils.reward_score:default_compute_score"
+        )
 
 
 def _placement(draft: Draft, estimator: str) -> None:
