@@ -73,6 +73,17 @@ def test_processes_multiply_batches():
     assert run["placement"]["policy"]["ranks"] == 4
 
 
+def test_processes_of_configurations_of_accelerate(tmp_path):
+    (tmp_path / "zero3.yaml").write_text("distributed_type: DEEPSPEED\nnum_processes: 4\n")
+    (tmp_path / "grpo.yaml").write_text("num_processes: 2\nenv:\n  A: 1\nlearning_rate: 1e-5\n")
+    assert grpo(before=f"accelerate launch --config_file {tmp_path}/zero3.yaml trl")["data"]["batch_size"] == 4
+    assert grpo("--num_processes 4")["data"]["batch_size"] == 4
+    assert grpo("--accelerate_config zero2")["data"]["batch_size"] == 8
+    assert grpo(f"--config {tmp_path}/grpo.yaml")["data"]["batch_size"] == 2
+    with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read.*--set processes=N"):
+        grpo(before="accelerate launch --config_file absent.yaml trl")
+
+
 def test_steps_are_counted_in_optimizer_steps():
     run = grpo("--num_iterations 2 --max_steps 100 --save_steps 25 --eval_strategy steps --eval_steps 10")
     assert run["run"]["steps"] == 50
@@ -181,9 +192,49 @@ def test_a_script_is_read_and_not_executed(tmp_path):
     with pytest.raises(ConfigError, match=r"train\.py, line 3: output_dir=folder\(\).*--set output_dir=VALUE"):
         migrate("trl", str(script), {}, PLUGINS)
     assert values(str(script), output_dir="there")["run"]["output"] == "there"
+    script.write_text("parser = TrlParser((ScriptArguments, SFTConfig))\nSFTTrainer(model='M', args=parser.parse()[1])")
+    with pytest.raises(ConfigError, match=r'"python train\.py --FLAG VALUE"'):
+        migrate("trl", str(script), {}, PLUGINS)
     script.write_text("SFTConfig()\nDPOConfig()\n")
     with pytest.raises(ConfigError, match="SFTConfig in line 1, DPOConfig in line 2"):
         migrate("trl", str(script), {}, PLUGINS)
+
+
+QUICKSTART = """
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward
+from my.rewards import short
+name = "M"
+def main():
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map="auto")
+    rows = load_dataset("d", "main", split="train[:5%]")
+    GRPOTrainer(model=model, train_dataset=rows, reward_funcs=[accuracy_reward, short],
+        peft_config=LoraConfig(r=4, bias="none", target_modules=["q_proj"]))
+"""
+
+
+def test_a_trainer_without_a_configuration_has_its_data_model_and_rewards(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(QUICKSTART)
+    run = values(str(script))
+    assert (run["policy"]["model"], run["policy"]["storage"]) == ("M", "bf16")
+    assert run["data"]["train"] == [{"path": "d", "split": "train[:5%]", "subset": "main"}]
+    rewards = [reward["use"] for reward in run["reward"]]
+    assert rewards == ["python:trl.rewards:accuracy_reward", "python:my.rewards:short"]
+    assert run["trainer"]["lora"]["rank"] == 4
+    script.write_text(QUICKSTART.replace("5%]\")", "5%]\").map(f)"))
+    assert "train" not in values(str(script))["data"], "rows that the script changes are not taken over"
+
+
+@pytest.mark.parametrize(
+    ("script", "trainer"),
+    [("gspo.py", "grpo"), ("dpo_vlm.py", "dpo"), ("run_sft.py", "sft"), ("reward_modeling.py", "reward_model")],
+)
+def test_scripts_that_are_called_like_a_trainer(script, trainer):
+    text = migrate("trl", f"python examples/{script} --model_name_or_path M --report_to trackio", {}, PLUGINS)
+    assert tomllib.loads(text)["algorithm"]["use"] == trainer
+    assert "only its flags are read" in text
+    assert "report_to trackio: there is no such observer" in text
 
 
 @pytest.mark.parametrize("form", ["yaml", "json"])
@@ -211,7 +262,6 @@ def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
         ("--repetition_penalty 1.1", "repetition_penalty"),
         ("--generation_kwargs '{\"x\": 1}'", "generation_kwargs"),
         ("--gradient_accumulation_steps 3 --steps_per_generation 2", "gradient_accumulation_steps"),
-        ("--report_to swan", "swan"),
         ("--packing", "packing is an option of other entry points"),
     ],
 )

@@ -24,6 +24,7 @@ from rlhf_cli.options.run_file import toml
 WIDTH = 120
 COLUMN = 40
 """Where comments begin."""
+OBSERVERS = ("wandb", "tensorboard", "mlflow")
 BY_NAME = ("roles", "placement")
 
 
@@ -52,6 +53,17 @@ class Draft:
         self.values[path], self.causes[path] = value, names
         if note:
             self.notes[path] = note
+
+    def observers(self, names: Collection[str], option: str) -> list[str]:
+        """Set the observers of these names; those that there are."""
+        known = [name for name in names if name in OBSERVERS]
+        for name in names:
+            if name not in known:
+                remark = f"{option} {name}: there is no such observer. metrics.jsonl has every metric; known are "
+                self.remarks.append(remark + ", ".join(OBSERVERS))
+        for number, name in enumerate(known):
+            self.set(f"observer.{number}.use", name, option)
+        return known
 
     def take(self, conditions: Collection[str], without: Mapping[str, str]) -> None:
         """Set what needs no rule: the values as they are, or as the table translates them.

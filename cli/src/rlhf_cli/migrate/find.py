@@ -55,33 +55,57 @@ def _verl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
 
 
 def _trl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
-    processes = int(settings["processes"]) if settings.get("processes", "").isdecimal() else 1
+    processes = int(settings["processes"]) if settings.get("processes", "").isdecimal() else None
     if trl_source.is_file_of_fields(source):
-        fields = trl_source.of_mapping_file(source)
+        fields, launcher = trl_source.of_mapping_file(source)
+        processes = processes or _processes(launcher, source) or 1
         return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
     if source.endswith(".py") and os.path.isfile(source):
         fields = trl_source.of_script(source, settings)
-        return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
+        return trl.convert(fields, processes or 1), f"{fields.entry} ({Path(source).name})"
     text, where = _text(source)
     start = _start(text, where, settings, trl)
-    fields = trl_source.of_command(start.entry, start.options, where)
-    return trl.convert(
-        fields, _started(start.before, where) or processes
-    ), f"{start.entry} ({where}, line {start.line})"
+    fields, launcher = trl_source.of_command(trl.trainer(start.entry), start.options, where)
+    place = f"{where}, line {start.line}"
+    processes = processes or _processes(_launcher(start.before, where) | launcher, place) or 1
+    draft = trl.convert(fields, processes)
+    if start.entry not in trl.GROUPS:
+        draft.remarks.append(
+            f"{start.entry}.py: only its flags are read; look for data, rewards and fields in its code"
+        )
+    return draft, f"{start.entry} ({place})"
 
 
-def _started(launcher: Sequence[Word], where: str) -> int | None:
+def _launcher(words: Sequence[Word], where: str) -> dict[str, str]:
+    """The options of a launcher that say how many processes it starts."""
+    options = dict[str, str]()
+    for number, word in enumerate(words):
+        name, equals, _ = word.text.lstrip("-").replace("-", "_").partition("=")
+        if name in ("num_processes", "nproc_per_node", "num_gpus", "nnodes", "config_file"):
+            following = known_text(words[number + 1], where) if words[number + 1 :] else ""
+            options[name] = word.text.partition("=")[2] if equals else following
+    return options
+
+
+def _processes(launcher: Mapping[str, str], where: str) -> int | None:
     """The processes that a launcher starts, if it says so; torchrun counts those of one machine."""
-    counts = dict[str, int]()
-    for number, word in enumerate(launcher):
-        name, equals, value = word.text.lstrip("-").replace("-", "_").partition("=")
-        if name in ("num_processes", "nproc_per_node", "num_gpus", "nnodes"):
-            value = value if equals else known_text(launcher[number + 1], where) if launcher[number + 1 :] else ""
-            if not value.isdecimal():
-                raise ConfigError(f"{where}, line {word.line}: {word.text} takes a number, got {value!r}")
-            counts[name] = int(value)
-    nodes = counts.pop("nnodes", 1)
-    return counts.get("num_processes") or next((count * nodes for count in counts.values()), None)
+    counts = {n: launcher[n] for n in ("num_processes", "nproc_per_node", "num_gpus", "nnodes") if n in launcher}
+    for name, value in counts.items():
+        if not value.isdecimal():
+            raise ConfigError(f"{where}: {name} takes a number, got {value!r}. Give it: --set processes=N")
+    numbers = {name: int(value) for name, value in counts.items()}
+    nodes = numbers.pop("nnodes", 1)
+    if numbers:
+        return numbers.get("num_processes") or next(count * nodes for count in numbers.values())
+    config = launcher.get("config_file") or launcher.get("accelerate_config")
+    if not config:
+        return None
+    try:
+        return trl_source.processes_of_config(config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{where}: it says how many processes are started, but {error}. Give --set processes=N"
+        ) from None
 
 
 def _text(source: str) -> tuple[str, str]:

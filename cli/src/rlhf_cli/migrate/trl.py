@@ -26,7 +26,9 @@ GROUP_TITLES = {
 }
 """{group of the table: its heading in the documentation}."""
 EXAMPLE = "grpo after trl, or grpo.py"
-ENTRY = re.compile(r"(?:.*[/.])?(grpo|rloo|sft|dpo|reward|kto)(?:\.py)?")
+ENTRY = re.compile(
+    r"(?:.*[/.])?(grpo|rloo|sft|dpo|reward|kto|(?:run_)?(?:grpo|gspo|rloo|sft|dpo|reward|kto)(?:_\w+)?(?=\.py))(?:\.py)?"
+)
 GROUPS: Mapping[str, Sequence[str]] = {
     "grpo": ("all", "model", "script", "online", "grpo"),
     "rloo": ("all", "model", "script", "online", "rloo"),
@@ -52,7 +54,6 @@ SCHEDULES = {
     "inverse_sqrt": "inverse_sqrt",
 }
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-OBSERVERS = ("wandb", "tensorboard", "mlflow")
 AGGREGATIONS = {
     "dapo": "token_mean",
     "bnpo": "token_mean",
@@ -61,6 +62,12 @@ AGGREGATIONS = {
 }
 PROMPT_ROOM = 2048
 """Tokens for prompts where TRL limits only answers."""
+
+
+def trainer(script: str) -> str:
+    """The trainer of a script by its name: ``dpo_vlm``, ``run_sft``, ``gspo``."""
+    name = script.removeprefix("run_").partition("_")[0]
+    return "grpo" if name == "gspo" else name
 
 
 def convert(source: FrameworkOptions, processes: int) -> Draft:
@@ -162,11 +169,7 @@ def _run(draft: Draft, updates: int) -> None:
         draft.set("eval.at_start", True, "eval_on_start")
     if s["output_dir"]:
         draft.set("run.output", s["output_dir"], "output_dir")
-    observers = [name for name in s["report_to"] or [] if name != "none"]
-    if unknown := [name for name in observers if name not in OBSERVERS]:
-        raise s.refused("report_to", f"there is no observer {unknown[0]}; known are {', '.join(OBSERVERS)} and none")
-    for number, name in enumerate(observers):
-        draft.set(f"observer.{number}.use", name, "report_to")
+    draft.observers([name for name in s["report_to"] or [] if name != "none"], "report_to")
 
 
 def _steps(draft: Draft, name: str, updates: int) -> int:
@@ -309,7 +312,7 @@ def _loss(draft: Draft) -> None:
             "loss_type", f"there is no counterpart; known are {', '.join(AGGREGATIONS)}, cispo, sapo, vespo, luspo"
         )
     if kind not in ("cispo", "sapo", "vespo"):
-        draft.set("algorithm.loss.clip_low", s["epsilon"], "epsilon")
+        draft.set("algorithm.loss.clip_low", min(s["epsilon"], 1.0), "epsilon")  # a ratio is never below 0
         draft.set("algorithm.loss.clip_high", high, "epsilon_high" if "epsilon_high" in s.given else "epsilon")
         if s["delta"] is not None:
             if level == "sequence" or s["delta"] <= 1 + high:

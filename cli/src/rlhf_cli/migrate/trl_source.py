@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,12 @@ from rlhf_cli.migrate.trl import GROUPS, NAME
 
 CONFIGS = {f"{name}Config": name.lower() for name in ("GRPO", "RLOO", "SFT", "DPO", "Reward", "KTO")}
 """{class of TRL: trainer}."""
+TRAINERS = {f"{name}Trainer": name.lower() for name in ("GRPO", "RLOO", "SFT", "DPO", "Reward", "KTO")}
+LAUNCHER = (
+    *("num_processes", "num_machines", "accelerate_config", "config_file", "machine_rank", "main_process_ip"),
+    *("main_process_port", "mixed_precision", "gpu_ids", "multi_gpu", "use_deepspeed", "use_fsdp", "env"),
+)
+"""Options of ``accelerate launch`` that ``trl NAME`` passes on, and the variables that its file sets."""
 LORA = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
@@ -25,12 +33,19 @@ LORA = {
 """{argument of PEFT's LoraConfig: field of ModelConfig}, where the names differ."""
 LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's defaults, which are not those of ModelConfig."""
+LORA_ONLY = {"bias": "none", "init_lora_weights": True, "inference_mode": False, "fan_in_fan_out": False}
+"""PEFT's defaults of arguments that have no counterpart."""
+OF_DEVICES = ("device_map", "low_cpu_mem_usage", "use_cache")
+"""Arguments of ``from_pretrained`` that change no result."""
 
 
-def of_command(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
-    """From ``trl grpo --flag value ...``. ``--config FILE`` is read too; flags have precedence."""
+def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[FrameworkOptions, dict[str, str]]:
+    """From ``trl grpo --flag value ...``: the fields, and the options of the launcher.
+
+    ``--config FILE`` is read too; flags have precedence."""
     source = _source(entry)
-    rest, options = list(words), dict[str, OptionValue]()
+    rest, options, launcher = list(words), dict[str, OptionValue](), dict[str, str]()
+    files = dict[str, str]()
     while rest:
         word = rest.pop(0)
         here = f"{where}, line {word.line}"
@@ -45,32 +60,47 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> FrameworkOption
             " ".join([flag, *values] if not equals else [word.text]),
         )
         if name == "config" and len(values) == 1:
-            _take(source, _mapping(values[0]), values[0])
+            files |= _take(source, _mapping(values[0]), values[0])
+            continue
+        if name in LAUNCHER:
+            launcher[name] = " ".join(values)
             continue
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         for row in _matching(source, name, here):
             options[row.name] = OptionValue(value_of(row, values, here), flag + " ..." if row.secret else text, here)
     source.given |= options
-    return source
+    return source, files | launcher
 
 
-def of_mapping_file(path: str) -> FrameworkOptions:
-    """From a configuration in YAML or JSON, whose fields say which trainer it is for."""
+def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
+    """From a configuration in YAML or JSON, whose fields say which trainer it is for; also its launcher's options."""
     fields = _mapping(path)
     groups = table("trl")
-    fitting = [entry for entry in GROUPS if all(name in rows_of(groups, GROUPS[entry]) for name in fields)]
+    names = [name for name in fields if name not in LAUNCHER]
+    fitting = [entry for entry in GROUPS if all(name in rows_of(groups, GROUPS[entry]) for name in names)]
     if len(fitting) != 1:
         means = f"its fields fit {', '.join(fitting)}" if fitting else "its fields fit no trainer"
         raise ConfigError(f'{path}: {means}. Say which one it is for: rlhf migrate trl "trl NAME --config {path}"')
     source = _source(fitting[0])
-    _take(source, fields, Path(path).name)
-    return source
+    return source, _take(source, fields, Path(path).name)
+
+
+def processes_of_config(config: str) -> int | None:
+    """The processes that a configuration of ``accelerate`` starts, or one that TRL has under a name.
+
+    Raises ConfigError where the file is not here."""
+    if config in ("zero1", "zero2", "zero3", "fsdp1", "fsdp2", "multi_gpu", "single_gpu"):
+        return 1 if config == "single_gpu" else 8
+    fields = _mapping(config)
+    count = 1 if fields.get("distributed_type") in ("NO", False) else fields.get("num_processes")
+    return count if isinstance(count, int) else None
 
 
 def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
-    """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)`` and of the trainer's
-    ``model``. The script is parsed, never executed."""
+    """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)``, and of the trainer: its
+    ``model``, its data where they are ``load_dataset(...)``, and its rewards by name. The script is parsed, never
+    executed."""
     where = Path(path).name
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -78,20 +108,18 @@ def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
         raise ConfigError(f"{where}, line {error.lineno}: not Python: {error.msg}") from None
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [call for call in calls if _name(call) in CONFIGS]
-    if len(configs) != 1:
-        lines = ", ".join(f"{_name(call)} in line {call.lineno}" for call in configs) or "none"
-        raise ConfigError(f"{where}: one of {', '.join(CONFIGS)} is read, and it has {lines}")
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    source = _source(CONFIGS[_name(configs[0])])
+    trainers = [call for call in calls if _name(call) in TRAINERS]
+    starts = configs or [call for call in trainers if not any(keyword.arg == "args" for keyword in call.keywords)]
+    if len(starts) != 1:
+        lines = ", ".join(f"{_name(call)} in line {call.lineno}" for call in starts) or "none with its arguments"
+        flags = f'. If it reads flags, give the whole command: "python {where} --FLAG VALUE"' if not starts else ""
+        known = ", ".join(CONFIGS)
+        raise ConfigError(f"{where}: one of {known}, or of their trainers, is read, and it has {lines}{flags}")
+    script = _Script(tree, settings, where)
+    source = _source((CONFIGS | TRAINERS)[_name(starts[0])])
     for call in calls:
         kind = _name(call)
-        if call is configs[0]:
+        if call in configs:
             names = {}
         elif kind == "LoraConfig":
             names = LORA
@@ -104,16 +132,117 @@ def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
             if keyword.arg is None:
                 raise ConfigError(f"{here}: {kind}(**...) cannot be read; write its arguments out")
             name = names.get(keyword.arg, keyword.arg)
-            value = _literal(keyword.value, keyword.arg, constants, settings, here)
+            value = script.literal(keyword.value, keyword.arg)
+            if kind == "LoraConfig" and keyword.arg in LORA_ONLY:
+                if value != LORA_ONLY[keyword.arg]:
+                    raise ConfigError(f"{here}: {keyword.arg}={value!r} has no counterpart; leave it out")
+                continue
             _give(source, name, value, f"{keyword.arg}={value!r}", here)
-    for call in calls:
-        if _name(call).endswith("Trainer"):
-            for keyword in call.keywords:
-                if keyword.arg == "model" and isinstance(keyword.value, ast.Constant | ast.Name):
-                    here = f"{where}, line {keyword.value.lineno}"
-                    value = _literal(keyword.value, "model", constants, settings, here)
-                    _give(source, "model_name_or_path", value, f"model={value!r}", here)
+    for keyword in [keyword for call in calls if _name(call).endswith("Trainer") for keyword in call.keywords]:
+        for name, value in script.of_trainer(keyword).items():
+            _give(source, name, value, f"{keyword.arg}: {value!r}", f"{where}, line {keyword.value.lineno}")
     return source
+
+
+@dataclass
+class _Script:
+    """The names of a script that have one value."""
+
+    tree: ast.Module
+    settings: Mapping[str, str]
+    where: str
+
+    def __post_init__(self) -> None:
+        targets = [
+            (target, node.value if isinstance(node, ast.Assign) else None)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.For)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        names = [name.id for target, _ in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+        self.values: dict[str, ast.expr] = {
+            target.id: value
+            for target, value in targets
+            if isinstance(target, ast.Name) and value is not None and names.count(target.id) == 1
+        }
+        self.imports = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and not node.level
+            for alias in node.names
+        }
+
+    def literal(self, node: ast.expr, name: str) -> Any:
+        """The value of an argument: a literal, or the name of one."""
+        if name in self.settings:
+            return self.settings[name]
+        try:
+            return ast.literal_eval(_Literals(self.values).visit(copy.deepcopy(node)))
+        except ValueError:
+            raise ConfigError(
+                f"{self.where}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is executed. "
+                f"Give it: --set {name}=VALUE"
+            ) from None
+
+    def of_trainer(self, keyword: ast.keyword) -> dict[str, Any]:
+        """Fields that an argument of the trainer stands for."""
+        node = keyword.value
+        if isinstance(node, ast.Name):
+            node = self.values.get(node.id, node)
+        match keyword.arg:
+            case "model" if "model" in self.settings:
+                return {"model_name_or_path": self.settings["model"]}
+            case "model" if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
+                options = {k.arg: self.literal(k.value, "model") for k in node.keywords if k.arg not in OF_DEVICES}
+                return {"model_name_or_path": self.literal(node.args[0], "model")} | (
+                    {"model_init_kwargs": options} if options else {}
+                )
+            case "model" if isinstance(node, ast.Constant | ast.Name | ast.Call):
+                return {"model_name_or_path": self.literal(keyword.value, "model")}
+            case "train_dataset" | "eval_dataset":
+                return self._data(node, keyword.arg)
+            case "reward_funcs":
+                names = node.elts if isinstance(node, ast.List) else [node]
+                if all(isinstance(name, ast.Name) and name.id in self.imports for name in names):
+                    return {"reward_funcs": [self.imports[name.id].removeprefix("trl.rewards.") for name in names]}
+        return {}
+
+    def _data(self, node: ast.expr, argument: str) -> dict[str, Any]:
+        """The fields for ``load_dataset(NAME, CONFIG, split=SPLIT)`` and ``load_dataset(NAME)[SPLIT]``."""
+        split = "dataset_train_split" if argument == "train_dataset" else "dataset_test_split"
+        fields = dict[str, Any]()
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            fields[split], node = node.slice.value, node.value
+            node = self.values.get(node.id, node) if isinstance(node, ast.Name) else node
+        if not isinstance(node, ast.Call) or _name(node) != "load_dataset":
+            return {}
+        names = ("dataset_name", "dataset_config")
+        values = dict(zip(names, node.args, strict=False)) | {k.arg or "": k.value for k in node.keywords}
+        values = {{"path": names[0], "name": names[1], "split": split}.get(k, k): v for k, v in values.items()}
+        if len(node.args) > 2 or not values.keys() <= {*names, split} or not (fields.keys() | values.keys()) >= {split}:
+            return {}
+        return {name: self.literal(value, name) for name, value in values.items()} | fields
+
+
+class _Literals(ast.NodeTransformer):
+    """Names of literals become these, ``torch.bfloat16`` the text ``bfloat16``, f-strings of literals texts."""
+
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        value = self.values.get(node.id)
+        return value if isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.UnaryOp) else node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        return ast.Constant(node.attr) if of_torch else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        parts = [self.visit(p.value) if isinstance(p, ast.FormattedValue) else p for p in node.values]
+        plain = all(isinstance(part, ast.Constant) for part in parts)
+        formats = any(isinstance(p, ast.FormattedValue) and (p.format_spec or p.conversion != -1) for p in node.values)
+        return ast.Constant("".join(str(part.value) for part in parts)) if plain and not formats else node
 
 
 def _source(entry: str) -> FrameworkOptions:
@@ -130,9 +259,12 @@ def _give(source: FrameworkOptions, name: str, value: Any, text: str, where: str
         source.given[row.name] = OptionValue(typed(row, value, where), label, where)
 
 
-def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> None:
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Keep the fields of a file; those of the launcher."""
     for name, value in fields.items():
-        _give(source, name, value, f"{name}: {value}", where)
+        if name not in LAUNCHER:
+            _give(source, name, value, f"{name}: {value}", where)
+    return {name: str(value) for name, value in fields.items() if name in LAUNCHER}
 
 
 def _mapping(path: str) -> dict[str, Any]:
@@ -150,22 +282,6 @@ def _mapping(path: str) -> dict[str, Any]:
 
 def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
-
-
-def _literal(
-    node: ast.expr, name: str, constants: Mapping[str, ast.expr], settings: Mapping[str, str], where: str
-) -> Any:
-    """The value of an argument: a literal, or the name of one."""
-    if name in settings:
-        return settings[name]
-    if isinstance(node, ast.Name) and node.id in constants:
-        node = constants[node.id]
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise ConfigError(
-            f"{where}: {name}={ast.unparse(node)} is no literal, and nothing is executed. Give it: --set {name}=VALUE"
-        ) from None
 
 
 def is_file_of_fields(source: str) -> bool:

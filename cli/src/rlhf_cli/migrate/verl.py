@@ -51,7 +51,6 @@ ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3
 AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATIONS["seq-mean-token-sum-norm"] = "seq_sum_constant"
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
-OBSERVERS = ("wandb", "tensorboard", "mlflow")
 
 
 def read(words: Sequence[Word], where: str) -> FrameworkOptions:
@@ -284,15 +283,10 @@ def _run(draft: Draft, loggers: Sequence[str]) -> None:
         draft.set("checkpoint.every", s["trainer.save_freq"], "trainer.save_freq")
     if s["trainer.max_actor_ckpt_to_keep"]:
         draft.set("checkpoint.keep", s["trainer.max_actor_ckpt_to_keep"], "trainer.max_actor_ckpt_to_keep")
-    number = 0
-    for name in loggers:
-        if name not in (*OBSERVERS, "console"):
-            raise s.refused("trainer.logger", f"there is no observer {name}; known are {', '.join(OBSERVERS)}, console")
-        if name != "console":
-            draft.set(f"observer.{number}.use", name, "trainer.logger")
-            if name == "wandb":
-                draft.set(f"observer.{number}.project", s["trainer.project_name"], "trainer.project_name")
-            number += 1
+    observers = draft.observers([name for name in loggers if name != "console"], "trainer.logger")
+    if "wandb" in observers:
+        project = f"observer.{observers.index('wandb')}.project"
+        draft.set(project, s["trainer.project_name"], "trainer.project_name")
     path = s["custom_reward_function.path"]
     if s["reward_model.reward_manager"] not in ("naive", "dapo"):
         raise s.refused("reward_model.reward_manager", "naive and dapo are known")
