@@ -206,8 +206,9 @@ from trl.rewards import accuracy_reward
 from my.rewards import short
 name = "M"
 def main():
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map="auto")
-    rows = load_dataset("d", "main", split="train[:5%]")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map="auto",
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16))
+    rows = load_dataset("d", "main", split="train[:50]")
     GRPOTrainer(model=model, train_dataset=rows, reward_funcs=[accuracy_reward, short],
         peft_config=LoraConfig(r=4, bias="none", target_modules=["q_proj"]))
 """
@@ -218,12 +219,26 @@ def test_a_trainer_without_a_configuration_has_its_data_model_and_rewards(tmp_pa
     script.write_text(QUICKSTART)
     run = values(str(script))
     assert (run["policy"]["model"], run["policy"]["storage"]) == ("M", "bf16")
-    assert run["data"]["train"] == [{"path": "d", "split": "train[:5%]", "subset": "main"}]
+    assert run["data"]["train"] == [{"path": "d", "subset": "main", "max_rows": 50}]
     rewards = [reward["use"] for reward in run["reward"]]
     assert rewards == ["python:trl.rewards:accuracy_reward", "python:my.rewards:short"]
-    assert run["trainer"]["lora"]["rank"] == 4
-    script.write_text(QUICKSTART.replace("5%]\")", "5%]\").map(f)"))
+    assert (run["trainer"]["lora"]["rank"], run["trainer"]["lora"]["quantization"]) == (4, "nf4")
+    script.write_text(QUICKSTART.replace('50]")', '50]").map(f)'))
     assert "train" not in values(str(script))["data"], "rows that the script changes are not taken over"
+    script.write_text(QUICKSTART.replace("reward_funcs", 'eval_dataset=load_dataset("e", split="test"), reward_funcs'))
+    assert "train" not in values(str(script))["data"], "two data sets have no fields in TRL's own scripts"
+    script.write_text(QUICKSTART.replace("train[:50]", "train[:5%]"))
+    with pytest.raises(ConfigError, match="first N rows"):
+        values(str(script))
+
+
+def test_a_name_has_the_last_value_above_its_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("out = 'a'\nout = 'b'\nSFTConfig(output_dir=out)\nout = 'c'\n")
+    assert values(str(script))["run"]["output"] == "b"
+    script.write_text("out = 'a'\nif True:\n  out = 'b'\nSFTConfig(output_dir=out)\n")
+    with pytest.raises(ConfigError, match="output_dir=out is no literal"):
+        values(str(script))
 
 
 @pytest.mark.parametrize(

@@ -269,9 +269,13 @@ def _data(draft: Draft) -> None:
     subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
     for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
         if use == "train" or s["eval_strategy"] != "no":
-            split = {} if s[option] == "train" else {"split": s[option]}
+            name, bracket, part = str(s[option]).partition("[")
+            if bracket and not re.fullmatch(r":\d+\]", part):
+                raise s.refused(option, "of a split only the first N rows are known (train[:N]); name the split")
+            split = {} if name == "train" else {"split": name}
+            limit = {"max_rows": int(part[1:-1])} if bracket else {}
             names = ["dataset_name", option, *(["dataset_config"] if subset else [])]
-            draft.set(f"data.{use}", [{"path": s["dataset_name"], **split, **subset}], *names)
+            draft.set(f"data.{use}", [{"path": s["dataset_name"], **split, **subset, **limit}], *names)
 
 
 # ---------------------------------------------------------------------------------------- algorithms

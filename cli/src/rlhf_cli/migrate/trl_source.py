@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ LORA_DEFAULTS = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's defaults, which are not those of ModelConfig."""
 LORA_ONLY = {"bias": "none", "init_lora_weights": True, "inference_mode": False, "fan_in_fan_out": False}
 """PEFT's defaults of arguments that have no counterpart."""
+QUANTIZED = {
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}
+"""{argument of BitsAndBytesConfig: field of ModelConfig}."""
 OF_DEVICES = ("device_map", "low_cpu_mem_usage", "use_cache")
 """Arguments of ``from_pretrained`` that change no result."""
 
@@ -141,6 +148,9 @@ def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
     for keyword in [keyword for call in calls if _name(call).endswith("Trainer") for keyword in call.keywords]:
         for name, value in script.of_trainer(keyword).items():
             _give(source, name, value, f"{keyword.arg}: {value!r}", f"{where}, line {keyword.value.lineno}")
+    for call in trainers:
+        for name, value in script.rows(call).items():
+            _give(source, name, value, f"load_dataset: {value!r}", f"{where}, line {call.lineno}")
     return source
 
 
@@ -153,18 +163,21 @@ class _Script:
     where: str
 
     def __post_init__(self) -> None:
-        targets = [
-            (target, node.value if isinstance(node, ast.Assign) else None)
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.For)
-            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        ]
-        names = [name.id for target, _ in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-        self.values: dict[str, ast.expr] = {
-            target.id: value
-            for target, value in targets
-            if isinstance(target, ast.Name) and value is not None and names.count(target.id) == 1
-        }
+        self.values: dict[str, list[ast.Assign]] = {}
+        others = set[str]()
+        for node in ast.walk(self.tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if len(targets) == 1 and isinstance(targets[0], ast.Name):
+                self.values.setdefault(targets[0].id, []).append(node)
+            elif isinstance(node, ast.Assign | ast.AugAssign | ast.For | ast.NamedExpr):
+                targets = targets or [node.target]
+                others |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        in_functions = [n for f in self.tree.body if isinstance(f, ast.FunctionDef) for n in ast.walk(f)]
+        self.function_lines = {node.lineno for node in in_functions if isinstance(node, ast.expr)}
+        for name, assignments in self.values.items():
+            one_after_another = all(node in self.tree.body for node in assignments)
+            if name in others or (len(assignments) > 1 and not one_after_another):
+                self.values[name] = []
         self.imports = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
             for node in ast.walk(self.tree)
@@ -172,12 +185,20 @@ class _Script:
             for alias in node.names
         }
 
+    def value(self, node: ast.expr) -> ast.expr:
+        """What a name stands for in its line: its only value, or the last one above, at the top level of the script."""
+        assignments = self.values.get(node.id, []) if isinstance(node, ast.Name) else []
+        if len(assignments) > 1:
+            above = [] if node.lineno in self.function_lines else [a for a in assignments if a.lineno < node.lineno]
+            assignments = above[-1:]
+        return assignments[0].value if assignments else node
+
     def literal(self, node: ast.expr, name: str) -> Any:
         """The value of an argument: a literal, or the name of one."""
         if name in self.settings:
             return self.settings[name]
         try:
-            return ast.literal_eval(_Literals(self.values).visit(copy.deepcopy(node)))
+            return ast.literal_eval(_Literals(self.value).visit(copy.deepcopy(node)))
         except ValueError:
             raise ConfigError(
                 f"{self.where}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is executed. "
@@ -186,52 +207,66 @@ class _Script:
 
     def of_trainer(self, keyword: ast.keyword) -> dict[str, Any]:
         """Fields that an argument of the trainer stands for."""
-        node = keyword.value
-        if isinstance(node, ast.Name):
-            node = self.values.get(node.id, node)
+        node = self.value(keyword.value)
         match keyword.arg:
             case "model" if "model" in self.settings:
                 return {"model_name_or_path": self.settings["model"]}
             case "model" if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
-                options = {k.arg: self.literal(k.value, "model") for k in node.keywords if k.arg not in OF_DEVICES}
-                return {"model_name_or_path": self.literal(node.args[0], "model")} | (
-                    {"model_init_kwargs": options} if options else {}
-                )
+                fields, options = {"model_name_or_path": self.literal(node.args[0], "model")}, dict[str | None, Any]()
+                for option in node.keywords:
+                    value = self.value(option.value)
+                    if isinstance(value, ast.Call) and _name(value) == "BitsAndBytesConfig":
+                        fields |= {
+                            QUANTIZED[k.arg]: self.literal(k.value, k.arg) for k in value.keywords if k.arg in QUANTIZED
+                        }
+                    elif option.arg not in OF_DEVICES:
+                        options[option.arg] = self.literal(option.value, "model")
+                return fields | ({"model_init_kwargs": options} if options else {})
             case "model" if isinstance(node, ast.Constant | ast.Name | ast.Call):
                 return {"model_name_or_path": self.literal(keyword.value, "model")}
-            case "train_dataset" | "eval_dataset":
-                return self._data(node, keyword.arg)
             case "reward_funcs":
                 names = node.elts if isinstance(node, ast.List) else [node]
                 if all(isinstance(name, ast.Name) and name.id in self.imports for name in names):
                     return {"reward_funcs": [self.imports[name.id].removeprefix("trl.rewards.") for name in names]}
         return {}
 
-    def _data(self, node: ast.expr, argument: str) -> dict[str, Any]:
+    def rows(self, trainer: ast.Call) -> dict[str, Any]:
+        """The fields of the trainer's data, where all of them are of one ``load_dataset(...)``; else none."""
+        nodes = {keyword.arg: keyword.value for keyword in trainer.keywords}
+        train = self._rows(nodes.get("train_dataset"), "dataset_train_split")
+        if "eval_dataset" not in nodes or not train:
+            return train
+        evaluation = self._rows(nodes["eval_dataset"], "dataset_test_split")
+        names = ("dataset_name", "dataset_config")
+        same = evaluation and all(evaluation.get(name) == train.get(name) for name in names)
+        return train | evaluation if same else {}
+
+    def _rows(self, node: ast.expr | None, split: str) -> dict[str, Any]:
         """The fields for ``load_dataset(NAME, CONFIG, split=SPLIT)`` and ``load_dataset(NAME)[SPLIT]``."""
-        split = "dataset_train_split" if argument == "train_dataset" else "dataset_test_split"
         fields = dict[str, Any]()
+        node = self.value(node) if node else None
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            fields[split], node = node.slice.value, node.value
-            node = self.values.get(node.id, node) if isinstance(node, ast.Name) else node
+            fields[split], node = node.slice.value, self.value(node.value)
         if not isinstance(node, ast.Call) or _name(node) != "load_dataset":
             return {}
-        names = ("dataset_name", "dataset_config")
+        names = {"path": "dataset_name", "name": "dataset_config", "split": split, "data_files": "data_files"}
         values = dict(zip(names, node.args, strict=False)) | {k.arg or "": k.value for k in node.keywords}
-        values = {{"path": names[0], "name": names[1], "split": split}.get(k, k): v for k, v in values.items()}
-        if len(node.args) > 2 or not values.keys() <= {*names, split} or not (fields.keys() | values.keys()) >= {split}:
+        if len(node.args) > 2 or not values.keys() <= names.keys():
             return {}
-        return {name: self.literal(value, name) for name, value in values.items()} | fields
+        fields |= {names[name]: self.literal(value, name) for name, value in values.items()}
+        if files := fields.pop("data_files", None):  # load_dataset("json", data_files="rows.jsonl")
+            fields["dataset_name"] = files
+        return fields if split in fields and isinstance(fields["dataset_name"], str) else {}
 
 
 class _Literals(ast.NodeTransformer):
     """Names of literals become these, ``torch.bfloat16`` the text ``bfloat16``, f-strings of literals texts."""
 
-    def __init__(self, values: Mapping[str, ast.expr]) -> None:
-        self.values = values
+    def __init__(self, value_of_name: Callable[[ast.expr], ast.expr]) -> None:
+        self.value_of_name = value_of_name
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        value = self.values.get(node.id)
+        value = self.value_of_name(node)
         return value if isinstance(value, ast.Constant | ast.List | ast.Dict | ast.Tuple | ast.UnaryOp) else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
