@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -12,18 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rlhf.types import Row, Turn
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
-from rlhf_runtime.jobs.mismatch import ARITHMETIC, CAUSES, CUT, ENDS, STALE, TEMPERATURE, TEMPLATE
+from rlhf_runtime.jobs.mismatch_causes import (
+    ADAPTERS,
+    ARITHMETIC,
+    CAUSES,
+    CUT,
+    ENDS,
+    ROUTING,
+    STALE,
+    TEMPERATURE,
+    TEMPLATE,
+)
+from rlhf_testing.models import model_path
 from rlhf_testing.tiny import CHAT_TEMPLATE, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.runs import Workshop, merged
 
-STEPS = 2
+STEPS = 3
 LAST = f"rollouts/step-{STEPS:06d}.arrow"
 SHORT: dict[str, Any] = {
     "run": {"steps": STEPS},
-    "checkpoint": {"every": 1},
+    "checkpoint": {"every": 1, "keep": STEPS},
     "trainer": {"lr": 0.02},
     "sampling": {"stop": list("abcdefghijklm"), "max_new_tokens": 8},
 }
@@ -33,6 +48,9 @@ OF_RUNS: dict[str, dict[str, Any]] = {
     CUT: {"sampling": {"top_p": 0.7}, "algorithm": {"loss": {"correction": {"preset": "tis"}}}},
 }
 """Causes that options of a run make."""
+LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 2}}}
+REPLAY: dict[str, Any] = {"trainer": {"router_replay": True}}
+FROZEN: dict[str, Any] = {"trainer": {"lr": 0, "lora": None}}
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +60,74 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny: Workshop) -> Callabl
 
     @cache
     def make(*causes: str) -> Path:
-        changes = SHORT
-        for cause in causes:
-            changes = merged(changes, OF_RUNS[cause])
-        return shop.train("grpo", "-".join(["run", *causes]), **changes).path
+        return shop.train("grpo", "-".join(["run", *causes]), **options(shop, causes)).path
 
     return make
 
 
-def planted(trained: Callable[..., Path], folder: Path, *causes: str) -> Path:
-    """A copy of a run, whose last step has the causes."""
-    shutil.copytree(trained(*(cause for cause in causes if cause in OF_RUNS)), folder)
+def options(shop: Workshop, causes: tuple[str, ...]) -> dict[str, Any]:
+    """Of a run whose trainer computes what it should."""
+    changes = merged(SHORT, {"policy": {"model": str(base(shop, ROUTING in causes))}})
+    for cause in causes:
+        changes = merged(changes, OF_RUNS.get(cause, LORA if cause == ADAPTERS else {}))
+    return changes
+
+
+def base(shop: Workshop, mixture: bool) -> Path:
+    """A model whose weights bf16 holds."""
+    folder = shop.folder / f"base-{mixture}"
+    if not folder.exists():
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        shutil.copytree(model_path("qwen3_moe", **sizes) if mixture else shop.model, folder)
+        change_weights(folder, lambda name, tensor: tensor.bfloat16().float())
+    return folder
+
+
+def change_weights(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file({n: change(n, t) for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def planted(trained: Callable[..., Path], shop: Workshop, *causes: str) -> Path:
+    """A copy of a run, whose last step has the causes. Where the engine is to compute with other weights or experts
+    than the trainer, its samples are those of a second run, which starts from these weights and does not learn."""
+    of_run = tuple(cause for cause in causes if cause in (*OF_RUNS, ADAPTERS, ROUTING))
+    run, folder = trained(*of_run), shop.folder / "run"
+    shutil.copytree(run, folder)
+    if ADAPTERS in causes or ROUTING in causes:
+        changes = merged(options(shop, of_run), merged(FROZEN, REPLAY if ROUTING in causes else {}))
+        changes["policy"] = {"model": str(engine_model(shop, run, causes))}
+        with other_experts() if ROUTING in causes else nullcontext():
+            shutil.copy(shop.train("grpo", "engine", **changes).path / LAST, folder / LAST)
     edit(folder / LAST, causes)
     return folder
+
+
+def engine_model(shop: Workshop, run: Path, causes: tuple[str, ...]) -> Path:
+    """The weights of the engine: with adapters merged in bf16, without adapters, or those that the run trained."""
+    folder = shop.folder / "engine-model"
+    if ADAPTERS in causes and STALE not in causes:
+        return base(shop, ROUTING in causes)
+    step = STEPS - 1 - (STALE in causes)
+    assert shop.command("export", str(run), "--step", str(step), "--output", str(folder)).code == 0
+    if ADAPTERS in causes:
+        change_weights(folder, lambda name, tensor: tensor.bfloat16().float())
+    return folder
+
+
+@contextmanager
+def other_experts() -> Iterator[None]:
+    """Inside, routers prefer experts of larger numbers, and weigh them as before."""
+
+    def forward(router: Qwen3MoeTopKRouter, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, router.hidden_dim) @ router.weight.T
+        shares = logits.softmax(-1)
+        chosen = (shares * torch.arange(1, 5)).topk(router.top_k).indices
+        return logits, shares.gather(-1, chosen), chosen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3MoeTopKRouter, "forward", forward)
+        yield
 
 
 def edit(file: Path, causes: tuple[str, ...]) -> None:
@@ -84,11 +157,11 @@ def result(shop: Workshop, run: Path, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("causes", [*((cause,) for cause in CAUSES), *combinations(CAUSES, 2)], ids=" + ".join)
 def test_planted_causes_are_named(shop: Workshop, trained: Callable[..., Path], causes: tuple[str, ...]) -> None:
-    answer = result(shop, planted(trained, shop.folder / "run", *causes))
+    answer = result(shop, planted(trained, shop, *causes))
     assert set(answer["causes"]) == set(causes), answer
     assert all(cause in answer["verdict"] for cause in causes)
     assert answer["left"] < answer["gap"] / 2 or causes == (ARITHMETIC,)
-    assert answer["left"] <= 2 * answer["rounding"] if ARITHMETIC in causes else answer["left"] < 1e-5
+    assert answer["left"] <= 3 * answer["rounding"] if ARITHMETIC in causes else answer["left"] < 1e-5
 
 
 def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> None:
@@ -101,7 +174,7 @@ def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> No
     assert (first["step"], first["samples"], first["causes"]) == (1, 2, [])
     text = shop.command("doctor", str(run))
     assert text.code == 0
-    assert all(words in text.out for words in ("0 to 15", "not examined", "agree"))
+    assert all(words in text.out for words in ("0 to 15", "gap left", "agree"))
 
 
 def test_adapters_a_chat_template_and_log_probs_that_the_run_recorded(shop: Workshop) -> None:
@@ -145,7 +218,7 @@ def test_what_cannot_be_examined_is_refused(shop: Workshop, trained: Callable[..
     assert "holds no run" in refused(shop.folder / "empty")
     offline = shop.train("sft", "offline", run={"steps": 1}).path
     assert "samples nothing" in refused(offline)
-    run = planted(trained, shop.folder / "run")
+    run = planted(trained, shop)
     assert "--step 7" in refused(run, "--step", 7)
     assert "--samples 0" in refused(run, "--samples", 0)
     assert "--start" in refused(run, "--start")

@@ -17,14 +17,21 @@ if TYPE_CHECKING:
 
 SAMPLES = 32
 REMEDIES = {
-    "stale weights": "lower stream.staleness or stream.round, or set an importance correction",
+    "arithmetic (batch composition)": "the trainer computes packed sequences otherwise than single ones: report it",
+    "stale weights (as recorded)": "lower stream.staleness or stream.round, or set an importance correction",
     "arithmetic": "give policy.dtype and the generator's dtype the same value, or set an importance correction",
     "cut distribution": "leave sampling.top_p, top_k and min_p out, or set an importance correction",
     "temperature": "the generator reports log-probs without the temperature: let it report what it samples from",
     "template": "the generator read other prompts than the recorded ones: give both the same tokenizer and template",
     "end tokens": "the generator reports something else for tokens that end a turn: compare its end tokens",
+    "adapters (absent)": "the generator samples without the adapters: let sync.check be 'fail'",
+    "adapters (merged in bf16)": (
+        "the generator's weights round a part of the adapters away: let it keep fp32 weights, or set sync.adapters = "
+        "'alone' for one that computes in fp32"
+    ),
+    "experts": "set trainer.router_replay; where it is set, the recorded experts are not those that sampled",
 }
-NOT_EXAMINED = "Adapters that are merged for the generator, and the routing of experts, are not examined."
+OLDER = "the generator missed a sync: let sync.check be 'fail'"
 
 
 def examine_run(args: argparse.Namespace) -> int:
@@ -75,12 +82,14 @@ def verdict(result: Mismatch) -> str:
                 "--checkpoint.every 1 and a larger --checkpoint.keep to examine them."
             )
         return f"{gap}, and no cause that could be examined explains it: {why}"
-    names = " and ".join(result.causes)
+    names = [f"{cause} ({result.ways[cause]})" if cause in result.ways else cause for cause in result.causes]
     rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would be left"
     if "arithmetic" in result.causes and result.rounding is not None and result.left > result.floor:
         rest = f"what is left, {_nats(result.left)}, is of the size of bf16 against fp32, {_nats(result.rounding)}"
-    todo = "; ".join(REMEDIES[cause] for cause in result.causes)
-    return f"{gap}, because of {names}: {rest}. To do: {todo}."
+    todo = "; ".join(
+        OLDER if "older" in name else REMEDIES.get(name) or REMEDIES[name.split(" (")[0]] for name in names
+    )
+    return f"{gap}, because of {' and '.join(names)}: {rest}. To do: {todo}."
 
 
 def _print(result: Mismatch) -> None:
@@ -100,14 +109,15 @@ def _print(result: Mismatch) -> None:
     for part in result.bins:
         places.add_row(f"{part.first} to {part.last}", str(part.tokens), f"{part.gap:.3g}")
     console.print(places)
-    causes = Table("cause", "gap without it", "experiment", box=None)
+    causes = Table("cause", "gap left", "experiment", box=None)
+    causes.add_row("(none)", f"{result.gap:.3g}", "the trainer as it computed in the run")
     for e in result.experiments:
         causes.add_row(e.cause, "-" if e.gap is None else f"{e.gap:.3g}", Text(e.note))
-    causes.add_row("batch", f"{result.composition:.3g}", "difference between a sequence alone and packed with others")
-    if result.rounding is not None:
-        causes.add_row("bf16 and fp32", f"{result.rounding:.3g}", "difference between them, with the same weights")
     console.print(causes)
-    console.print(NOT_EXAMINED)
+    packed = f"Packing a sequence with others changes the trainer's log-probs by {_nats(result.composition)}"
+    if result.rounding is not None:
+        packed += f", bf16 in place of fp32 by {_nats(result.rounding)}"
+    console.print(f"{packed}.", soft_wrap=True)
     console.print(Text(verdict(result), "bold"), soft_wrap=True)
 
 

@@ -100,8 +100,14 @@ def export(
 
 
 @contextmanager
-def loaded_policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tuple[Role, RunPlugins, Template]]:
-    """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read."""
+def loaded_policy(
+    config: RunFile, plugins: Plugins, run: Path, folder: Path | None = None
+) -> Iterator[tuple[Role, RunPlugins, Template]]:
+    """The run's policy on devices of its own, before a checkpoint is loaded. No row of the data is read.
+
+    Args:
+        folder: a whole model in place of the policy's own, as a role that is not trained.
+    """
     start = RunDirectory.last_start(run)
     parts = checked(config, plugins, scored=False, commits=Commits(start.get("hub")))
     steps = start.get("total_steps") or total_steps(parts.config, 0)
@@ -112,6 +118,8 @@ def loaded_policy(config: RunFile, plugins: Plugins, run: Path) -> Iterator[tupl
     place = replace(parts.places_on(device_here())["policy"], share=None)
     spec = parts.spec("policy", schedule.total()["policy"], place.ranks, start.get("images", False))
     spec = on_processor({"policy": spec}, parts.trainer_class, start.get("on_processor"))["policy"]
+    if folder is not None:
+        spec = replace(spec, path=str(folder), role=replace(spec.role, trained=False))
     trainer = parts.trainer("policy")
     trainer.resolved.cls.check_files(spec)
     launcher = parts.parts["launcher"].build()

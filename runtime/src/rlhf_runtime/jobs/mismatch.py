@@ -1,28 +1,29 @@
 """The gap between what a run's generator and its trainer think of the same recorded tokens: `rlhf doctor RUN`.
 
-Each possible cause is one change of how the trainer's log-probs are computed, or of the tokens that are compared. It is
-named if the gap is small with its change and is not without it. All sets of changes are tried, so causes that act
-together are named together. The gap is the mean of ``|generator - trainer|`` over tokens, in nats.
+Each possible cause is one change, or one of several, of how the trainer's log-probs are computed, or of the tokens that
+are compared. It is named if the gap is small with its change and is not without it. All sets of causes are tried, so
+causes that act together are named together. The gap is the mean of ``|generator - trainer|`` over tokens, in nats.
 
-Shape suffixes: N tokens of a batch, A sampled tokens, C tokens of a chunk, V vocabulary.
+Shape suffixes: N tokens of a batch, A sampled tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rlhf.errors import ConfigError
 from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS
 from rlhf.ops.trajectories import assemble
 from rlhf.plugins import Plugins
-from rlhf.types import Group, Head, Row, Trajectory
+from rlhf.types import Group, Row, Trajectory
 from rlhf.types.arrays import int_array
 from torch import Tensor
 
@@ -31,17 +32,36 @@ from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.jobs.export import loaded_policy
-from rlhf_runtime.models.roles import Role
+from rlhf_runtime.jobs.mismatch_causes import (
+    ALONE,
+    ARITHMETIC,
+    CAUSES,
+    CUT,
+    EARLIER,
+    OTHER_DTYPE,
+    ROUTING,
+    STALE,
+    TEMPERATURE,
+    TEMPLATE,
+    Cause,
+    Change,
+    Setting,
+    arithmetic,
+    of_sampling,
+    older_weights,
+    routing,
+    stale,
+    template,
+)
+from rlhf_runtime.jobs.mismatch_passes import BASE, Pass, Passes, logprob_head
 from rlhf_runtime.report.recorded_samples import recorded_steps
 
-STALE, ARITHMETIC, CUT, TEMPERATURE = "stale weights", "arithmetic", "cut distribution", "temperature"
-TEMPLATE, ENDS = "template", "end tokens"
-CAUSES = (STALE, ARITHMETIC, CUT, TEMPERATURE, TEMPLATE, ENDS)
 ROUNDING = 1e-5
 """A gap below this is rounding in fp32 [nats]."""
+ALIKE = 3
+"""A gap is of the size of a difference of arithmetic if it is at most this many times that difference."""
 SMALL = 1.5
 """A set of causes explains the gap if what it leaves is at most this many times what the best set leaves."""
-RECORDED, RENDERED = "recorded", "rendered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +70,7 @@ class Experiment:
 
     cause: str
     gap: float | None
-    """The gap that is left with its change [nats]; None if it was not examined."""
+    """The gap that is left with its best change [nats]; None if it was not examined."""
     note: str
 
 
@@ -82,18 +102,17 @@ class Mismatch:
     """Mean difference between a sequence computed alone and packed with others."""
     rounding: float | None
     """Mean difference between bf16 and fp32; None if it was not examined."""
+    floor: float
+    """A gap up to this is explained by rounding alone."""
     bins: Sequence[Bin]
     experiments: Sequence[Experiment]
     causes: Sequence[str]
+    ways: Mapping[str, str]
+    """{cause: how it acts}, of those ``causes`` that act in several ways."""
     left: float
     """The gap with the changes of all ``causes``."""
     unkept: Sequence[int]
     """Versions of the weights that sampled some of the tokens and are not kept."""
-
-    @property
-    def floor(self) -> float:
-        """A gap up to this is explained by rounding alone."""
-        return max(ROUNDING, 2 * self.composition)
 
 
 def weights_kept(run: Path) -> list[int]:
@@ -122,60 +141,96 @@ def examine(
         )
     trajectories = _usable(file, most)
     samples = _Samples.of(trajectories)
-    others = sorted(set(samples.version_A.tolist()) - {version})
-    versions = [version, *(v for v in others if v in checkpoints)]
-    changes = {STALE: _stale(samples, version, others, versions), **_sampling_changes(config, samples)}
-    heads = [
-        _head(config, plain, cut)
-        for plain in ((False, True) if changes[TEMPERATURE][0] else (False,))
-        for cut in ((False, True) if changes[CUT][0] else (False,))
-    ]
-    with loaded_policy(config, plugins, run) as (role, _, template):
-        for remark in role.facts.notes:
-            note(remark)
-        dtype = role.facts.dtype
-        batches, differing = _batches(trajectories, samples.batch, file, template)
-        tables = {False: _passes(role, run, versions, batches, heads)}
-        role.budget = 1  # each sequence in a micro-batch of its own; the weights are those of the newest version
-        alone_A = _sampled(samples.batch, role.forward(samples.batch, heads[:1]))["lp00"]
-        composition = float((alone_A - tables[False][max(versions), RECORDED]["lp00"]).abs().mean())
-    rounding, arithmetic_note = None, "the weights are stored in bf16"
-    if config.policy.storage != "bf16":
-        other = "fp32" if dtype == "bf16" else "bf16"
-        changed = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": other})})
-        with loaded_policy(changed, plugins, run) as (role, _, _):
-            tables[True] = _passes(role, run, versions, batches, heads)
-        difference_A = tables[True][version, RECORDED]["lp00"] - tables[False][version, RECORDED]["lp00"]
-        rounding = float(difference_A.abs().mean())
-        arithmetic_note = f"the trainer computes in {other} in place of {dtype}"
-    changes[ARITHMETIC] = (True in tables, arithmetic_note)
-    changes[TEMPLATE] = _template(len(trajectories), differing)
-    examined = [cause for cause in CAUSES if changes[cause][0]]
-    residual = _Residual(samples, tables, version, versions)
-    gaps = {chosen: residual(chosen) for n in range(len(examined) + 1) for chosen in combinations(examined, n)}
-    now_A = tables[False][version, RECORDED]["lp00"]
-    floor = max(ROUNDING, 2 * composition)
-    causes = _explanation(gaps, floor)
-    left = gaps[causes]
-    if ARITHMETIC not in causes and rounding is not None and floor < left <= 2 * rounding:
-        causes = (*causes, ARITHMETIC)  # of that size, though the engine rounds elsewhere than the trainer does
+    causes, passes, dtype = _computed(config, plugins, run, file, trajectories, samples, version, note)
+    residual = _Residual(samples, passes.table, version)
+    tried = [cause for cause in CAUSES if causes[cause].changes]
+    best = {
+        chosen: min(
+            ((residual(changes), changes) for changes in product(*(causes[c].changes for c in chosen))),
+            key=lambda pair: pair[0],
+        )
+        for n in range(len(tried) + 1)
+        for chosen in combinations(tried, n)
+    }
+    composition = residual.difference((), ALONE)
+    rounding = residual.difference((), OTHER_DTYPE) if Pass(version, other_dtype=True) in passes.table else None
+    floor = _floor(composition, rounding)
+    chosen = _explanation({key: gap for key, (gap, _) in best.items()}, floor)
+    left, changes = best[chosen]
+    names = chosen
+    other = rounding is not None and residual.difference(changes, OTHER_DTYPE)
+    if ARITHMETIC not in chosen and floor < left <= ALIKE * other:
+        names = (*chosen, ARITHMETIC)  # of that size, though the engine rounds elsewhere than the trainer does
+    now_A, _ = residual.trainer(Setting())
     gap_A = samples.generator_A - now_A
     return Mismatch(
         step=step,
         samples=len(trajectories),
         tokens=len(gap_A),
         dtype=dtype,
-        gap=gaps[()],
+        gap=best[()][0],
         kl=float((torch.exp(-gap_A) - 1 + gap_A).mean()),
         reproduced=_reproduced(file, trajectories, now_A),
         composition=composition,
         rounding=rounding,
+        floor=floor,
         bins=list(_bins(samples.batch, gap_A.abs())),
-        experiments=[Experiment(c, gaps[(c,)] if c in examined else None, changes[c][1]) for c in CAUSES],
-        causes=causes,
+        experiments=[_experiment(name, causes[name], residual) for name in CAUSES],
+        causes=names,
+        ways={cause: change.name for cause, change in zip(chosen, changes, strict=True) if change.name},
         left=left,
-        unkept=[other for other in others if other not in checkpoints],
+        unkept=sorted(set(samples.version_A.tolist()) - set(checkpoints)),
     )
+
+
+def _computed(
+    config: RunFile,
+    plugins: Plugins,
+    run: Path,
+    file: Path,
+    trajectories: Sequence[Trajectory],
+    samples: _Samples,
+    version: int,
+    note: Callable[[str], None],
+) -> tuple[Mapping[str, Cause], Passes, str]:
+    """What is tried for every cause, the log-probs for that, and the trainer's arithmetic."""
+    checkpoints, every = weights_kept(run), {version, *samples.version_A.tolist()}
+    versions = sorted(every & set(checkpoints))
+    earlier = [n for n in EARLIER if n <= version and all(max(v - n, 0) in checkpoints for v in every)]
+    loaded = sorted({*versions, *(max(v - n, 0) for v in versions for n in earlier)})
+    config, replays, experts = routing(config, samples.batch)
+    heated = bool((samples.batch.tok["temperature"] != 1).any())
+    causes = {
+        STALE: stale(samples.shares, version, checkpoints),
+        **of_sampling(config, heated, int(samples.end_A.sum())),
+        ROUTING: experts,
+    }
+    heads = [
+        logprob_head(config.sampling, plain, cut)
+        for plain in ((False, True) if causes[TEMPERATURE].changes else (False,))
+        for cut in ((False, True) if causes[CUT].changes else (False,))
+    ]
+    with TemporaryDirectory(prefix=".doctor-", dir=run) as folder:
+        with loaded_policy(config, plugins, run) as (role, _, prompts):
+            for remark in role.facts.notes:
+                note(remark)
+            dtype, adapters = role.facts.dtype, BASE in role.facts.views
+            batches, differing = _batches(trajectories, samples.batch, file, prompts, replays)
+            merged = adapters and config.sync.adapters == "merged" and role.facts.experts is None
+            passes = Passes(run, batches, heads, {v: Path(folder) / str(v) for v in versions} if merged else {})
+            passes.compute(role, loaded)
+            passes.compute_alone(role, version)
+        dtypes = {False: config}
+        if config.policy.storage != "bf16":
+            policy = config.policy.model_copy(update={"dtype": "fp32" if dtype == "bf16" else "bf16"})
+            dtypes[True] = config.model_copy(update={"policy": policy})
+            with loaded_policy(dtypes[True], plugins, run) as (role, _, _):
+                passes.compute(role, loaded, other_dtype=True)
+        for exported, (other_dtype, changed) in product(passes.exports, dtypes.items()):
+            with loaded_policy(changed, plugins, run, passes.exports[exported]) as (role, _, _):
+                passes.compute_rounded(role, exported, other_dtype)
+    causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
+    return older_weights(causes, earlier, adapters, merged), passes, dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +241,12 @@ class _Samples:
     generator_A: Tensor
     version_A: Tensor
     end_A: Tensor = field(repr=False)
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """{version: share of the tokens}."""
+        versions, counts = self.version_A.unique(return_counts=True)
+        return dict(zip(versions.tolist(), (counts / len(self.version_A)).tolist(), strict=True))
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory]) -> _Samples:
@@ -201,63 +262,60 @@ class _Samples:
         return _Samples(batch, generator_A, torch.tensor(versions), torch.tensor(ends))
 
 
-_Table = Mapping[tuple[int, str], Mapping[str, Tensor]]
-"""{(version, kind of prompt): {head: [A]}}"""
-
-
 @dataclass(frozen=True, slots=True)
 class _Residual:
-    """The gap that is left with the changes of some causes."""
+    """The gap that is left with changes."""
 
     samples: _Samples
-    tables: Mapping[bool, _Table]
+    table: Mapping[Pass, Mapping[str, Tensor]]
     version: int
-    versions: Sequence[int]
+    """Of the weights of the step."""
 
-    def __call__(self, causes: Sequence[str]) -> float:
-        table = self.tables[ARITHMETIC in causes]
-        head = f"lp{int(TEMPERATURE in causes)}{int(CUT in causes)}"
-        prompts = RENDERED if TEMPLATE in causes else RECORDED
-        own_A = self.samples.version_A
-        trainer_A = table[self.version, prompts][head]
-        keep_A = torch.ones_like(own_A, dtype=torch.bool)
-        if STALE in causes:
-            keep_A = torch.isin(own_A, torch.tensor(self.versions))
-            for version in self.versions:
-                trainer_A = torch.where(own_A == version, table[version, prompts][head], trainer_A)
-        if ENDS in causes:
+    def __call__(self, changes: Iterable[Change]) -> float:
+        s = _setting(changes)
+        trainer_A, keep_A = self.trainer(s)
+        if s.without_ends:
             keep_A = keep_A & ~self.samples.end_A
         gap_A = (self.samples.generator_A - trainer_A).abs()[keep_A]
         return float(gap_A.mean()) if len(gap_A) else math.inf
 
+    def difference(self, changes: Iterable[Change], further: Change) -> float:
+        """Mean difference that a further change makes to the trainer's log-probs."""
+        (before_A, keep_A), (after_A, _) = self.trainer(_setting(changes)), self.trainer(_setting([*changes, further]))
+        return float((after_A - before_A).abs()[keep_A].mean())
 
-def _stale(samples: _Samples, version: int, others: Sequence[int], versions: Sequence[int]) -> tuple[bool, str]:
-    """Whether stale weights can be examined, and how, or why not."""
-    if not others:
-        return False, f"all tokens are of version {version}, that of the step"
-    share = float((samples.version_A != version).float().mean())
-    note = f"{share:.0%} of the tokens are of the versions {list(others)}; each is compared with its own"
-    if unkept := [other for other in others if other not in versions]:
-        note += f"; those of {unkept}, whose weights are not kept, are left out"
-    return bool(torch.isin(samples.version_A, torch.tensor(versions)).any()), note
+    def trainer(self, s: Setting) -> tuple[Tensor, Tensor]:
+        """(log-probs, whether they are known) of the tokens: [A], bool [A]."""
+        own_A = self.samples.version_A
+        if not s.by_token or s.weights == BASE:
+            own_A = torch.full_like(own_A, self.version)
+        trainer_A, known_A = torch.zeros(len(own_A)), torch.zeros(len(own_A), dtype=torch.bool)
+        for own in own_A.unique().tolist():
+            version = max(own - s.earlier, 0)
+            outputs = self.table.get(Pass(version, s.other_dtype, s.alone, s.weights, s.rendered, s.rerouted))
+            if outputs is not None:
+                own_here_A = own_A == own
+                trainer_A = torch.where(own_here_A, outputs[f"lp{int(s.plain)}{int(s.cut)}"], trainer_A)
+                known_A |= own_here_A
+        return trainer_A, known_A
 
 
-def _template(prompts: int, differing: int) -> tuple[bool, str]:
-    if differing:
-        return True, f"{differing} of {prompts} prompts differ from what the template renders now, and are replaced"
-    return False, "the recorded prompts are those that the template renders now, or it cannot render them again"
+def _setting(changes: Iterable[Change]) -> Setting:
+    return Setting(**{name: value for change in changes for name, value in change.values.items()})
 
 
-def _sampling_changes(config: RunFile, samples: _Samples) -> dict[str, tuple[bool, str]]:
-    s, ends = config.sampling, int(samples.end_A.sum())
-    cut = (s.top_p, s.top_k, s.min_p) != (1.0, 0, 0.0)
-    heated = bool((samples.batch.tok["temperature"] != 1).any())
-    options = f"top_p = {s.top_p:g}, top_k = {s.top_k}, min_p = {s.min_p:g}"
-    return {
-        CUT: (cut, f"log-probs over the tokens that {options} leave" if cut else "the run samples from all tokens"),
-        TEMPERATURE: (heated, "log-probs at temperature 1" if heated else "all tokens were sampled at temperature 1"),
-        ENDS: (ends > 0, f"the {ends} tokens that end a turn are left out" if ends else "no sampled token ends a turn"),
-    }
+def _experiment(name: str, cause: Cause, residual: _Residual) -> Experiment:
+    """The cause alone."""
+    if not cause.changes:
+        return Experiment(name, None, cause.note)
+    gaps = {change.name: residual([change]) for change in cause.changes}
+    ways = [f"{way}: {gap:.3g}" for way, gap in gaps.items() if way]
+    return Experiment(name, min(gaps.values()), "; ".join([cause.note, *ways] if cause.note else ways))
+
+
+def _floor(composition: float, rounding: float | None) -> float:
+    """What packing changes counts as rounding as far as it is not more than what the other arithmetic changes."""
+    return max(ROUNDING, 2 * (composition if rounding is None else min(composition, rounding)))
 
 
 def _explanation(gaps: Mapping[tuple[str, ...], float], floor: float) -> tuple[str, ...]:
@@ -292,10 +350,15 @@ def _assembled(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def _batches(
-    trajectories: Sequence[Trajectory], batch: Batch, file: Path, template: Template
-) -> tuple[dict[str, Batch], int]:
-    """The batch as it was recorded and, where that is something else, with prompts as the template renders them now;
-    and the number of prompts that differ."""
+    trajectories: Sequence[Trajectory], batch: Batch, file: Path, template: Template, replays: bool
+) -> tuple[dict[tuple[bool, bool], Batch], int]:
+    """{(rendered, rerouted): batch}: as it was recorded and, where that is something else, with prompts as the template
+    renders them now; each with and without the records of experts, if there are any. And the number of prompts that
+    differ.
+
+    Args:
+        replays: the trainer of the run replays the records.
+    """
     prompts = {tuple(line["index"]): line.get("prompt") for _, line in recorded(file) if line["sample"] is not None}
     rendered, differing = [], 0
     for trajectory in trajectories:
@@ -304,10 +367,19 @@ def _batches(
         ids = _prompt_ids(template, prompt) if prompt is not None and alone else None
         if ids and ids != list(turns[0].ids):
             differing += 1
-            trajectory = replace(trajectory, turns=[replace(turns[0], ids=int_array(ids, "ids")), *turns[1:]])
+            answer, record = turns[1], turns[1].experts
+            if record is not None:  # of more tokens than an engine has that reads this prompt
+                surplus = max(0, record.tokens - len(ids) - len(answer.ids) + 1)
+                record = replace(record, choices=record.choices[surplus * record.token_bytes :])
+            first, answer = replace(turns[0], ids=int_array(ids, "ids")), replace(answer, experts=record)
+            trajectory = replace(trajectory, turns=[first, answer, *turns[2:]])
         rendered.append(trajectory)
-    batches = {RECORDED: batch}
-    return ({**batches, RENDERED: _assembled(rendered)} if differing else batches), differing
+    batches = {(False, False): batch, **({(True, False): _assembled(rendered)} if differing else {})}
+    if EXPERTS not in batch.tok:
+        return batches, differing
+    plain = {kind: replace(b, tok={k: v for k, v in b.tok.items() if k != EXPERTS}) for kind, b in batches.items()}
+    present, others = (batches, plain) if replays else (plain, batches)
+    return {**present, **{(kind, True): b for (kind, _), b in others.items()}}, differing
 
 
 def _prompt_ids(template: Template, prompt: Any) -> list[int] | None:
@@ -318,62 +390,6 @@ def _prompt_ids(template: Template, prompt: Any) -> list[int] | None:
         return template.tokens.ids(template.chat.text(prompt, answer=True))
     ids = template.tokens.ids(prompt)
     return [*template.tokens.begin(ids), *ids]
-
-
-def _passes(
-    role: Role, run: Path, versions: Sequence[int], batches: Mapping[str, Batch], heads: Sequence[Head]
-) -> dict[tuple[int, str], dict[str, Tensor]]:
-    """The log-probs of every version and kind of prompt. The role holds the model that the run started from."""
-    store = CheckpointStore(run)
-    table = {}
-    for version in sorted(versions):
-        if version > 0:
-            role.every("load", store.open(version).path / "roles" / "policy")
-        for name, batch in batches.items():
-            table[version, name] = _sampled(batch, role.forward(batch, heads))
-    return table
-
-
-def _sampled(batch: Batch, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: values_N[batch.tok["loss_mask"]] for name, values_N in outputs.items()}
-
-
-def _head(config: RunFile, plain: bool, cut: bool) -> Head:
-    """Log-probs of the sampled tokens.
-
-    Args:
-        plain: at temperature 1.
-        cut: renormalised over the tokens that ``[sampling]`` leaves.
-    """
-    s = config.sampling
-    constants = {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
-    columns = ("temperature",) if plain else ()
-    return Head(f"lp{int(plain)}{int(cut)}", partial(_logprobs, cut=cut), columns=columns, constants=constants)
-
-
-def _logprobs(
-    logits_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Mapping[str, Any], cut: bool
-) -> Tensor:
-    if "temperature" in columns:
-        logits_CV = logits_CV * columns["temperature"][:, None]
-    if cut:
-        stays_CV = _stays(logits_CV, **constants).scatter(1, ids_C[:, None], True)
-        logits_CV = logits_CV.masked_fill(~stays_CV, -math.inf)
-    return logits_CV.log_softmax(-1).gather(1, ids_C[:, None])[:, 0]
-
-
-def _stays(logits_CV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """bool [C, V]: the tokens that a generator draws from; top_p is a share of what top_k leaves."""
-    sorted_CV = logits_CV.sort(-1, descending=True).values
-    if top_k:
-        sorted_CV[:, top_k:] = -math.inf
-    before_CV = sorted_CV.softmax(-1).cumsum(-1).roll(1, -1)
-    before_CV[:, 0] = 0.0
-    count_C = ((before_CV < top_p) & (sorted_CV > -math.inf)).sum(-1).clamp(min=1)
-    threshold_C1 = sorted_CV.gather(1, count_C[:, None] - 1)
-    if min_p:
-        threshold_C1 = torch.maximum(threshold_C1, sorted_CV[:, :1] + math.log(min_p))
-    return logits_CV >= threshold_C1
 
 
 def _bins(batch: Batch, gap_A: Tensor) -> Iterator[Bin]:

@@ -1,0 +1,158 @@
+"""Causes of a gap between generator and trainer, and the changes of the trainer's log-probs by which each is tried, for
+:mod:`rlhf_runtime.jobs.mismatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlhf.ops.batch import Batch
+from rlhf.ops.experts import EXPERTS
+
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.jobs.mismatch_passes import BASE, LIVE, ROUNDED
+
+STALE, ARITHMETIC, CUT, TEMPERATURE = "stale weights", "arithmetic", "cut distribution", "temperature"
+TEMPLATE, ENDS, ADAPTERS, ROUTING = "template", "end tokens", "adapters", "experts"
+CAUSES = (STALE, ARITHMETIC, CUT, TEMPERATURE, TEMPLATE, ENDS, ADAPTERS, ROUTING)
+EARLIER = (1, 2)
+"""Numbers of syncs that an engine may have missed without saying so, as far as they are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How the trainer's log-probs are computed, and which tokens are compared."""
+
+    other_dtype: bool = False
+    """In bf16 in place of fp32, or the reverse."""
+    alone: bool = False
+    """Each sequence in a micro-batch of its own."""
+    plain: bool = False
+    """At temperature 1."""
+    cut: bool = False
+    """Renormalised over the tokens that ``[sampling]`` leaves."""
+    rendered: bool = False
+    """With the prompts that the template renders now."""
+    without_ends: bool = False
+    """Tokens that end a turn are left out."""
+    by_token: bool = False
+    """With the weights that sampled the token, in place of those of the step."""
+    earlier: int = 0
+    """With the weights of so many versions before these."""
+    weights: str = LIVE
+    rerouted: bool = False
+    """With the recorded experts in place of the trainer's own, or the reverse where the trainer replays records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One way in which a cause may act."""
+
+    values: Mapping[str, Any]
+    """Of a :class:`Setting`."""
+    name: str = ""
+    """Empty where the cause acts in one way only."""
+
+
+OTHER_DTYPE = Change({"other_dtype": True})
+ALONE = Change({"alone": True}, "batch composition")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What is tried for a cause."""
+
+    changes: Sequence[Change]
+    """Empty: it cannot be examined."""
+    note: str = ""
+
+    @staticmethod
+    def of(examined: bool, setting: str, note: str) -> Cause:
+        """A cause that acts in one way: the field ``setting`` is set."""
+        return Cause((Change({setting: True}),) if examined else (), note)
+
+
+def stale(shares: Mapping[int, float], version: int, kept: Sequence[int]) -> Cause:
+    """Weights of other versions than the step's, as they were recorded.
+
+    Args:
+        shares: {version: share of the tokens}.
+        version: of the weights that the step started with.
+        kept: versions whose weights can be loaded.
+    """
+    others = sorted(set(shares) - {version})
+    if not others:
+        return Cause((), f"all tokens are of version {version}, that of the step")
+    note = (
+        f"{1 - shares.get(version, 0.0):.0%} of the tokens are of the versions {others}; each is compared with its own"
+    )
+    if unkept := [other for other in others if other not in kept]:
+        note += f"; those of {unkept}, whose weights are not kept, are left out"
+    return Cause((Change({"by_token": True}, "as recorded"),) if set(shares) & set(kept) else (), note)
+
+
+def older_weights(
+    causes: Mapping[str, Cause], earlier: Sequence[int], adapters: bool, merged: bool
+) -> dict[str, Cause]:
+    """The causes with weights that are older than recorded, and with other adapters.
+
+    Args:
+        earlier: numbers of versions.
+        adapters: only adapters are trained, so older weights are older adapters.
+        merged: the generator gets a model to which the adapters were added.
+    """
+    names = {n: f"{n} {'version' if n == 1 else 'versions'} older than recorded" for n in earlier}
+    if not adapters:
+        older = [Change({"by_token": True, "earlier": n}, name) for n, name in names.items()]
+        changes = (*causes[STALE].changes, *older)
+        return {**causes, STALE: Cause(changes, causes[STALE].note), ADAPTERS: Cause((), "the run trains no adapters")}
+    changes = (Change({"weights": BASE}, "absent"), *(Change({"earlier": n}, name) for n, name in names.items()))
+    return {
+        **causes,
+        ADAPTERS: Cause((*changes, Change({"weights": ROUNDED}, "merged in bf16")) if merged else changes),
+    }
+
+
+def arithmetic(dtype: str, examined: bool) -> Cause:
+    """``dtype``: that of the trainer; ``examined``: whether it can compute in the other one."""
+    if not examined:
+        return Cause((ALONE,), "the weights are stored in bf16")
+    return Cause((replace(OTHER_DTYPE, name="fp32" if dtype == "bf16" else "bf16"), ALONE))
+
+
+def template(prompts: int, differing: int) -> Cause:
+    note = "the recorded prompts are those that the template renders now, or it cannot render them again"
+    if differing:
+        note = f"{differing} of {prompts} prompts differ from what the template renders now, and are replaced"
+    return Cause.of(differing > 0, "rendered", note)
+
+
+def of_sampling(config: RunFile, heated: bool, ends: int) -> dict[str, Cause]:
+    """``heated``: a token was not sampled at temperature 1; ``ends``: number of tokens that end a turn."""
+    s = config.sampling
+    cut = (s.top_p, s.top_k, s.min_p) != (1.0, 0, 0.0)
+    options = f"top_p = {s.top_p:g}, top_k = {s.top_k}, min_p = {s.min_p:g}"
+    cut_note = f"log-probs over the tokens that {options} leave" if cut else "the run samples from all tokens"
+    heat_note = "log-probs at temperature 1" if heated else "all tokens were sampled at temperature 1"
+    ends_note = f"the {ends} tokens that end a turn are left out" if ends else "no sampled token ends a turn"
+    return {
+        CUT: Cause.of(cut, "cut", cut_note),
+        TEMPERATURE: Cause.of(heated, "plain", heat_note),
+        ENDS: Cause.of(ends > 0, "without_ends", ends_note),
+    }
+
+
+def routing(config: RunFile, batch: Batch) -> tuple[RunFile, bool, Cause]:
+    """The run file with which the trainer can replay the experts of the samples; whether the trainer of the run replays
+    them; and the cause that it should, or should not."""
+    if EXPERTS not in batch.tok:
+        note = "no sample records its experts; in a mixture of experts, trainer.router_replay does"
+        return config, False, Cause((), note)
+    options = {**config.trainer.options, **config.policy.trainer}
+    if options.get("router_replay"):
+        note = "those that the trainer chooses in place of the recorded ones"
+        return config, True, Cause.of(True, "rerouted", note)
+    policy = config.policy.model_copy(update={"trainer": {**options, "router_replay": True}})
+    note = "the recorded ones in place of those that the trainer chooses"
+    return config.model_copy(update={"policy": policy}), False, Cause.of(True, "rerouted", note)

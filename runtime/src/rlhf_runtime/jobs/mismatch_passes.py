@@ -1,0 +1,145 @@
+"""The trainer's log-probs of recorded samples with several weights, prompts and experts, for
+:mod:`rlhf_runtime.jobs.mismatch`.
+
+Shape suffixes: N tokens of a batch, A sampled tokens, C tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rlhf.ops.batch import Batch
+from rlhf.types import Head
+from torch import Tensor
+
+from rlhf_runtime.checkpoint import CheckpointStore
+from rlhf_runtime.config.sections import SamplingSection
+from rlhf_runtime.models.roles import Role
+
+LIVE, BASE, ROUNDED = "live", "base", "rounded"
+"""Weights: the trainer's; those without adapters; those to which the adapters were added in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How log-probs are computed."""
+
+    version: int
+    other_dtype: bool = False
+    """bf16 in place of fp32, or the reverse."""
+    alone: bool = False
+    """Each sequence in a micro-batch of its own."""
+    weights: str = LIVE
+    rendered: bool = False
+    """The prompts are those that the template renders now, not the recorded ones."""
+    rerouted: bool = False
+    """Tokens go to the trainer's own experts in place of the recorded ones, or the reverse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Log-probs of the sampled tokens."""
+
+    run: Path
+    batches: Mapping[tuple[bool, bool], Batch]
+    """{(rendered, rerouted): the samples}."""
+    heads: Sequence[Head]
+    exports: Mapping[int, Path]
+    """{version: new folder for its model}: versions with the weights ROUNDED."""
+    table: dict[Pass, Mapping[str, Tensor]] = field(default_factory=dict)
+    """{pass: {name of a head: [A]}}."""
+
+    def compute(self, role: Role, versions: Sequence[int], other_dtype: bool = False) -> None:
+        """Compute the log-probs of versions, in ascending order. The role holds the model that the run started from."""
+        store = CheckpointStore(self.run)
+        for version in versions:
+            if version > 0:
+                role.every("load", store.open(version).path / "roles" / "policy")
+            self._add(role, Pass(version, other_dtype))
+            if version in self.exports and not other_dtype:
+                self.exports[version].mkdir()
+                role.every("export", self.exports[version])
+        if BASE in role.facts.views:
+            self._add(role, Pass(versions[-1], other_dtype, weights=BASE))
+        if self.exports and not other_dtype:
+            self._round(role)
+
+    def compute_alone(self, role: Role, version: int) -> None:
+        """Compute the log-probs of ``version``, which the role holds, each sequence in a micro-batch of its own."""
+        role.budget = 1
+        self._add(role, Pass(version, alone=True))
+
+    def compute_rounded(self, role: Role, version: int, other_dtype: bool) -> None:
+        """Compute the log-probs of a role that holds the export of ``version``."""
+        self._add(role, Pass(version, other_dtype, weights=ROUNDED))
+
+    def _add(self, role: Role, key: Pass) -> None:
+        for (rendered, rerouted), batch in self.batches.items():
+            outputs = role.forward(batch, self.heads, BASE if key.weights == BASE else LIVE)
+            sampled = {name: values_N[batch.tok["loss_mask"]] for name, values_N in outputs.items()}
+            self.table[replace(key, rendered=rendered, rerouted=rerouted)] = sampled
+
+    def _round(self, role: Role) -> None:
+        """Change the exports as an engine does that keeps its model in bf16: what the adapters add to the base is the
+        difference of the two models, each rounded to bf16. What the base itself loses by rounding is not counted."""
+        with TemporaryDirectory(prefix=".doctor-", dir=self.run) as base:
+            role.every("export", Path(base), BASE)
+            for folder in self.exports.values():
+                for path in sorted(folder.glob("*.safetensors")):
+                    add_rounded(path, Path(base) / path.name)
+
+
+def add_rounded(path: Path, base: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors, base_tensors = load_file(path), load_file(base)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            before = base_tensors[name].float()
+            tensors[name] = (before + tensor.bfloat16().float() - before.bfloat16().float()).to(tensor.dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def logprob_head(sampling: SamplingSection, plain: bool, cut: bool) -> Head:
+    """Log-probs of the sampled tokens.
+
+    Args:
+        plain: at temperature 1.
+        cut: renormalised over the tokens that ``[sampling]`` leaves.
+    """
+    s = sampling
+    constants = {"top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+    columns = ("temperature",) if plain else ()
+    return Head(f"lp{int(plain)}{int(cut)}", partial(_logprobs, cut=cut), columns=columns, constants=constants)
+
+
+def _logprobs(
+    logits_CV: Tensor, ids_C: Tensor, columns: Mapping[str, Tensor], constants: Mapping[str, Any], cut: bool
+) -> Tensor:
+    if "temperature" in columns:
+        logits_CV = logits_CV * columns["temperature"][:, None]
+    if cut:
+        stays_CV = _stays(logits_CV, **constants).scatter(1, ids_C[:, None], True)
+        logits_CV = logits_CV.masked_fill(~stays_CV, -math.inf)
+    return logits_CV.log_softmax(-1).gather(1, ids_C[:, None])[:, 0]
+
+
+def _stays(logits_CV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
+    """bool [C, V]: the tokens that a generator draws from; top_p is a share of what top_k leaves."""
+    sorted_CV = logits_CV.sort(-1, descending=True).values
+    if top_k:
+        sorted_CV[:, top_k:] = -math.inf
+    before_CV = sorted_CV.softmax(-1).cumsum(-1).roll(1, -1)
+    before_CV[:, 0] = 0.0
+    count_C = ((before_CV < top_p) & (sorted_CV > -math.inf)).sum(-1).clamp(min=1)
+    threshold_C1 = sorted_CV.gather(1, count_C[:, None] - 1)
+    if min_p:
+        threshold_C1 = torch.maximum(threshold_C1, sorted_CV[:, :1] + math.log(min_p))
+    return logits_CV >= threshold_C1
