@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rlhf.types import Row, Turn
+from rlhf_modeling.loaded import LoadedModel
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.jobs.mismatch_causes import (
     ADAPTERS,
@@ -142,6 +143,10 @@ def edit(file: Path, causes: tuple[str, ...]) -> None:
             logprobs[-1] = 0.0
         return replace(turn, logprobs=logprobs, temperature=0.5 if TEMPERATURE in causes else turn.temperature)
 
+    edit_turns(file, edited)
+
+
+def edit_turns(file: Path, edited: Callable[[Turn], Turn]) -> None:
     groups = read_groups(file, lambda source, index: Row({}, source, index))
     prompts = {t.index: t.prompt_text for group in groups for t in group.trajectories}
     for trajectory in (t for group in groups for t in group.trajectories):
@@ -160,8 +165,65 @@ def test_planted_causes_are_named(shop: Workshop, trained: Callable[..., Path], 
     answer = result(shop, planted(trained, shop, *causes))
     assert set(answer["causes"]) == set(causes), answer
     assert all(cause in answer["verdict"] for cause in causes)
+    assert ADAPTERS not in causes or answer["ways"][ADAPTERS] == ("merged in bf16" if STALE in causes else "absent")
     assert answer["left"] < answer["gap"] / 2 or causes == (ARITHMETIC,)
     assert answer["left"] <= 3 * answer["rounding"] if ARITHMETIC in causes else answer["left"] < 1e-5
+
+
+@pytest.mark.parametrize(("cause", "causes"), [(STALE, (STALE,)), (ADAPTERS, (STALE, ADAPTERS))])
+def test_weights_that_are_older_than_recorded(
+    shop: Workshop, trained: Callable[..., Path], cause: str, causes: tuple[str, ...]
+) -> None:
+    folder = shop.folder / "run"
+    shutil.copytree(trained(*causes), folder)
+    edit_turns(folder / LAST, lambda turn: replace(turn, versions=tuple((at, STEPS - 1) for at, _ in turn.versions)))
+    answer = result(shop, folder)
+    assert (answer["causes"], answer["ways"]) == ([cause], {cause: "1 version older than recorded"})
+    assert answer["left"] < 1e-5 < answer["gap"]
+    assert "missed a sync" in answer["verdict"]
+
+
+def test_records_of_other_experts_than_those_that_sampled(shop: Workshop) -> None:
+    changes = merged(SHORT, {"policy": {"model": str(base(shop, True))}, **REPLAY})
+    run = shop.train("grpo", "run", **changes).path
+    assert result(shop, run)["causes"] == []
+    edit_turns(
+        run / LAST,
+        lambda turn: replace(
+            turn, experts=turn.experts and replace(turn.experts, choices=bytes(3 - c for c in turn.experts.choices))
+        ),
+    )
+    answer = result(shop, run)
+    assert answer["causes"] == [ROUTING]
+    assert answer["left"] < 1e-5 < answer["gap"]
+
+
+def test_a_trainer_that_computes_packed_sequences_otherwise(
+    shop: Workshop, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = LoadedModel.compute
+
+    def wrong(model: LoadedModel, ids: torch.Tensor, position: torch.Tensor, lens: list[int], *rest: Any) -> Any:
+        return compute(model, ids, position * (1 + (len(lens) > 1)), lens, *rest)
+
+    monkeypatch.setattr(LoadedModel, "compute", wrong)
+    answer = result(shop, trained())
+    assert (answer["causes"], answer["ways"]) == ([ARITHMETIC], {ARITHMETIC: "batch composition"})
+    assert answer["left"] < 1e-5 < answer["gap"]
+    assert "packed sequences" in answer["verdict"]
+
+
+@pytest.mark.cluster  # the generator vllm
+@pytest.mark.full
+def test_a_run_that_sampled_with_vllm_in_bf16(shop: Workshop) -> None:
+    pytest.importorskip("vllm")
+    model = tiny_model(shop.folder / "wide", hidden=64, heads=2, kv_heads=1)
+    changes = {"policy": {"model": str(model)}, "trainer": {"lora": {"rank": 2}}}
+    generator = {"use": "vllm", "kv_cache_gib": 0.0625, "max_sequences": 16, "dtype": "bf16"}
+    run = shop.train("grpo", "run", **merged(SHORT, {**changes, "generator": generator})).path
+    answer = result(shop, run)
+    assert answer["causes"] == [ARITHMETIC], answer
+    assert 1e-5 < answer["gap"] <= 3 * answer["rounding"]
 
 
 def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> None:
@@ -223,10 +285,7 @@ def test_what_cannot_be_examined_is_refused(shop: Workshop, trained: Callable[..
     assert "--samples 0" in refused(run, "--samples", 0)
     assert "--start" in refused(run, "--start")
     assert "folder of a run" in refused("--step", 1)
-    groups = read_groups(run / LAST, lambda source, index: Row({}, source, index))
-    for turn in (turn for group in groups for t in group.trajectories for turn in t.turns):
-        turn.logprobs = None
-    write_groups(run / LAST, groups)
+    edit_turns(run / LAST, lambda turn: replace(turn, logprobs=None))
     assert "log-probs of the generator" in refused(run)
     (run / LAST).write_bytes((run / LAST).read_bytes()[:200])
     assert LAST in refused(run, code=1)

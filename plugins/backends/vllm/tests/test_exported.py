@@ -1,4 +1,5 @@
-"""vLLM reads the folders that trainers export, by itself: it computes the trainer's log-probs from them."""
+"""vLLM reads the folders that trainers export and `rlhf merge` writes, by itself: it computes the trainer's log-probs
+from them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from rlhf.interfaces import ModelSpec
 from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
+from rlhf_cli.main import main
 from rlhf_plugin_local.trainer import TorchTrainer
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_testing.models import model_path
+from transformers import AutoModelForCausalLM
 
 from tests.support.losses import NllLoss
 
@@ -64,3 +67,18 @@ def test_vllm_computes_the_trainers_logprobs_from_an_export(engines, tmp_path, c
     assert (after - before).abs().max() > 0.1
     got = prompt_logprobs(tmp_path, engines.spec(tmp_path))
     torch.testing.assert_close(got, after, atol=1e-4, rtol=0)  # fp32 sums in another order
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_vllm_computes_the_logprobs_of_transformers_from_a_merged_folder(engines, tmp_path, dtype):
+    base, folder = model_path("qwen3", head_dim=32), tmp_path / "merged"
+    trainer, before, after = trained(str(base), {"lora": DORA})
+    trainer.export(tmp_path / "export")
+    assert main(["merge", str(tmp_path / "export" / "adapter"), str(folder), "--dtype", dtype]) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs_TV = model(torch.tensor([IDS])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs_TV.gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    got = prompt_logprobs(folder, engines.spec(folder))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert (expected - after).abs().max() < {"fp32": 1e-4, "bf16": 0.1}[dtype] < (before - after).abs().max()
