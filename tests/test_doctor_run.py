@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from rlhf.ops.batch import Batch
 from rlhf.types import Row, Turn
+from rlhf_modeling import packed_model
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_runtime.checkpoint.saved_groups import read_groups, write_groups
 from rlhf_runtime.jobs.mismatch_causes import (
@@ -201,13 +203,15 @@ def test_records_of_other_experts_than_those_that_sampled(shop: Workshop) -> Non
 def test_a_trainer_that_computes_packed_sequences_otherwise(
     shop: Workshop, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = LoadedModel.compute
+    """A trainer's own probe of packing would find this when the model is loaded; here it is behind the probe."""
+    run, hidden_states = trained(), packed_model.hidden_states
 
-    def wrong(model: LoadedModel, ids: torch.Tensor, position: torch.Tensor, lens: list[int], *rest: Any) -> Any:
-        return compute(model, ids, position * (1 + (len(lens) > 1)), lens, *rest)
+    def wrong(loaded: LoadedModel, batch: Batch, share: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden_MH, place_N = hidden_states(loaded, batch, share)
+        return hidden_MH * (1.0 if batch.sequences == 1 else 0.5), place_N
 
-    monkeypatch.setattr(LoadedModel, "compute", wrong)
-    answer = result(shop, trained())
+    monkeypatch.setattr(packed_model, "hidden_states", wrong)
+    answer = result(shop, run)
     assert (answer["causes"], answer["ways"]) == ([ARITHMETIC], {ARITHMETIC: "batch composition"})
     assert answer["left"] < 1e-5 < answer["gap"]
     assert "packed sequences" in answer["verdict"]

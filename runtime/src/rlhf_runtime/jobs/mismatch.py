@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from pathlib import Path
@@ -210,14 +211,18 @@ def _computed(
         for plain in ((False, True) if causes[TEMPERATURE].changes else (False,))
         for cut in ((False, True) if causes[CUT].changes else (False,))
     ]
-    with TemporaryDirectory(prefix=".doctor-", dir=run) as folder:
+    with ExitStack() as files:
         with loaded_policy(config, plugins, run) as (role, _, prompts):
             for remark in role.facts.notes:
                 note(remark)
             dtype, adapters = role.facts.dtype, BASE in role.facts.views
             batches, differing = _batches(trajectories, samples.batch, file, prompts, replays)
             merged = adapters and config.sync.adapters == "merged" and role.facts.experts is None
-            passes = Passes(run, batches, heads, {v: Path(folder) / str(v) for v in versions} if merged else {})
+            exports = {}
+            if merged:
+                folder = Path(files.enter_context(TemporaryDirectory(prefix=".doctor-", dir=run)))
+                exports = {version: folder / str(version) for version in versions}
+            passes = Passes(run, batches, heads, exports)
             passes.compute(role, loaded)
             passes.compute_alone(role, version)
         dtypes = {False: config}
@@ -226,8 +231,8 @@ def _computed(
             dtypes[True] = config.model_copy(update={"policy": policy})
             with loaded_policy(dtypes[True], plugins, run) as (role, _, _):
                 passes.compute(role, loaded, other_dtype=True)
-        for exported, (other_dtype, changed) in product(passes.exports, dtypes.items()):
-            with loaded_policy(changed, plugins, run, passes.exports[exported]) as (role, _, _):
+        for (exported, path), (other_dtype, changed) in product(exports.items(), dtypes.items()):
+            with loaded_policy(changed, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
     causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
     return older_weights(causes, earlier, adapters, merged), passes, dtype
