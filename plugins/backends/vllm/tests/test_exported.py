@@ -44,12 +44,16 @@ def trained(path, options):
     return one, *scores
 
 
-def prompt_logprobs(path, spec):
-    """[9] fp32: what vLLM computes for the prompt :data:`IDS` with the weights that it read from ``path``."""
+def prompt_logprobs(path, spec, adapter=None):
+    """[9] fp32: what vLLM computes for the prompt :data:`IDS` with the weights that it read from ``path``, and with the
+    adapter that it reads from the folder ``adapter``."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     engine = Engine(VllmGeneratorConfig(kv_cache_gib=0.0625, max_sequences=8), spec, platform())
     try:
+        if adapter is not None:
+            engine._adapter = LoRARequest("exported", 7, str(adapter))
         engine.add("one", IDS, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
         while engine.busy:
             for output in engine.step():
@@ -82,3 +86,12 @@ def test_vllm_computes_the_logprobs_of_transformers_from_a_merged_folder(engines
     got = prompt_logprobs(folder, engines.spec(folder))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert (expected - after).abs().max() < {"fp32": 1e-4, "bf16": 0.1}[dtype] < (before - after).abs().max()
+
+
+def test_vllm_reads_an_exported_adapter_beside_its_base(engines, tmp_path):
+    base, lora = str(model_path("qwen3", head_dim=32)), {"rank": 4, "use_rslora": True}
+    trainer, before, after = trained(base, {"lora": lora})
+    trainer.export(tmp_path)
+    spec = engines.spec(base, adapters=TorchTrainer.adapters(trainer.config, trainer.spec))
+    assert (after - before).abs().max() > 0.1
+    torch.testing.assert_close(prompt_logprobs(base, spec, tmp_path / "adapter"), after, atol=1e-4, rtol=0)
