@@ -284,6 +284,7 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
             process.terminate()
 
 
+@pytest.mark.full
 @pytest.mark.cluster
 def test_vllm_teaches(tmp_path: Path) -> None:
     """Its log-probs are those of the model in fp64, and a policy with another tokenizer is refused."""

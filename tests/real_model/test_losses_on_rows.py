@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from tests.real_model.plain import DIALOGUES, Plain, chatml, needs_model, scores
 from tests.runs import Workshop
 
-pytestmark = [pytest.mark.slow, needs_model]
+pytestmark = [pytest.mark.slow, pytest.mark.full, needs_model]
 
 
 def sft_loss(chosen: list[Tensor], rejected: list[Tensor]) -> float:
@@ -53,16 +53,11 @@ def constant(value: float) -> Callable[..., float]:
     ("algorithm", "statement"),
     [
         ("dpo", constant(0.6931471805599453)),
-        *(
-            pytest.param(name, statement, marks=pytest.mark.full)
-            for name, statement in (
-                ("sft", sft_loss),
-                ("simpo", simpo_loss),
-                ("orpo", orpo_loss),
-                ("cpo", cpo_loss),
-                ("kto_pair", constant(0.5)),
-            )
-        ),
+        ("sft", sft_loss),
+        ("simpo", simpo_loss),
+        ("orpo", orpo_loss),
+        ("cpo", cpo_loss),
+        ("kto_pair", constant(0.5)),
     ],
 )
 def test_first_losses_are_those_of_plain_transformers_in_fp64(
@@ -80,7 +75,6 @@ def test_first_losses_are_those_of_plain_transformers_in_fp64(
             assert run.lines()[0][f"policy/{role}_logprobs"] == pytest.approx(mean, rel=1e-4)
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_the_first_loss_of_a_reward_model_with_a_new_head_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain
@@ -101,7 +95,6 @@ def test_the_first_loss_of_a_reward_model_with_a_new_head_is_that_of_plain_trans
     assert line["policy/chosen_score"] == pytest.approx(float(chosen.mean()), abs=1e-4)
 
 
-@pytest.mark.full
 def test_the_first_loss_of_kto_with_labels_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain, cut: Path
 ) -> None:
@@ -137,7 +130,6 @@ def test_the_first_loss_of_kto_with_labels_is_that_of_plain_transformers_in_fp64
     assert line["policy/loss"] == pytest.approx(float(torch.stack(losses).mean()), rel=1e-4)
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_the_first_loss_of_distillation_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain, cut: Path
@@ -168,7 +160,6 @@ def test_the_first_loss_of_distillation_is_that_of_plain_transformers_in_fp64(
     assert line["policy/agreement"] == pytest.approx(agreement)
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_the_first_loss_of_a_process_reward_model_is_that_of_plain_transformers_in_fp64(
     real: Workshop, fp64: Plain

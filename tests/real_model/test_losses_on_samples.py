@@ -177,11 +177,14 @@ def test_the_first_step_with_an_algorithm_for_each_source_is_that_of_plain_trans
 
 
 def test_sampled_logprobs_are_those_of_plain_transformers_in_fp64(real: Workshop, fp64: Plain) -> None:
+    """The trainer's are those of the generator."""
     real.rows("rows.jsonl", QUESTIONS)
-    run = real.train("grpo", "sampled", **SAMPLED, run={"steps": 1}, trainer={"lr": 1e-9})
+    changes = merged(SAMPLED, {"sampling": {"samples_per_prompt": 2}, "run": {"steps": 1}, "trainer": {"lr": 1e-9}})
+    run = real.train("grpo", "sampled", **changes)
     samples = list(run.samples())
-    assert len(samples) == 8
+    assert len(samples) == 4
     for sample in samples:
         prompt, answer = sample["turns"]
         plain_T = fp64.logprobs([*prompt["ids"], *answer["ids"]], len(prompt["ids"]))
         assert torch.tensor(answer["logprobs"]).sub(plain_T).abs().max() < 1e-3
+    assert abs(run.lines()[0]["policy/kl_generator"]) < 1e-6
