@@ -52,6 +52,9 @@ quickstart: room $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 quickstart-tiny: $(if $(wildcard $(STAMP)),$(STAMP),$(LIGHT))
 	@$(BIN)/python examples/quickstart/tiny.py
 
+# Without bytecode each process of the tests compiles our packages, and pytest its assertions, again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What the light installation can run in two minutes. A test that takes over a second of processor time fails: it is slow.
 QUICK := core libraries runtime plugins/algorithms plugins/rewards plugins/curricula plugins/rollouts/turns plugins/rollouts/replay plugins/envs/number_game
 
