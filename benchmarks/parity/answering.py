@@ -15,7 +15,7 @@ from cases import write
 def answer(doc: str, cases: Sequence[Any], found: Callable[[Any, Path], Any], packages: Sequence[str]) -> None:
     """Write ``{"versions": {package: version}, "cases": {name: found(case, folder)}}`` for the cases of --cases."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder of what tiny.py or row_tokenizers.py made")
+    parser.add_argument("--work", type=Path, required=True, help="folder of what tiny.py or rows.py made")
     parser.add_argument("--result", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--cases", nargs="+", help="names; all where absent")
     arguments = parser.parse_args()

@@ -1,7 +1,4 @@
-"""Rows as ours tokenises them: ``rlhf_runtime.data``, and the mismatched answers of KTO.
-
-.venv/bin/python benchmarks/parity/ours_rows.py --work FOLDER --result FILE [--cases NAME ...]
-"""
+"""Rows as ours tokenises them: ``rlhf_runtime.data``, and the mismatched answers of KTO."""
 
 from __future__ import annotations
 
@@ -10,14 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from answering import answer
 from rlhf.errors import DataError
 from rlhf.types.examples import Example
 from rlhf_plugin_kto.twins import Labelled, twins
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.row_rules import RowVerdict
-from row_cases import CASES, TEMPLATES, RowCase
+from row_cases import TEMPLATES, RowCase
 
 
 def encoded(case: RowCase, work: Path) -> list[dict[str, Any]]:
@@ -61,11 +57,3 @@ def _with_twins(rows: list[dict[str, Any]], examples: list[Example]) -> None:
         if twin is not None:
             mask = "0" * len(one.prompt) + "".join(str(int(on)) for on in twin.mask)
             rows[example.row.index]["sequences"].append([[*one.prompt, *twin.answer], mask])
-
-
-def main() -> None:
-    answer(__doc__, CASES, encoded, ("rlhf-core", "transformers", "tokenizers"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,7 @@
-"""The tokenizers of the rows: byte pairs in GPT-2's alphabet with a fixed list of merges, the same on every machine.
-
-python benchmarks/parity/row_tokenizers.py FOLDER
-"""
+"""The tokenizers of the rows: byte pairs in GPT-2's alphabet with a fixed list of merges, the same on every machine."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +59,3 @@ def _spaced() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>", clean_up_tokenization_spaces=False
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    make(parser.parse_args().folder)
-
-
-if __name__ == "__main__":
-    main()

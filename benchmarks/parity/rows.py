@@ -16,7 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import row_tokenizers
 from cases import write
+from ours_rows import encoded
 from row_cases import CASES, SPECIAL, RowCase
 from run import HERE, PEERS, execute
 
@@ -101,14 +103,14 @@ def main() -> None:
         sys.exit("--record writes what TRL says of all cases: leave out --recorded and --cases")
     with tempfile.TemporaryDirectory() as folder:
         work, chosen = Path(folder), ["--cases", *arguments.cases] if arguments.cases else []
-        execute(sys.executable, "row_tokenizers.py", folder)
-        execute(sys.executable, "ours_rows.py", "--work", folder, "--result", str(work / "ours.json"), *chosen)
+        row_tokenizers.make(work)
+        ours = {case.name: encoded(case, work) for case in CASES if case.name in (arguments.cases or [case.name])}
         file = arguments.recorded or work / "trl.json"
         if arguments.recorded is None:
             execute(sys.executable, "tiny.py", folder)
             execute(str(arguments.trl_python), "trl_rows.py", "--work", folder, "--result", str(file), *chosen)
-        ours, trl = (json.loads(path.read_text()) for path in (work / "ours.json", file))
-        verdicts = compare(ours["cases"], trl["cases"], work)
+        trl = json.loads(file.read_text())
+        verdicts = compare(ours, trl["cases"], work)
     if arguments.record:
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in trl["cases"].items())
         RECORDED.write_text(f'{{\n "versions": {json.dumps(trl["versions"])},\n "cases": {{\n{lines}\n }}\n}}\n')
