@@ -96,6 +96,17 @@ def test_any_name_gives_valid_python_without_gaps(tmp_path, kind, like, name):
                 assert max(map(len, text.splitlines())) <= 120
 
 
+@pytest.mark.parametrize(("kind", "like"), WRITTEN.values())
+def test_every_distribution_that_the_code_imports_is_required(tmp_path, kind, like):
+    assert new(tmp_path, "x", kind, like) == 0
+    folder = tmp_path / "rlhf-plugin-x"
+    required = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"]
+    trees = [ast.parse(path.read_text()) for path in (folder / "src").rglob("*.py")]
+    modules = {node.module for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    libraries = {m.split(".")[0] for m in modules if m.startswith("rlhf_")} - {"rlhf_plugin_x"}
+    assert libraries <= {r.split(">")[0].replace("-", "_") for r in required}
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [

@@ -146,6 +146,26 @@ class NotJson(Counted):
         return {"drawn": {self.drawn}}
 
 
+class KeyedByRow(Counted):
+    """Has a dict by row in its state, which comes back with texts as keys."""
+
+    def setup(self, rows, seed, total_steps):
+        super().setup(rows, seed, total_steps)
+        self.times = {}
+
+    def choose(self, n, step):
+        chosen = super().choose(n, step)
+        self.times |= {row: step for row in chosen}
+        return chosen
+
+    def state_dict(self):
+        return super().state_dict() | {"times": self.times}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.times = state["times"]
+
+
 class ReadsInSecret(Hardest):
     """Reads scores, and says that it does not."""
 
@@ -207,6 +227,7 @@ class Large(Counted):
         (Forgets, "resume", r"resumed after step 1 with staleness 0 it chose other rows: \[.*\] and \[.*\] at step 1"),
         (ForgetsTheBatch, "resume_inside_a_batch", "for the rest of a batch in the middle of which it resumed"),
         (NotJson, "resume", r"state_dict\(\) must hold JSON values only"),
+        (KeyedByRow, "resume", r"has a dict with keys that are no text"),
         (ReadsInSecret, "scores", "chose other rows for other scores: .* Set min_scores = 1"),
         (NeedsScores, "rows", "raised ZeroDivisionError: division by zero"),
         (ReportsText, "metrics", r"metrics\(\) has level = 'hard' \(str\); allowed is a finite number"),

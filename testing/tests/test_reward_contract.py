@@ -74,6 +74,14 @@ class TestPlain(RewardContract):
 # ------------------------------------------------------------------------------- broken on purpose
 
 
+class Majority(Brevity):
+    """Agreement with the most frequent answer; of equally frequent ones the first counts."""
+
+    async def score(self, group):
+        answers = [t.answer for t in group.trajectories]
+        return [RewardResult(float(answer == max(answers, key=answers.count))) for answer in answers]
+
+
 class OneShort(Brevity):
     """One result too few."""
 
@@ -194,6 +202,7 @@ def suite(made, **attributes):
         (Edits, "test_leaves_the_group_alone", "changed the group"),
         (Dice, "test_repeatable", "score one group differently"),
         (Reversed, "test_repeatable", "one result per trajectory, in order"),
+        (Majority, "test_repeatable", "equally frequent, the first is not better"),
         (StepOnPrompt, "test_results", "which the policy did not sample"),
         (Secret, "test_results", "does not declare"),
         (Counts, "test_reads", "without token ids it scores otherwise: set reads = 'tokens'"),
@@ -233,6 +242,13 @@ def test_a_timeout_of_the_reward_itself_is_not_called_slow():
 
     with pytest.raises(TimeoutError, match="no server"):
         suite(Unreachable).test_results()
+
+
+def test_a_case_may_be_a_whole_group():
+    group = {}, ["a", "b", "a"]
+    suite(Majority, cases=[(*group, [1.0, 0.0, 1.0])]).test_cases()
+    with pytest.raises(Nonconformance, match="'b' gets 0.0, the case says 1.0"):
+        suite(Majority, cases=[(*group, [1.0, 1.0, 1.0])]).test_cases()
 
 
 def test_wrong_case_is_noticed():

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.interfaces import FinishedGroup, RowSource, TrainingRows
+from rlhf.interfaces import Curriculum, FinishedGroup, RowSource, TrainingRows
 from rlhf.interfaces.curriculum import Fate
 from rlhf.seeds import derive_seed
 
@@ -248,7 +248,7 @@ class CurriculumContract(Contract):
                 for step in (1, 5, 6):
                     stopped = self.play(config, step, staleness)
                     fresh = self.build(config)
-                    fresh.load_state_dict(_through_json(stopped.curriculum.state_dict(), self.about(config)))
+                    _restore(fresh, stopped.curriculum.state_dict(), self.about(config))
                     resumed = self.go_on(config, stopped.resumed(fresh))
                     expect(
                         resumed.chosen == whole.chosen,
@@ -268,7 +268,7 @@ class CurriculumContract(Contract):
             whole = self.play(config, 5).curriculum
             whole.choose(BATCH // 2, 5)
             fresh = self.build(config)
-            fresh.load_state_dict(_through_json(whole.state_dict(), self.about(config)))
+            _restore(fresh, whole.state_dict(), self.about(config))
             rest, again = ([*map(position_of, curriculum.choose(BATCH // 2, 5))] for curriculum in (whole, fresh))
             expect(
                 rest == again,
@@ -310,11 +310,25 @@ class CurriculumContract(Contract):
                     expect(not wrong, f"{self.about(config)} metrics() has {name} = {wrong}")
 
 
-def _through_json(state: Any, about: str) -> Any:
+def _restore(fresh: Curriculum, state: Any, about: str) -> None:
+    """Load ``state``, by way of JSON."""
     try:
-        return json.loads(json.dumps(state, allow_nan=False))
+        text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}") from error
+    fresh.load_state_dict(json.loads(text))
+    expect(
+        _has_text_keys(fresh.state_dict()) == _has_text_keys(state),
+        f"{about} state_dict() has a dict with keys that are no text. JSON makes text of them, and load_state_dict() "
+        "leaves them so: convert them there",
+    )
+
+
+def _has_text_keys(state: Any) -> bool:
+    """Whether the keys of all dicts in a state are text."""
+    if isinstance(state, Mapping):
+        return all(isinstance(key, str) and _has_text_keys(value) for key, value in state.items())
+    return not isinstance(state, list | tuple) or all(map(_has_text_keys, state))
 
 
 def _difference(batches: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> str:

@@ -29,7 +29,7 @@ from rlhf_testing import fabricate
 from rlhf_testing.awaiting import call
 from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns, missing, no_number
 
-Case = tuple[Mapping[str, Any], str, float | None]
+Case = tuple[Mapping[str, Any], str, float | None] | tuple[Mapping[str, Any], Sequence[str], Sequence[float | None]]
 
 
 class RewardContract(Contract):
@@ -38,7 +38,8 @@ class RewardContract(Contract):
     kind = "reward"
     reward: Any = None
     cases: Sequence[Case] = ()
-    """(row columns, answer, expected value), written by the author."""
+    """(row columns, answer, expected value), written by the author. A reward that compares the samples of a group takes
+    lists: (row columns, answers, expected values)."""
     columns: Mapping[str, Any] = {"prompt": "What is 2 + 2?", "answer": "4"}
     """The row of the fabricated groups. It must have every column that the reward reads."""
     answers: Sequence[str] = ("4", "the answer is 4", "", "five", "\N{SNOWMAN} " * 50)
@@ -175,7 +176,8 @@ class RewardContract(Contract):
                 back = replace(group, trajectories=group.trajectories[::-1])
                 expect(
                     self.score(reward, back)[::-1] == first,
-                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order",
+                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order; and "
+                    "among samples that are equally good or equally frequent, the first is not better than the others",
                 )
 
     def test_every_answer_alone(self) -> None:
@@ -238,18 +240,19 @@ class RewardContract(Contract):
     def test_cases(self) -> None:
         """The author's cases get their expected values."""
         if not self.cases:
-            raise missing("cases = [(row columns, answer, expected value), ...]")
+            raise missing("cases = [(row columns, answer, expected value), ...], or with lists for a whole group")
         for config in self.grid()[:1]:
             reward = self.ready(config)
             for columns, answer, expected in self.cases:
-                result = self.score(reward, fabricate.text_group({**self.columns, **columns}, [answer]))[0]
-                same = result.value == expected or (
-                    None not in (result.value, expected) and math.isclose(result.value, expected, abs_tol=1e-6)  # type: ignore[arg-type]
-                )
-                expect(
-                    same,
-                    f"{self.about(config)} {answer!r} gets {result.value!r}, the case says {expected!r} ({columns})",
-                )
+                answers, values = ([answer], [expected]) if isinstance(answer, str) else (answer, expected)
+                results = self.score(reward, fabricate.text_group({**self.columns, **columns}, answers))
+                for text, result, value in zip(answers, results, values, strict=True):  # type: ignore[arg-type]
+                    same = result.value == value or (
+                        None not in (result.value, value) and math.isclose(result.value, value, abs_tol=1e-6)
+                    )
+                    expect(
+                        same, f"{self.about(config)} {text!r} gets {result.value!r}, the case says {value!r} ({columns})"
+                    )
 
 
 def _number(role: str, ids: Sequence[int]) -> float:

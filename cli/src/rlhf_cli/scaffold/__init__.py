@@ -22,7 +22,7 @@ THIRD_PARTIES = {
     "generator": ["torch"],
     "trainer": ["torch", "transformers", "safetensors"],
 }
-"""Requirements of the written source besides ``rlhf``."""
+"""Requirements of the written source besides distributions of ``rlhf``."""
 LIKE = {
     "supervised": ("algorithm", "loss"),
     "policy_gradient": ("algorithm", "advantage", "loss"),
@@ -69,12 +69,14 @@ def write_plugin(name: str, kind: str, output: Path, like: str | None = None) ->
     like = like or next(iter(LIKE))
     kinds = LIKE[like] if kind == "algorithm" else (kind,)
     source = f"{kind}_{like}" if kind == "algorithm" else kind
-    names = _names(name, kind, kinds, distribution, package)
+    code = _template(f"{source}.py")
+    libraries = ["rlhf-core", *(["rlhf-algorithms"] if "rlhf_algorithms" in code else [])]
+    names = _names(name, kind, kinds, distribution, package, libraries)
     files = {
         "pyproject.toml": _template("pyproject.toml"),
         "README.md": _template("README.md"),
         f"src/{package}/__init__.py": _template("init.py"),
-        f"src/{package}/{kind}.py": _template(f"{source}.py"),
+        f"src/{package}/{kind}.py": code,
         f"tests/test_{name}.py": _template(f"test_{source}.py"),
     }
     try:
@@ -98,11 +100,13 @@ def check_like(kind: str, like: str | None) -> None:
         raise ConfigError(f"--like {like}: there is no such template.{did_you_mean(like, LIKE)} Allowed are {allowed}")
 
 
-def _names(name: str, kind: str, kinds: Sequence[str], distribution: str, package: str) -> dict[str, str]:
+def _names(
+    name: str, kind: str, kinds: Sequence[str], distribution: str, package: str, libraries: Sequence[str]
+) -> dict[str, str]:
     camel = "".join(part.capitalize() for part in name.split("_"))
     classes = {k: _class(camel, k) for k in kinds}
     major, minor = (int(part) for part in __version__.split(".")[:2])
-    core = f"rlhf-core>={major}.{minor},<{major}.{minor + 1}"
+    ours = [f"{library}>={major}.{minor},<{major}.{minor + 1}" for library in libraries]
     return {
         "NAME": name,
         "KIND": kind,
@@ -114,7 +118,7 @@ def _names(name: str, kind: str, kinds: Sequence[str], distribution: str, packag
         "CLASS": classes[kind],
         "LOSS_CLASS": classes.get("loss", ""),
         "ADVANTAGE_CLASS": classes.get("advantage", ""),
-        "DEPENDENCIES": ", ".join(f'"{r}"' for r in [core, *THIRD_PARTIES.get(kind, [])]),
+        "DEPENDENCIES": ", ".join(f'"{r}"' for r in [*ours, *THIRD_PARTIES.get(kind, [])]),
         "ENTRY_POINTS": "".join(f'[project.entry-points."rlhf.{k}"]\n{name} = "{package}"\n\n' for k in classes),
         "HOOKS": "\n\n".join(_hook(k, cls, package, kind) for k, cls in classes.items()),
         "SELECT": _fill(SELECT.get(kind, SELECT_SECTION), {"NAME": name, "KIND": kind}),
