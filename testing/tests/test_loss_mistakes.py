@@ -24,6 +24,9 @@ def failures(cls: type) -> dict[str, str]:
     return {r.name: r.detail for r in conformance.run(Selected("loss", cls.name, cls)) if not r.passed}
 
 
+COLUMNS = ("advantages", "given")
+
+
 def gap(logits_CV, ids_C, columns, constants):
     """The largest logit minus the second largest."""
     top_C2 = logits_CV.topk(2, dim=1).values
@@ -67,6 +70,20 @@ def with_head(fn: Any) -> str:
 
 def test_the_base_of_the_wrong_losses_passes():
     assert failures(Sharp) == {}
+
+
+def half_detached(self, x):
+    """No gradient for answers of the data, of which the value is still a part of the loss."""
+    logprobs_A = torch.where(x["given"][x.unit_A], x["logprobs"].detach(), x["logprobs"])
+    return -x["advantages"] * logprobs_A
+
+
+def test_a_loss_that_detaches_some_answers_is_named():
+    wrong = {"policy": half_detached, "outputs": lambda self: ("logprobs",), "columns": lambda self: COLUMNS}
+    wrong |= {"reduce": lambda self: {"policy": Reduce("token_mean")}}
+    wrong |= {"__call__": lambda self, x: LossOutput({"policy": self.policy(x)})}
+    assert set(failures(made(**wrong))) == {"gradient_reaches"}
+    assert "no gradient reaches them: is a part of the loss detached?" in failures(made(**wrong))["gradient_reaches"]
 
 
 def two_arguments(logits_CV, ids_C):

@@ -90,7 +90,8 @@ class AlgorithmSubject(Contract):
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
-        options = {"samples": max(4, needs.group_min), "scored": needs.reward, "greedy": needs.greedy, **options}
+        samples, given = max(4, needs.group_min, needs.given_samples + 1), needs.given_samples
+        options = {"samples": samples, "scored": needs.reward, "greedy": needs.greedy, "given": given, **options}
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:
@@ -313,7 +314,7 @@ class AlgorithmContract(SampleChecks):
                 passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
                 copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
                 steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
-            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given), algorithm.model_config()
+            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given, needs.given_samples), algorithm.model_config()
 
         check_options(self, effect)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf.interfaces.tokens import Tokens
@@ -62,6 +63,7 @@ def groups(
     equal_rewards: bool = False,
     scored: bool = True,
     greedy: bool = False,
+    given: int = 0,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Scored groups, as a controller passes them to ``Algorithm.assemble``.
@@ -74,6 +76,7 @@ def groups(
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
         greedy: whether samples have the reward of a greedy answer (``Needs.greedy``).
+        given: how many samples of each group are answers of the data (``Needs.given_samples``).
         columns: further columns of every row.
     """
     rng = random.Random(seed)
@@ -84,6 +87,8 @@ def groups(
         trajectories = []
         for sample in range(samples):
             turns = _turns(rng, number, sample, logprobs, rounds=3 if multi_turn and sample % 4 == 2 else 1)
+            if sample < given:
+                turns = [turns[0], replace(turns[1], logprobs=None, given=True)]
             if sample % 4 == 1:
                 turns[-1].finish = "length"
             reward = shared if equal_rewards else rng.uniform(-1, 1)
@@ -203,13 +208,22 @@ def batch(
     return pack(unit_data)
 
 
+UNIT_COLUMNS = ("given", "group", "greedy", "key", "own_tokens", "reward", "sample", "score", "truncated")
+"""The columns of an online batch with one value a unit (:mod:`rlhf.ops.trajectories`)."""
+
+
 def values(name: str, size: int, seed: int) -> Tensor:
-    """Float32 [size] for a column or an output, by its name: log-probs lie in -4.5 .. -0.5, entropies in 0.5 .. 2.5,
-    everything else is standard normal. Equal names and seeds give equal values."""
+    """[size] for a column or an output, by its name. Float32: log-probs lie in -4.5 .. -0.5, entropies in 0.5 .. 2.5,
+    everything else is standard normal. ``given`` and ``truncated`` are bool; ``group``, ``key``, ``own_tokens`` and
+    ``sample`` are int64, 1 to 4. Equal names and seeds give equal values."""
     import torch
     from rlhf.seeds import derive_seed
 
     generator = torch.Generator().manual_seed(derive_seed(seed, f"fabricate/{name}"))
+    if name in ("given", "truncated"):
+        return torch.rand(size, generator=generator) < 0.5
+    if name in ("group", "key", "own_tokens", "sample"):
+        return torch.randint(1, 5, (size,), generator=generator)
     if is_logprob(name):
         return -0.5 - 4 * torch.rand(size, generator=generator)
     if "entropy" in name:

@@ -44,6 +44,8 @@ from rlhf_testing.loss_case import EXTREME, LEAF, LossCase, LossSubject, Padded
 from rlhf_testing.options import check_options
 
 CHUNK = 3
+STEP = 0.01
+"""By how much outputs are changed to see whether the loss reads them."""
 """Tokens per chunk. Trainers use thousands."""
 TOLERANCE = 1e-5
 """Relative to the largest value. A matrix product of fewer rows adds in a different order."""
@@ -260,11 +262,23 @@ class LossContract(LossSubject):
         )
 
     def test_gradient_reaches(self) -> None:
-        """At least one config gives a gradient that is not zero."""
-        norms = [norm(case.run(case.whole()).gradients) for _, case in self.cases()]
+        """At least one config gives a gradient that is not zero, and none detaches whole units: where no gradient
+        reaches a unit's outputs, they do not change the loss either."""
+        cases = list(self.cases())
+        runs = [case.run(case.whole()) for _, case in cases]
         expect(
-            any(n > 0 for n in norms), f"{self.about()} no gradient reaches any model output: is something detached?"
+            any(norm(run.gradients) > 0 for run in runs),
+            f"{self.about()} no gradient reaches any model output: is something detached?",
         )
+        for (config, case), run in zip(cases, runs, strict=True):
+            for unit in case.units_without(run.gradients) if norm(run.gradients) > 0 else ():
+                with case.moved(unit, STEP):
+                    change = abs(case.run(case.whole()).total - run.total)
+                expect(
+                    change <= 10 * LOSS * run.size,
+                    f"{self.about(config)} other outputs of the model in one unit change the loss by {change:.2g}, but "
+                    "no gradient reaches them: is a part of the loss detached?",
+                )
 
     def test_signal(self) -> None:
         """Without the columns of ``signal()`` no unit has a value or a gradient: such units are not computed."""

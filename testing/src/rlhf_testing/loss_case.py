@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +55,7 @@ class LossSubject(Contract):
     coef: Mapping[str, float] = {}
     """Coefficients the algorithm passes (``Update.coef``)."""
     levels: Mapping[str, str] = {}
-    """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token."""
+    """{column: ``tok`` | ``seq`` | ``unit``} where a column is not per token. Those of an online batch are known."""
     hidden_size: int = fabricate.HIDDEN
     """Hidden size of the made-up models, for columns that hold hidden states."""
 
@@ -112,7 +113,7 @@ class LossCase:
     # ---------------------------------------------------------------------------------- making it
 
     def _add_column(self, batch: Batch, name: str) -> Batch:
-        level = self.suite.levels.get(name, "tok")
+        level = self.suite.levels.get(name, "unit" if name in fabricate.UNIT_COLUMNS else "tok")
         size = {"tok": batch.tokens, "seq": batch.sequences, "unit": batch.units}[level]
         values = self.suite.column(name, size, self.seed)
         if self.extreme is not None and values.is_floating_point():
@@ -220,6 +221,31 @@ class LossCase:
                 leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **lent})
             outputs[head.name] = leaf
         return outputs
+
+    def units_without(self, gradients: Mapping[str, Tensor]) -> list[int]:
+        """Units with a token under the mask that no gradient reaches."""
+        reached = torch.zeros(self.batch.units, dtype=torch.bool)
+        for name, gradient in gradients.items():
+            reached[self._unit_of(name)[gradient.flatten(1).any(1) if gradient.ndim > 1 else gradient != 0]] = True
+        taught = torch.zeros_like(reached)
+        taught[self.batch.unit_N[self._read(self.batch)]] = True
+        return (taught & ~reached).nonzero()[:, 0].tolist()
+
+    @contextlib.contextmanager
+    def moved(self, unit: int, step: float) -> Iterator[None]:
+        """All model outputs of a unit, larger by ``step``."""
+        before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
+        with torch.no_grad():
+            for name, leaf in self.leaves.items():
+                leaf[self._unit_of(name) == unit] += step
+        yield
+        with torch.no_grad():
+            for name, leaf in self.leaves.items():
+                leaf.copy_(before[name])
+
+    def _unit_of(self, name: str) -> Tensor:
+        """int64: the unit of each row of a leaf."""
+        return self.plain.unit_B if len(self.leaves[name]) == self.plain.sequences else self.plain.unit_N
 
     def gradients_of(self, total: Tensor) -> dict[str, Tensor]:
         """Gradients with respect to the leaves; zero where no gradient arrives."""

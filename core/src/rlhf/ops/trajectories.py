@@ -22,7 +22,7 @@ Columns of the batch:
 ``group, sample``     unit   int64, the trajectory's index
 ``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
 ``truncated``         unit   bool, the last sampled turn ended because its budget was used up
-``given``             unit   bool, the answer comes from the data (``Needs.given``)
+``given``             unit   bool, the answer comes from the data (``Needs.given``, ``Needs.given_samples``)
 ====================  =====  ==============================================================================
 
 An *observation* is a turn that the policy did not sample, after one that it sampled in the same sequence: what an

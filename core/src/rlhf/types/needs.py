@@ -63,10 +63,14 @@ class Needs:
     the samples and is no part of the group. Its reward is ``rollout/greedy_reward`` in :attr:`Trajectory.info` of each
     sample. Where it fails or gets no reward, the samples fail."""
 
+    given_samples: int = 0
+    """Data form ``prompts``, with a reward: the first so many samples of each group are the answer in the data
+    (:attr:`Turn.given`), fewer than ``sampling.samples_per_prompt``. They are scored and filtered with the others."""
+
     @property
     def answered(self) -> bool | tuple[str, ...]:
         """Rows that need an answer: True: all of ``data.train``; else those of these sources."""
-        return self.given > 0 or self.given_sources
+        return self.given > 0 or self.given_samples > 0 or self.given_sources
 
 
 @dataclass(frozen=True, slots=True)

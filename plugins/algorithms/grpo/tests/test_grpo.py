@@ -1,15 +1,18 @@
-"""GRPO, DAPO and Dr. GRPO."""
+"""GRPO, DAPO, Dr. GRPO and LUFFY."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from rlhf.errors import TrainingError
 from rlhf.types import OnlineShape, Update
 from rlhf_algorithms.advantages import RAE, ReMax
 from rlhf_algorithms.policy_gradient_config import KLConfig, ShapingConfig
 from rlhf_plugin_grpo import DAPO, GRPO, DrGRPO
+from rlhf_plugin_grpo.luffy import Luffy, LuffyLoss
 from rlhf_testing import fabricate
 from rlhf_testing.algorithm import AlgorithmContract
+from rlhf_testing.loss import LossContract
 
 
 class TestGRPO(AlgorithmContract):
@@ -40,6 +43,31 @@ class TestGRPOWithAGreedyAnswer(AlgorithmContract):
 class TestGRPOWithARunningMean(AlgorithmContract):
     algorithm = GRPO
     parts = {"advantage": lambda: RAE(RAE.Config(by=("answer",)))}
+
+
+class TestLuffy(AlgorithmContract):
+    algorithm = Luffy
+    configs = (
+        Luffy.Config(),
+        Luffy.Config(given_samples=2, minibatches=2),
+        Luffy.Config(kl=KLConfig(coef=0.04, where="loss")),
+    )
+
+
+class TestLuffyLoss(LossContract):
+    loss = LuffyLoss
+    configs = (LuffyLoss.Config(), LuffyLoss.Config(gamma=0.5, clip_low=0.1), LuffyLoss.Config(clip_high=0.5))
+
+    def statement(self, x_BT):
+        c, total = x_BT.config, 0.0
+        for b, t in x_BT.mask_BT.nonzero().tolist():
+            logprob, advantage = x_BT["logprobs"][b, t], x_BT["advantages"][b, t]
+            ratio = torch.exp(logprob - x_BT["old_logprobs"][b, t])
+            gain = torch.minimum(ratio * advantage, ratio.clamp(1 - c.clip_low, 1 + c.clip_high) * advantage)
+            if x_BT["given"][x_BT.unit_B[b]]:
+                gain = advantage * logprob.exp() / (logprob.exp() + c.gamma)
+            total = total - gain
+        return total / x_BT.mask_BT.sum()
 
 
 def test_one_optimizer_step_needs_no_second_forward():

@@ -67,6 +67,22 @@ def sampling(run: RunPlugins) -> list[str]:
             f"{name} declares given = {needs.given:g} and reward = {needs.reward}: answers of the data are not scored, "
             "so given needs reward = False and lies from 0 to below 1. Report this to its author."
         )
+    if needs.given_samples and not needs.reward:
+        problems.append(
+            f"{name} declares given_samples = {needs.given_samples} and reward = False: these answers of the data are "
+            "scored with the samples. Report this to its author."
+        )
+    if needs.given_samples >= s.samples_per_prompt:
+        problems.append(
+            f"{name} takes {needs.given_samples} samples of each group from the data, and the policy samples the "
+            f"others, but sampling.samples_per_prompt = {s.samples_per_prompt}; set --sampling.samples_per_prompt "
+            f"{needs.given_samples + 1} or more."
+        )
+    if needs.given_samples and needs.generator_logprobs:
+        problems.append(
+            f"{name} configured like this takes samples from the data, for which the generator reports no log-probs, "
+            "and reads such log-probs. Leave out the option that does, such as --algorithm.loss.correction.preset."
+        )
     if needs.greedy and not needs.reward:
         problems.append(
             f"{name} declares greedy = True and reward = False: nothing reads a greedy answer without a reward. Report "
@@ -80,9 +96,10 @@ def sampling(run: RunPlugins) -> list[str]:
         )
     if needs.answered and config.env is not None:
         sources = ", ".join(map(repr, needs.given_sources))
+        rows = f"the rows of {sources}" if sources else "all rows"
         problems.append(
             f"{name} configured like this learns from the answers of "
-            f"{f'a share of {needs.given:.3g} of the rows' if needs.given else f'the rows of {sources}'}. These "
+            f"{f'a share of {needs.given:.3g} of the rows' if needs.given else rows}. These "
             f"answers are to the row's prompt, not to an environment, but env {config.env.use!r} is set. Remove it, or "
             "have all answers sampled."
         )

@@ -43,7 +43,7 @@ class Acceptance:
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
         """The part of the group that is trained on; None where the group is rejected. ``counts`` says why."""
-        if any(t.given for t in group.trajectories):
+        if all(t.given for t in group.trajectories):  # the answer stands for the whole group: Needs.given
             counts["given"] += 1
             return group
         failed = [t for t in group.trajectories if t.status == "failed"]

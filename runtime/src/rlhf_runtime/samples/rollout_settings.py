@@ -37,6 +37,8 @@ class RolloutSettings:
     greedy: bool = False
     """Whether each prompt gets a greedy answer beside its samples (``Needs.greedy``): the last of its group, until the
     group is scored."""
+    given_samples: int = 0
+    """How many samples of a group, the first ones, are the answer in the data (``Needs.given_samples``)."""
 
     @property
     def answers(self) -> int:

@@ -149,7 +149,7 @@ class Rollouts:
             with self.timeline.slice("samples", "sample", **about) as slice:
                 trajectory = await self._sample(row, index, settings, requests, log, slice)
                 slice.add(status=trajectory.status, tokens=trajectory.sampled_tokens)
-            if settings.purpose == TRAINING:
+            if settings.purpose == TRAINING and not trajectory.given:
                 self.sampled_tokens += trajectory.sampled_tokens
             return trajectory
         finally:
@@ -165,6 +165,8 @@ class Rollouts:
         log: TurnLog,
         slice: Slice,
     ) -> Trajectory:
+        if index[1] < settings.given_samples:
+            return Trajectory(row, self.template.encode_answer(row), index)
         context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"

@@ -70,6 +70,7 @@ def training_settings(config: RunFile, failures: Failures, needs: Needs) -> Roll
         failures,
         config.data.image_limit,
         needs.greedy,
+        needs.given_samples,
     )
 
 

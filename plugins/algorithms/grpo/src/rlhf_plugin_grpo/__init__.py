@@ -1,7 +1,7 @@
 """GRPO, DAPO and Dr. GRPO: policy gradient with a baseline over the group, without a critic."""
 
 from rlhf import hookimpl
-from rlhf.interfaces import Algorithm, Slot
+from rlhf.interfaces import Algorithm, Loss, Slot
 from rlhf_algorithms.policy_gradient import PolicyGradient
 
 
@@ -64,4 +64,13 @@ class DrGRPO(PolicyGradient):
 
 @hookimpl
 def rlhf_register_algorithm() -> list[type[Algorithm]]:
-    return [GRPO, DAPO, DrGRPO]
+    from rlhf_plugin_grpo.luffy import Luffy
+
+    return [GRPO, DAPO, DrGRPO, Luffy]
+
+
+@hookimpl
+def rlhf_register_loss() -> list[type[Loss]]:
+    from rlhf_plugin_grpo.luffy import LuffyLoss
+
+    return [LuffyLoss]

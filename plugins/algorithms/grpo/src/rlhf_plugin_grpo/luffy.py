@@ -1,0 +1,73 @@
+"""LUFFY: groups with answers of an expert, and a loss that shapes the probabilities of the expert's tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field
+from rlhf.interfaces import Slot
+from rlhf.ops.losses import LossInput
+from rlhf.types import Needs
+from rlhf_algorithms.policy_gradient import PolicyGradient
+from rlhf_algorithms.policy_gradient_config import PolicyGradientConfig
+from rlhf_algorithms.policy_losses import Metrics, PPOConfig, PPOLoss
+from torch import Tensor
+
+
+class LuffyConfig(PolicyGradientConfig):
+    given_samples: int = Field(default=1, ge=1)
+    """How many samples of each group are the answer in the data. The policy samples the others."""
+
+
+class Luffy(PolicyGradient):
+    """Mixed-policy GRPO: in each group the first samples are the answer in the data, an expert's. It is scored, enters
+    the group's mean, and is trained on by the shaped loss ``luffy``.
+
+    Every row of ``data.train`` needs an answer (``data.response``). In evaluations the policy samples every answer.
+    ``reward/mean`` and ``length/mean`` include the expert's.
+
+    Deviations: (1) The sum over tokens is divided by the tokens of the optimizer batch, as in ``grpo``; the paper
+    divides by those of the group.
+    """
+
+    name = "luffy"
+    source = "Yan et al. 2025, Learning to reason under off-policy guidance, arXiv:2504.14945"
+    Config = LuffyConfig
+    slots = PolicyGradient.slots | {
+        "advantage": Slot("advantage", "group_norm", {"std": "group"}),
+        "loss": Slot("loss", "luffy"),
+    }
+
+    def needs(self) -> Needs:
+        return replace(super().needs(), given_samples=self.config.given_samples)
+
+
+class LuffyLossConfig(PPOConfig):
+    gamma: float = Field(default=0.1, gt=0)
+    """Of the shaping p / (p + gamma): the smaller, the more an expert's tokens with a low probability count."""
+
+
+class LuffyLoss(PPOLoss):
+    """Tokens of the policy: the loss ``ppo``. Tokens of an answer in the data: -A p / (p + gamma), without a clip, where
+    p is the policy's probability of the token and A its advantage.
+
+    The expert's own probabilities are taken as 1, so p is the importance ratio. The gradient of p / (p + gamma) by log p
+    is gamma p / (p + gamma)^2, which is largest at p = gamma.
+    """
+
+    name = "luffy"
+    source = "Yan et al. 2025, Learning to reason under off-policy guidance, arXiv:2504.14945"
+    Config = LuffyLossConfig
+
+    def columns(self) -> tuple[str, ...]:
+        return (*super().columns(), "given")
+
+    def surrogate(self, x: LossInput) -> tuple[Tensor, Metrics]:
+        values_A, metrics = super().surrogate(x)
+        given_A, logprobs_A = x["given"][x.unit_A], x["logprobs"].float()
+        shaped_A = -x["advantages"] * torch.sigmoid(logprobs_A - math.log(self.config.gamma))  # p / (p + gamma)
+        own_metrics: dict[str, Any] = {name: (*metric, ~given_A) for name, metric in metrics.items()}
+        return torch.where(given_A, shaped_A, values_A), {**own_metrics, "given_prob": ("token", logprobs_A.detach().exp(), given_A)}
