@@ -35,6 +35,7 @@ PARTS = {
         "loss": ("ppo", {**CLIPPED[1], **WITHOUT_LENGTHS}),
         "value_loss": VALUE,
     },
+    "luffy": {"advantage": ("group_norm", {"std": "group"}), "loss": ("luffy", {}), "value_loss": VALUE},
     "rloo": {"advantage": ("rloo", {}), "loss": CLIPPED, "value_loss": VALUE},
     "rejection_sampling": {"loss": ("nll", {})},
     "per_source": {},

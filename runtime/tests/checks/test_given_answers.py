@@ -31,6 +31,10 @@ def test_given_answers_without_a_reward_are_accepted():
     check(BASE, Mixing(given=0.5, reward=False))
 
 
+def test_answers_of_the_data_among_samples_are_accepted():
+    check([*BASE, ("reward", "math"), ("sampling.samples_per_prompt", "3")], Mixing(given_samples=2))
+
+
 def test_no_reward_scores_demonstrations():
     scored = [("data.train", "b.jsonl"), ("reward", "math"), ("reward.0.sources", '["b"]')]
     check([*BASE, *scored, ("data.response", "answer")], Mixing(given_sources=("a",)))
@@ -48,6 +52,18 @@ def test_no_reward_scores_demonstrations():
             "a share of 0.25 of the rows.* but env 'game' is set",
         ),
         ({"given_sources": ("a",)}, [("env", "game")], "the rows of 'a'.* but env 'game' is set"),
+        ({"given_samples": 2}, [("reward", "math"), ("env", "game")], "the answers of all rows.* but env 'game' is set"),
+        ({"given_samples": 1, "reward": False}, [], "declares given_samples = 1 and reward = False"),
+        (
+            {"given_samples": 2},
+            [("reward", "math"), ("sampling.samples_per_prompt", "2")],
+            "samples_per_prompt = 2; set --sampling.samples_per_prompt 3 or more",
+        ),
+        (
+            {"given_samples": 1, "generator_logprobs": True},
+            [("reward", "math"), ("sampling.samples_per_prompt", "2")],
+            "for which the generator reports no log-probs, and reads such log-probs",
+        ),
         (
             {"given_sources": ("a",)},
             [("reward", "math"), ("reward.0.sources", '["a"]'), ("data.train", "b.jsonl")],
@@ -57,4 +73,4 @@ def test_no_reward_scores_demonstrations():
 )
 def test_combinations_that_given_answers_do_not_support_are_refused(needs, flags, message):
     with pytest.raises(ConfigError, match=message):
-        check([*BASE, *flags], Mixing(**needs), needs_env=bool(flags) and flags[0][0] == "env")
+        check([*BASE, *flags], Mixing(**needs), needs_env="env" in dict(flags))

@@ -158,6 +158,11 @@ def _check_turn(label: str, turn: object) -> None:
 
     if turn.ids and (lowest := np.frombuffer(turn.ids, "i").min()) < 0:
         raise InvalidResult(f"returned {label} with the token {lowest}; allowed: integers >= 0")
+    if turn.given:
+        raise InvalidResult(
+            f"returned {label} marked as given; answers of the data are put in place of samples by the run, where an "
+            "algorithm asks for them (Needs.given_samples)"
+        )
     if turn.sampled and (turn.logprobs is None or len(turn.logprobs) != len(turn.ids)):
         count = "none" if turn.logprobs is None else str(len(turn.logprobs))
         raise InvalidResult(f"returned sampled {label} with {len(turn.ids)} tokens and {count} log-probs")
