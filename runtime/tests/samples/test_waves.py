@@ -373,6 +373,7 @@ def test_an_environment_is_closed_even_if_closing_another_raises(main):
         ([Turn([1], False), Turn([1], True, [-1.0], reward="1")], r"turn 1 with the reward \(str '1'\)"),
         (None, "returned NoneType None; allowed: a list of turns"),
         ([[1], [2]], r"returned list \[1\] as turn 0; allowed: a Turn"),
+        ([Turn([1], False), Turn([1], True, given=True)], r"turn 1 marked as given.*Needs\.given_samples"),
         ([Turn([-1], False)], r"turn 0 with the token -1; allowed: integers >= 0"),
     ],
 )
@@ -436,6 +437,17 @@ def test_numbers_about_a_sample_are_kept_with_it(main):
         {"env/first": 0.0, "env/steps": 2.0, "rollout/calls": 2.0},
         {"env/first": 0.0, "env/max_turns": 0.0, "env/steps": 3.0, "rollout/calls": 2.0},
     ]
+
+
+@pytest.mark.parametrize("purpose", ["sample", "eval"])
+def test_a_rollout_knows_whether_its_sample_is_trained_on(main, purpose):
+    class Reports(Turns):
+        async def run(self, row, seed, ctx):
+            ctx.report("training", int(ctx.training))
+            return await super().run(row, seed, ctx)
+
+    [group], _ = run(main, rows(1), Reports(), samples=1, purpose=purpose)
+    assert group.trajectories[0].info == {"rollout/training": float(purpose == "sample")}
 
 
 @pytest.mark.parametrize("value", [math.nan, True, "2"])

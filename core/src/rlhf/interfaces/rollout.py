@@ -17,6 +17,8 @@ class RolloutContext(ABC):
 
     index: tuple[int, int] = (0, 0)
     """(group number in the run, sample in the group)."""
+    training: bool = True
+    """Whether the sample is trained on; False in evaluations. Hints that only training may have depend on it."""
     sampling: Sampling
     max_tokens: int
     """Largest number of tokens in a sequence: prompt, observations and sampled tokens together."""

@@ -313,7 +313,7 @@ class RewardSection(Choice):
     retries: NotNegative = 0
     """Further attempts after an error or a missed deadline, before the samples count as failed."""
     sources: tuple[str, ...] = ()
-    """Names of the sources in ``[data]`` whose rows it scores; empty: all rows."""
+    """Names of the sources in ``[data]`` whose rows it scores, held-out ones included; empty: all rows."""
     credit: Literal["outcome", "step"] = "outcome"
     """Credit of process rewards. ``outcome``: their sum is added to the reward at the end. ``step``: each is placed at
     its (turn, token)."""

@@ -48,6 +48,7 @@ class SampleContext(RolloutContext):
         """{id of a sampled turn: (its number, the turn before it, the turn itself)}"""
         self.clock: asyncio.Timeout | None = None
         self.index, self.sampling, self.max_tokens = index, settings.sampling_of(index[1]), settings.max_tokens
+        self.training = settings.purpose == TRAINING
 
     @property
     def tokenizer(self) -> Any:
