@@ -155,7 +155,7 @@ class KeyedByRow(Counted):
 
     def choose(self, n, step):
         chosen = super().choose(n, step)
-        self.times |= {row: step for row in chosen}
+        self.times |= dict.fromkeys(chosen, step)
         return chosen
 
     def state_dict(self):

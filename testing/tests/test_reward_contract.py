@@ -247,7 +247,7 @@ def test_a_timeout_of_the_reward_itself_is_not_called_slow():
 def test_a_case_may_be_a_whole_group():
     group = {}, ["a", "b", "a"]
     suite(Majority, cases=[(*group, [1.0, 0.0, 1.0])]).test_cases()
-    with pytest.raises(Nonconformance, match="'b' gets 0.0, the case says 1.0"):
+    with pytest.raises(Nonconformance, match=r"'b' gets 0\.0, the case says 1\.0"):
         suite(Majority, cases=[(*group, [1.0, 1.0, 1.0])]).test_cases()
 
 

@@ -52,7 +52,7 @@ def test_no_reward_scores_demonstrations():
             "a share of 0.25 of the rows.* but env 'game' is set",
         ),
         ({"given_sources": ("a",)}, [("env", "game")], "the rows of 'a'.* but env 'game' is set"),
-        ({"given_samples": 2}, [("reward", "math"), ("env", "game")], "the answers of all rows.* but env 'game' is set"),
+        ({"given_samples": 2}, [("reward", "math"), ("env", "game")], "answers of all rows.* but env 'game' is set"),
         ({"given_samples": 1, "reward": False}, [], "declares given_samples = 1 and reward = False"),
         (
             {"given_samples": 2},

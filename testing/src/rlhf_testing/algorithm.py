@@ -314,7 +314,7 @@ class AlgorithmContract(SampleChecks):
                 passes = [(u.role, u.loss, u.epochs, u.minibatches) for u in step.updates if isinstance(u, Update)]
                 copies = [(u.role, u.source, u.share) for u in step.updates if isinstance(u, Snapshot)]
                 steps.append((step.batch.ids_N, credited_columns(step), gradients, passes, copies))
-            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given, needs.given_samples), algorithm.model_config()
+            return steps, (needs.group_min, needs.rows_min, needs.reward, needs.given), algorithm.model_config()
 
         check_options(self, effect)
 

@@ -176,8 +176,8 @@ class RewardContract(Contract):
                 back = replace(group, trajectories=group.trajectories[::-1])
                 expect(
                     self.score(reward, back)[::-1] == first,
-                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order; and "
-                    "among samples that are equally good or equally frequent, the first is not better than the others",
+                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order; "
+                    "and among samples that are equally good or equally frequent, the first is not better",
                 )
 
     def test_every_answer_alone(self) -> None:
@@ -244,15 +244,13 @@ class RewardContract(Contract):
         for config in self.grid()[:1]:
             reward = self.ready(config)
             for columns, answer, expected in self.cases:
-                answers, values = ([answer], [expected]) if isinstance(answer, str) else (answer, expected)
+                answers: Sequence[str] = [answer] if isinstance(answer, str) else answer
+                values = expected if isinstance(expected, Sequence) else [expected]
                 results = self.score(reward, fabricate.text_group({**self.columns, **columns}, answers))
-                for text, result, value in zip(answers, results, values, strict=True):  # type: ignore[arg-type]
-                    same = result.value == value or (
-                        None not in (result.value, value) and math.isclose(result.value, value, abs_tol=1e-6)
-                    )
-                    expect(
-                        same, f"{self.about(config)} {text!r} gets {result.value!r}, the case says {value!r} ({columns})"
-                    )
+                for text, result, value in zip(answers, results, values, strict=True):
+                    got = result.value
+                    same = got == value if got is None or value is None else math.isclose(got, value, abs_tol=1e-6)
+                    expect(same, f"{self.about(config)} {text!r} gets {got!r}, the case says {value!r} ({columns})")
 
 
 def _number(role: str, ids: Sequence[int]) -> float:

@@ -51,11 +51,11 @@ class LuffyLossConfig(PPOConfig):
 
 
 class LuffyLoss(PPOLoss):
-    """Tokens of the policy: the loss ``ppo``. Tokens of an answer in the data: -A p / (p + gamma), without a clip, where
-    p is the policy's probability of the token and A its advantage.
+    """Tokens of the policy: the loss ``ppo``. Tokens of an answer in the data: -A p / (p + gamma), without a clip,
+    where p is the policy's probability of the token and A its advantage.
 
-    The expert's own probabilities are taken as 1, so p is the importance ratio. The gradient of p / (p + gamma) by log p
-    is gamma p / (p + gamma)^2, which is largest at p = gamma.
+    The expert's own probabilities are taken as 1, so p is the importance ratio. The gradient of p / (p + gamma) by
+    log p is gamma p / (p + gamma)^2, which is largest at p = gamma.
     """
 
     name = "luffy"
@@ -69,5 +69,6 @@ class LuffyLoss(PPOLoss):
         values_A, metrics = super().surrogate(x)
         given_A, logprobs_A = x["given"][x.unit_A], x["logprobs"].float()
         shaped_A = -x["advantages"] * torch.sigmoid(logprobs_A - math.log(self.config.gamma))  # p / (p + gamma)
-        own_metrics: dict[str, Any] = {name: (*metric, ~given_A) for name, metric in metrics.items()}
-        return torch.where(given_A, shaped_A, values_A), {**own_metrics, "given_prob": ("token", logprobs_A.detach().exp(), given_A)}
+        all_metrics: dict[str, Any] = {name: (*metric, ~given_A) for name, metric in metrics.items()}
+        all_metrics["given_prob"] = ("token", logprobs_A.detach().exp(), given_A)
+        return torch.where(given_A, shaped_A, values_A), all_metrics
