@@ -169,6 +169,7 @@ REFUSED = {
         {"a": (("math",), GRPO), "b": (("chat",), member("rloo", minibatches=2))},
         "'a' 1 and 1, 'b' 1 and 2",
     ),
+    "samples of the data": ({"a": (("math",), member("luffy"))}, "takes samples of each group from the data"),
     "samples without a reward": ({"a": (("math",), member("distill_on_policy"))}, "learns from samples without a"),
 }
 
