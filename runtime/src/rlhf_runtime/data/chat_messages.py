@@ -59,16 +59,16 @@ class ChatMessages:
         answer = answered[len(opened) :].rstrip()  # a line break may follow the end token
         end = max((e for e in self._ends if answer.endswith(e)), key=len, default="")
         if end:
-            kept = len(opened) + len(answer) - len(end)
+            start = len(opened) + len(answer) - len(end)
         else:  # white space at its end was sampled if the message has it
             content = text_of(messages[-1].get("content"))
-            kept = len(opened) + len(answer)
-            kept += len(own) if answered.startswith(own := content[len(content.rstrip()) :], kept) else 0
-        added = whole[kept:]
+            start = len(opened) + len(answer)
+            start += len(space) if answered.startswith(space := content[len(content.rstrip()) :], start) else 0
+        added = whole[start:]
         if not end:  # some templates write the end token only once another message follows
             end = max((e for e in self._ends if added.lstrip().startswith(e)), key=len, default="")
         if not closed or not end:
-            return self._tokens.ids(added) if end else self._tokens.ids_after(whole[:kept], added)
+            return self._tokens.ids(added) if end else self._tokens.ids_after(whole[:start], added)
         return self._tokens.ids_after(end, added.partition(end)[2])
 
 
