@@ -130,6 +130,14 @@ def test_warm_up_is_counted_in_steps_of_the_run():
     assert run["trainer"]["min_lr_ratio"] == 0.0
 
 
+def test_the_critic_has_options_of_its_own():
+    actor = f"{A}.actor.optim.lr_scheduler_type=cosine {A}.actor.optim.betas=[0.9,0.95]"
+    run = values(f"{actor} {A}.actor.fsdp_config.model_dtype=bf16 critic.model.fsdp_config.fsdp_size=8")
+    assert run["policy"]["trainer"] == {"schedule": "cosine_with_min", "min_lr_ratio": 0.0}
+    assert run["critic"]["trainer"] == {"lr": 1e-5, "betas": [0.9, 0.999]}
+    assert (run["policy"]["storage"], run["critic"]["storage"]) == ("bf16", "fp32")
+
+
 def test_scripts_and_lists_are_read(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT)

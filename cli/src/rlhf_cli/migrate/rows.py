@@ -66,7 +66,7 @@ class FrameworkOptions:
         entry: the entry point, for the defaults.
     """
 
-    rows: Mapping[str, OptionRow]
+    rows: dict[str, OptionRow]
     entry: str
     framework: str
     given: dict[str, OptionValue] = field(default_factory=dict)

@@ -166,11 +166,14 @@ class _Script:
         self.values: dict[str, list[ast.Assign]] = {}
         others = set[str]()
         for node in ast.walk(self.tree):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if len(targets) == 1 and isinstance(targets[0], ast.Name):
+            targets = list[ast.expr]()
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AugAssign | ast.For | ast.NamedExpr):
+                targets = [node.target]
+            if isinstance(node, ast.Assign) and len(targets) == 1 and isinstance(targets[0], ast.Name):
                 self.values.setdefault(targets[0].id, []).append(node)
-            elif isinstance(node, ast.Assign | ast.AugAssign | ast.For | ast.NamedExpr):
-                targets = targets or [node.target]
+            else:
                 others |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
         in_functions = [n for f in self.tree.body if isinstance(f, ast.FunctionDef) for n in ast.walk(f)]
         self.function_lines = {node.lineno for node in in_functions if isinstance(node, ast.expr)}
@@ -225,9 +228,10 @@ class _Script:
             case "model" if isinstance(node, ast.Constant | ast.Name | ast.Call):
                 return {"model_name_or_path": self.literal(keyword.value, "model")}
             case "reward_funcs":
-                names = node.elts if isinstance(node, ast.List) else [node]
-                if all(isinstance(name, ast.Name) and name.id in self.imports for name in names):
-                    return {"reward_funcs": [self.imports[name.id].removeprefix("trl.rewards.") for name in names]}
+                nodes = node.elts if isinstance(node, ast.List) else [node]
+                names = [self.imports[n.id] for n in nodes if isinstance(n, ast.Name) and n.id in self.imports]
+                if len(names) == len(nodes):
+                    return {"reward_funcs": [name.removeprefix("trl.rewards.") for name in names]}
         return {}
 
     def rows(self, trainer: ast.Call) -> dict[str, Any]:
@@ -275,9 +279,9 @@ class _Literals(ast.NodeTransformer):
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         parts = [self.visit(p.value) if isinstance(p, ast.FormattedValue) else p for p in node.values]
-        plain = all(isinstance(part, ast.Constant) for part in parts)
+        texts = [str(part.value) for part in parts if isinstance(part, ast.Constant)]
         formats = any(isinstance(p, ast.FormattedValue) and (p.format_spec or p.conversion != -1) for p in node.values)
-        return ast.Constant("".join(str(part.value) for part in parts)) if plain and not formats else node
+        return node if formats or len(texts) < len(parts) else ast.Constant("".join(texts))
 
 
 def _source(entry: str) -> FrameworkOptions:

@@ -201,10 +201,15 @@ def _trainer(draft: Draft, updates: int) -> None:
         "trainer.use", _one_of(draft, f"{ACTOR}.strategy", {"fsdp": "fsdp", "fsdp2": "fsdp"}), f"{ACTOR}.strategy"
     )
     name = f"{OPTIM}.warmup_style" if s[f"{OPTIM}.warmup_style"] else f"{OPTIM}.lr_scheduler_type"
-    schedule = _one_of(draft, name, {"constant": "constant", "cosine": "cosine_with_min"})
-    draft.set("trainer.schedule", schedule, name)
-    if schedule == "cosine_with_min":
-        draft.set("trainer.min_lr_ratio", s[f"{OPTIM}.min_lr_ratio"] or 0.0, f"{OPTIM}.min_lr_ratio")
+    schedules = {"trainer": (name, f"{OPTIM}.min_lr_ratio")}
+    if s["algorithm.adv_estimator"] == "gae":  # what [trainer] says would hold for both roles
+        critic = ("critic.optim.lr_scheduler_type", "critic.optim.min_lr_ratio")
+        schedules = {"policy.trainer": schedules["trainer"], "critic.trainer": critic}
+    for where, (name, ratio) in schedules.items():
+        schedule = _one_of(draft, name, {"constant": "constant", "cosine": "cosine_with_min"})
+        draft.set(f"{where}.schedule", schedule, name)
+        if schedule == "cosine_with_min":
+            draft.set(f"{where}.min_lr_ratio", s[ratio] or 0.0, ratio)
     steps = s[f"{OPTIM}.lr_warmup_steps"]
     if steps is not None and steps > 0:
         note = f"verl counts steps of the run, of {updates} optimizer steps each"
@@ -215,9 +220,10 @@ def _trainer(draft: Draft, updates: int) -> None:
         draft.set("trainer.warmup_ratio", s[f"{OPTIM}.lr_warmup_steps_ratio"], f"{OPTIM}.lr_warmup_steps_ratio")
     kinds = {"fp32": "fp32", "float32": "fp32", "bf16": "bf16", "bfloat16": "bf16"}
     for option, key in {"storage": "model_dtype", "dtype": "dtype"}.items():
-        kind = _one_of(draft, f"{ACTOR}.fsdp_config.{key}", kinds)
-        for role in ("policy", *(["critic"] if s["algorithm.adv_estimator"] == "gae" else [])):
-            draft.set(f"{role}.{option}", kind, f"{ACTOR}.fsdp_config.{key}")
+        roles = {"policy": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp"}
+        for role in roles if s["algorithm.adv_estimator"] == "gae" else ("policy",):
+            name = f"{roles[role]}.{key}"
+            draft.set(f"{role}.{option}", _one_of(draft, name, kinds), name)
     if rank := s["actor_rollout_ref.model.lora_rank"]:
         draft.set("trainer.lora.rank", rank, "actor_rollout_ref.model.lora_rank")
         targets = s["actor_rollout_ref.model.target_modules"]
