@@ -56,14 +56,14 @@ class Draft:
 
     def observers(self, names: Collection[str], option: str) -> list[str]:
         """Set the observers of these names; those that there are."""
-        known = [name for name in names if name in OBSERVERS]
+        observers = [name for name in names if name in OBSERVERS]
         for name in names:
-            if name not in known:
+            if name not in observers:
                 remark = f"{option} {name}: there is no such observer. metrics.jsonl has every metric; known are "
                 self.remarks.append(remark + ", ".join(OBSERVERS))
-        for number, name in enumerate(known):
+        for number, name in enumerate(observers):
             self.set(f"observer.{number}.use", name, option)
-        return known
+        return observers
 
     def take(self, conditions: Collection[str], without: Mapping[str, str]) -> None:
         """Set what needs no rule: the values as they are, or as the table translates them.

@@ -46,9 +46,9 @@ class Branches:
 
     def control(self, words: Sequence[str]) -> int:
         """Take ``if``, ``then`` and their like at the begin of a command; how many words these are."""
-        taken = 0
-        while words[taken:]:
-            word, top = words[taken], self.branches[-1] if self.branches else None
+        count = 0
+        while words[count:]:
+            word, top = words[count], self.branches[-1] if self.branches else None
             if word in ("if", "elif"):
                 if word == "if" or top is None:
                     top = _Branch(False, "if", _opposite(self._list_runs()))
@@ -61,10 +61,10 @@ class Branches:
             elif word == "else" and top and top.kind == "if":
                 top.earlier = _either(top.earlier, top.runs)
                 top.runs = _opposite(top.earlier)
-            elif word == "case" and words[taken + 2 : taken + 3] == ["in"]:
+            elif word == "case" and words[count + 2 : count + 3] == ["in"]:
                 earlier = _opposite(self._list_runs())
-                self.branches.append(_Branch(False, "case", earlier, text=words[taken + 1], patterns=[]))
-                taken += 2
+                self.branches.append(_Branch(False, "case", earlier, text=words[count + 1], patterns=[]))
+                count += 2
             elif word == "{" and (top is None or top.tests is None):
                 self.branches.append(_Branch(self._list_runs(), "{"))
             elif top and (word, top.kind) in (("fi", "if"), ("esac", "case"), ("}", "{")):
@@ -72,8 +72,8 @@ class Branches:
             else:
                 break
             self.and_runs, self.or_runs, self.end = True, None, ""
-            taken += 1
-        return taken
+            count += 1
+        return count
 
     def runs(self) -> bool | None:
         """Whether the command that begins now is executed."""
@@ -114,18 +114,18 @@ class Branches:
         return {"&&": self.and_runs, "||": self.or_runs}.get(self.end, True)
 
 
-def _both(one: bool | None, other: bool | None) -> bool | None:
-    if one is False or other is False:
+def _both(left: bool | None, right: bool | None) -> bool | None:
+    if left is False or right is False:
         return False
-    return None if one is None or other is None else True
+    return None if left is None or right is None else True
 
 
 def _opposite(value: bool | None) -> bool | None:
     return None if value is None else not value
 
 
-def _either(one: bool | None, other: bool | None) -> bool | None:
-    return _opposite(_both(_opposite(one), _opposite(other)))
+def _either(left: bool | None, right: bool | None) -> bool | None:
+    return _opposite(_both(_opposite(left), _opposite(right)))
 
 
 def _value(tests: Sequence[tuple[list[str], str]]) -> bool | None:
@@ -175,7 +175,7 @@ def _test(words: Sequence[str]) -> bool | None:
         return None
     same = fnmatchcase if "[[" in words[:1] or "]]" in words[-1:] else eq
     match words[opened : len(words) - closed]:
-        case known if any(UNKNOWN in word for word in known):
+        case operands if any(UNKNOWN in word for word in operands):
             return None
         case ["!", *rest]:
             return _opposite(_test(["[", *rest]))
@@ -183,10 +183,10 @@ def _test(words: Sequence[str]) -> bool | None:
             return bool(text)
         case ["-z", text]:
             return not text
-        case [one, "=" | "==", other]:
-            return same(one, other)
-        case [one, "!=", other]:
-            return not same(one, other)
-        case [one, sign, other] if sign in _NUMBERS and re.fullmatch(r"-?\d+ -?\d+", f"{one} {other}"):
-            return bool(_NUMBERS[sign](int(one), int(other)))
+        case [left, "=" | "==", right]:
+            return same(left, right)
+        case [left, "!=", right]:
+            return not same(left, right)
+        case [left, sign, right] if sign in _NUMBERS and re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
+            return bool(_NUMBERS[sign](int(left), int(right)))
     return None

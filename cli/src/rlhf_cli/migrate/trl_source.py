@@ -120,9 +120,9 @@ def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
     if len(starts) != 1:
         lines = ", ".join(f"{_name(call)} in line {call.lineno}" for call in starts) or "none with its arguments"
         flags = f'. If it reads flags, give the whole command: "python {where} --FLAG VALUE"' if not starts else ""
-        known = ", ".join(CONFIGS)
-        raise ConfigError(f"{where}: one of {known}, or of their trainers, is read, and it has {lines}{flags}")
-    script = _Script(tree, settings, where)
+        classes = ", ".join(CONFIGS)
+        raise ConfigError(f"{where}: one of {classes}, or of their trainers, is read, and it has {lines}{flags}")
+    script = _PythonScript(tree, settings, where)
     source = _source((CONFIGS | TRAINERS)[_name(starts[0])])
     for call in calls:
         kind = _name(call)
@@ -155,7 +155,7 @@ def of_script(path: str, settings: Mapping[str, str]) -> FrameworkOptions:
 
 
 @dataclass
-class _Script:
+class _PythonScript:
     """The names of a script that have one value."""
 
     tree: ast.Module
