@@ -85,7 +85,8 @@ def verdict(result: Mismatch) -> str:
     names = [f"{cause} ({result.ways[cause]})" if cause in result.ways else cause for cause in result.causes]
     rest = f"without {'it' if len(result.causes) == 1 else 'them'} {_nats(result.left)} would be left"
     if "arithmetic" in result.causes and result.rounding is not None and result.left > result.floor:
-        rest = f"what is left, {_nats(result.left)}, is of the size of bf16 against fp32, {_nats(result.rounding)}"
+        part = "it" if result.left == result.gap else f"what is left, {_nats(result.left)},"
+        rest = f"{part} is of the size of bf16 against fp32, {_nats(result.rounding)}"
     todo = "; ".join(
         OLDER if "older" in name else REMEDIES.get(name) or REMEDIES[name.split(" (")[0]] for name in names
     )

@@ -93,10 +93,11 @@ class Passes:
             role.every("export", Path(base), BASE)
             for folder in self.exports.values():
                 for path in sorted(folder.glob("*.safetensors")):
-                    add_rounded(path, Path(base) / path.name)
+                    _add_rounded(path, Path(base) / path.name)
 
 
-def add_rounded(path: Path, base: Path) -> None:
+def _add_rounded(path: Path, base: Path) -> None:
+    """Replace the tensors in the file ``path`` by those of ``base`` and the difference of both in bf16."""
     from safetensors.torch import load_file, save_file
 
     tensors, base_tensors = load_file(path), load_file(base)
