@@ -16,7 +16,7 @@ from rlhf.errors import (
     PluginVersionMismatch,
 )
 from rlhf.interfaces import Backend, ComponentConfig, Loss, Reward
-from rlhf.plugins import Entry, Plugins, importing
+from rlhf.plugins import Entry, Plugins, importing, installed
 from rlhf.plugins.installed import entries
 from rlhf.plugins.requirements import unmet_optional
 from rlhf.types import RewardResult
@@ -291,6 +291,20 @@ def test_requirements_on_third_parties_are_checked_when_the_plugin_is_chosen(sit
     with pytest.raises(PluginVersionMismatch, match=r"reward 'new' \(rlhf-plugin-new 0\.1\.0\) .*" + words):
         plugins.resolve("reward", "new")
     assert plugins.list("reward")[0].status == "ok", "a list reads no metadata of third parties"
+
+
+def test_requirements_are_read_once_until_a_distribution_comes_or_goes(site, monkeypatch):
+    site.reward("new", requires=["pair-of-arms>=2"])
+    os.utime(site.path, (1, 1))
+    with pytest.raises(PluginVersionMismatch, match="pair-of-arms"):
+        site.plugins().resolve("reward", "new")
+    site.add("pair-of-arms", {}, version="2")
+    assert site.plugins().resolve("reward", "new").name == "new"
+    os.utime(site.path, (2, 2))  # the import may have written bytecode
+    monkeypatch.setattr(sys, "path", [str(site.path)])  # nothing else changes it
+    assert site.plugins().resolve("reward", "new").name == "new"
+    monkeypatch.setattr(installed, "unmet_requirements", lambda *_: pytest.fail("read again"))
+    assert site.plugins().resolve("reward", "new").name == "new"
 
 
 def test_a_command_looks_for_what_is_wrong_also_where_a_requirement_is_not_met(site):

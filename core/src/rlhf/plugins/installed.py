@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from rlhf.errors import did_you_mean
 from rlhf.plugins.entry import KINDS, Entry
-from rlhf.plugins.requirements import installed_version, unmet
+from rlhf.plugins.requirements import installed_version, unmet, unmet_requirements
 
 
 def entries(path: Sequence[str] | None = None) -> list[Entry]:
@@ -66,6 +66,18 @@ def _read(folders: tuple[_Folder, ...]) -> tuple[Entry, ...]:
         status = _unmet(texts, offers, version_of) or "ok"
         all_entries += [replace(e, status=_unknown_kind(e.kind) or status) for e in own]
     return tuple(all_entries)
+
+
+def requirements_problem(distribution: str, path: Sequence[str] | None = None) -> str:
+    """:func:`~rlhf.plugins.requirements.unmet_requirements`, asked once until a distribution comes or goes: it parses
+    the metadata of all that a distribution requires."""
+    names = None if path is None else tuple(path)
+    return _requirements_problem(distribution, names, tuple(_folder(name) for name in (*(names or ()), *sys.path)))
+
+
+@lru_cache(maxsize=256)
+def _requirements_problem(distribution: str, path: tuple[str, ...] | None, folders: tuple[_Folder, ...]) -> str:
+    return unmet_requirements(distribution, path)
 
 
 _requirement = cache(Requirement)

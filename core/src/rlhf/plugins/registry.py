@@ -25,7 +25,7 @@ from rlhf.plugins.entry import KINDS, Entry
 from rlhf.plugins.files import SourceFile, component_of, expected, looks_native, nothing_usable, pick_component
 from rlhf.plugins.references import Reference, check_kind, parse_reference
 from rlhf.plugins.registration import check_class, import_plugin, pick, registered_classes
-from rlhf.plugins.requirements import META, check_requirements, pip_words, published, unmet_requirements
+from rlhf.plugins.requirements import META, check_requirements, pip_words, published
 from rlhf.plugins.resolved import FILE, IN_PROCESS, MODULE, Resolved, source_sha256
 
 Entries = list[Entry]
@@ -173,7 +173,7 @@ class Plugins:
         key = (entry.kind, entry.module)
         if key not in self._classes:
             # a command such as `doctor` is what looks for the reason, and needs little of its distribution
-            if entry.kind != "command" and (problem := unmet_requirements(entry.distribution, self._path)):
+            if entry.kind != "command" and (problem := installed.requirements_problem(entry.distribution, self._path)):
                 raise PluginVersionMismatch(f"{entry} {problem}")
             module = import_plugin(entry.module, str(entry))
             with boundary(PluginInvalid, str(entry)):  # a metaclass may raise anything
