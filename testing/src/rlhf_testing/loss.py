@@ -313,8 +313,8 @@ class LossContract(LossSubject):
         """Loss and gradient equal the author's plain statement on padded [B, T] tensors."""
         if type(self).statement is LossContract.statement:
             raise missing(
-                "statement(self, x_BT): the loss written plainly on padded [B, T] tensors. No other check tells a wrong "
-                "formula, or a factor that should be detached and is not"
+                "statement(self, x_BT): the loss written plainly on padded [B, T] tensors. No other check tells a "
+                "wrong formula, or a factor that should be detached and is not"
             )
         for config in self.grid():
             about, case = self.about(config), self.case(config, fresh=False)
