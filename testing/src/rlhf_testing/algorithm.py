@@ -90,8 +90,8 @@ class AlgorithmSubject(Contract):
         if self.cls.data != "prompts":
             return fabricate.examples(self.cls.data, seed, columns=self.columns)
         needs = algorithm.needs()
-        samples, given = max(4, needs.group_min, needs.given_samples + 1), needs.given_samples
-        options = {"samples": samples, "scored": needs.reward, "greedy": needs.greedy, "given": given, **options}
+        samples, answers = max(4, needs.group_min, needs.given_samples + 1), needs.given_samples
+        options = {"samples": samples, "scored": needs.reward, "greedy": needs.greedy, "answers": answers, **options}
         return fabricate.groups(seed, logprobs=needs.generator_logprobs, columns=self.columns, **options)
 
     def step(self, config: Any, number: int = 0, **options: Any) -> Step:

@@ -63,7 +63,7 @@ def groups(
     equal_rewards: bool = False,
     scored: bool = True,
     greedy: bool = False,
-    given: int = 0,
+    answers: int = 0,
     columns: Mapping[str, Any] | None = None,
 ) -> list[Group]:
     """Scored groups, as a controller passes them to ``Algorithm.assemble``.
@@ -76,7 +76,7 @@ def groups(
         equal_rewards: every trajectory of a group gets the same reward.
         scored: False gives no rewards (``Needs.reward``).
         greedy: whether samples have the reward of a greedy answer (``Needs.greedy``).
-        given: how many samples of each group are answers of the data (``Needs.given_samples``).
+        answers: how many samples of each group are answers of the data (``Needs.given_samples``).
         columns: further columns of every row.
     """
     rng = random.Random(seed)
@@ -87,7 +87,7 @@ def groups(
         trajectories = []
         for sample in range(samples):
             turns = _turns(rng, number, sample, logprobs, rounds=3 if multi_turn and sample % 4 == 2 else 1)
-            if sample < given:
+            if sample < answers:
                 turns = [turns[0], replace(turns[1], logprobs=None, given=True)]
             if sample % 4 == 1:
                 turns[-1].finish = "length"

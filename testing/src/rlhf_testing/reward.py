@@ -248,9 +248,9 @@ class RewardContract(Contract):
                 values = expected if isinstance(expected, Sequence) else [expected]
                 results = self.score(reward, fabricate.text_group({**self.columns, **columns}, answers))
                 for text, result, value in zip(answers, results, values, strict=True):
-                    got = result.value
-                    same = got == value if got is None or value is None else math.isclose(got, value, abs_tol=1e-6)
-                    expect(same, f"{self.about(config)} {text!r} gets {got!r}, the case says {value!r} ({columns})")
+                    score, is_none = result.value, value is None or result.value is None
+                    same = score == value if is_none else math.isclose(score, value, abs_tol=1e-6)  # type: ignore[arg-type]
+                    expect(same, f"{self.about(config)} {text!r} gets {score!r}, the case says {value!r} ({columns})")
 
 
 def _number(role: str, ids: Sequence[int]) -> float:
