@@ -15,6 +15,7 @@ from rlhf.plugins import Plugins
 from rlhf.plugins.registration import abstract_methods
 from rlhf.types import Needs, RewardResult, RoleSpec
 from rlhf_runtime.config.components import Selections, build_algorithm, component_config, select
+from rlhf_runtime.config.flag_values import PythonValue
 from rlhf_runtime.config.load import load, to_toml
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice
@@ -312,6 +313,11 @@ def test_the_options_that_differ_from_their_defaults(flag, default, other, tmp_p
             path = tmp_path / "config.toml"
             path.write_text(to_toml(first.config))
             assert {*Selections.of(plugins, load(str(path))).changed()} == paths, value
+
+
+def test_an_option_that_python_sets_to_none_differs():
+    flags = [("algorithm", "algo"), ("trainer.max_grad_norm", PythonValue(None))]
+    assert Selections.of(installed(), load(None, flags)).changed() == ["algorithm.use", "trainer.max_grad_norm"]
 
 
 def test_the_resolved_run_file_has_every_default_and_reloads_to_itself(tmp_path):

@@ -156,15 +156,15 @@ class RunFile(ComponentConfig):
         return self._origins
 
     def value(self, path: str) -> Any:
-        """The value at a dotted path."""
+        """The value at a dotted path. A plugin's option that is absent is None, as where Python set it to None."""
         node: Any = self
         for part in path.split("."):
             if isinstance(node, tuple):
                 node = node[int(part)]
             elif isinstance(node, Choice):
-                node = getattr(node, part) if part in type(node).model_fields else node.options[part]
+                node = getattr(node, part) if part in type(node).model_fields else node.options.get(part)
             else:
-                node = node[part] if isinstance(node, Mapping) else getattr(node, part)
+                node = node.get(part) if isinstance(node, Mapping) else getattr(node, part)
         return node
 
     @model_validator(mode="before")
