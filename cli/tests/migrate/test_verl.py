@@ -85,6 +85,12 @@ def test_defaults_that_differ_are_written():
             "kl",
             {"coef": 0.001, "estimator": "k1", "target": 0.1},
         ),
+        (
+            f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_coef=0.0 algorithm.use_kl_in_reward=True "
+            "algorithm.kl_ctrl.kl_coef=0.01",
+            "kl",
+            {"coef": 0.01, "estimator": "k1"},
+        ),
         (f"{A}.actor.clip_ratio_high=0.28", "loss", {"dual_clip": 3.0, "clip_high": 0.28}),
         ("trainer.critic_warmup=5", "critic_warmup", 4),
         (
@@ -165,6 +171,7 @@ def test_keys_of_the_newest_version_and_of_groups():
     )
     assert run["data"]["template_kwargs"] == {"enable_thinking": False}
     assert run["stream"]["filter"] == {"min_std": 0.0}
+    assert "kl" not in values("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.0")["algorithm"]
     assert run["algorithm"]["use"] == "rloo"
 
 

@@ -24,8 +24,8 @@ ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 WITHOUT: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
     "grpo": "only with the estimator grpo",
-    "kl_loss": "only with use_kl_loss",
-    "kl_reward": "only with use_kl_in_reward",
+    "kl_loss": "only with use_kl_loss and a coefficient",
+    "kl_reward": "only with use_kl_in_reward and a coefficient",
     "ppo_loss": "only with the loss vanilla",
     "lora": "only with lora_rank",
     "dynamic": "only with use_dynamic_bsz",
@@ -85,8 +85,8 @@ def convert(source: FrameworkOptions) -> Draft:
     conditions = {
         "critic": estimator == "gae",
         "grpo": estimator in ("grpo", "grpo_vectorized"),
-        "kl_loss": s[f"{ACTOR}.use_kl_loss"],
-        "kl_reward": s["algorithm.use_kl_in_reward"],
+        "kl_loss": _kl_in_loss(s),
+        "kl_reward": _kl_in_reward(s),
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
         "lora": s["actor_rollout_ref.model.lora_rank"],
         "dynamic": s[f"{ACTOR}.use_dynamic_bsz"],
@@ -159,9 +159,17 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     return int(prompts // mini * s[f"{ACTOR}.ppo_epochs"])
 
 
+def _kl_in_loss(s: FrameworkOptions) -> bool:
+    return bool(s[f"{ACTOR}.use_kl_loss"] and s[f"{ACTOR}.kl_loss_coef"])
+
+
+def _kl_in_reward(s: FrameworkOptions) -> bool:
+    return bool(s["algorithm.use_kl_in_reward"] and s["algorithm.kl_ctrl.kl_coef"])
+
+
 def _kl(draft: Draft, estimator: str) -> None:
     s = draft.source
-    in_loss, in_reward = s[f"{ACTOR}.use_kl_loss"], s["algorithm.use_kl_in_reward"]
+    in_loss, in_reward = _kl_in_loss(s), _kl_in_reward(s)
     if in_loss and in_reward:
         raise s.refused("algorithm.use_kl_in_reward", "use_kl_loss is on too; here the KL is in one place")
     if in_loss:
@@ -327,7 +335,7 @@ def _placement(draft: Draft, estimator: str) -> None:
     engines = dict.fromkeys(("vllm", "sglang", "hf"), "vllm")
     draft.set("generator.use", _one_of(draft, f"{ROLLOUT}.name", engines), f"{ROLLOUT}.name")
     draft.set("placement.policy.ranks", ranks, *names)
-    kl = s[f"{ACTOR}.use_kl_loss"] or s["algorithm.use_kl_in_reward"]
+    kl = _kl_in_loss(s) or _kl_in_reward(s)
     roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}
     for role in (name for name, is_used in roles.items() if is_used):
         draft.set(f"placement.{role}.ranks", ranks, *names)
