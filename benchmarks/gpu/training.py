@@ -54,6 +54,7 @@ ARMS = (
     Arm("defaults, 16 x 1k", SHORT),
     Arm("defaults, 4 x 1k", FEW),
     Arm(CHECKPOINTED, LONG, model=AGAIN),
+    Arm(f"{CHECKPOINTED}, inputs in host memory", LONG, {"offload_activations": True}, AGAIN),
     Arm(PLAIN, LONG, {"head_fp32": True, "logits_chunk": 2**24, "kernels": "none"}),
     Arm(BF16, LONG, {"head_fp32": False}),
     Arm(f"{CHECKPOINTED}, storage in bf16", LONG, model={**AGAIN, "storage": "bf16"}),
