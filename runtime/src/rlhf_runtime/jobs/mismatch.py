@@ -144,14 +144,14 @@ def examine(
     samples = _Samples.of(trajectories)
     causes, passes, dtype = _computed(config, plugins, run, file, trajectories, samples, version, note)
     residual = _Residual(samples, passes.table, version)
-    tried = [cause for cause in CAUSES if causes[cause].changes]
+    candidates = [cause for cause in CAUSES if causes[cause].changes]
     best = {
         chosen: min(
             ((residual(changes), changes) for changes in product(*(causes[c].changes for c in chosen))),
             key=lambda pair: pair[0],
         )
-        for n in range(len(tried) + 1)
-        for chosen in combinations(tried, n)
+        for n in range(len(candidates) + 1)
+        for chosen in combinations(candidates, n)
     }
     composition = residual.difference((), ALONE)
     rounding = residual.difference((), OTHER_DTYPE) if Pass(version, other_dtype=True) in passes.table else None
@@ -235,6 +235,8 @@ def _computed(
             with loaded_policy(changed, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
     causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
+    if adapters:  # those of version 0 are the ones that the run started from: the view BASE
+        earlier = [n for n in earlier if n < version]
     return older_weights(causes, earlier, adapters, merged), passes, dtype
 
 

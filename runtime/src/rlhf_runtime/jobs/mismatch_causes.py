@@ -73,13 +73,13 @@ class Cause:
         return Cause((Change({setting: True}),) if examined else (), note)
 
 
-def stale(shares: Mapping[int, float], version: int, kept: Sequence[int]) -> Cause:
+def stale(shares: Mapping[int, float], version: int, checkpoints: Sequence[int]) -> Cause:
     """Weights of other versions than the step's, as they were recorded.
 
     Args:
         shares: {version: share of the tokens}.
         version: of the weights that the step started with.
-        kept: versions whose weights can be loaded.
+        checkpoints: versions whose weights can be loaded.
     """
     others = sorted(set(shares) - {version})
     if not others:
@@ -87,9 +87,9 @@ def stale(shares: Mapping[int, float], version: int, kept: Sequence[int]) -> Cau
     note = (
         f"{1 - shares.get(version, 0.0):.0%} of the tokens are of the versions {others}; each is compared with its own"
     )
-    if unkept := [other for other in others if other not in kept]:
+    if unkept := [other for other in others if other not in checkpoints]:
         note += f"; those of {unkept}, whose weights are not kept, are left out"
-    return Cause((Change({"by_token": True}, "as recorded"),) if set(shares) & set(kept) else (), note)
+    return Cause((Change({"by_token": True}, "as recorded"),) if set(shares) & set(checkpoints) else (), note)
 
 
 def older_weights(
