@@ -222,6 +222,7 @@ def _computed(
             if merged:
                 folder = Path(files.enter_context(TemporaryDirectory(prefix=".doctor-", dir=run)))
                 exports = {version: folder / str(version) for version in versions}
+            loaded = sorted({*loaded, *([0] if adapters else [])})
             passes = Passes(run, batches, heads, exports)
             passes.compute(role, loaded)
             passes.compute_alone(role, version)
@@ -235,7 +236,7 @@ def _computed(
             with loaded_policy(changed, plugins, run, path) as (role, _, _):
                 passes.compute_rounded(role, exported, other_dtype)
     causes |= {TEMPLATE: template(len(trajectories), differing), ARITHMETIC: arithmetic(dtype, len(dtypes) > 1)}
-    if adapters:  # those of version 0 are the ones that the run started from: the view BASE
+    if adapters:  # version 0 is that of absent adapters
         earlier = [n for n in earlier if n < version]
     return older_weights(causes, earlier, adapters, merged), passes, dtype
 
@@ -294,8 +295,8 @@ class _Residual:
     def trainer(self, s: Setting) -> tuple[Tensor, Tensor]:
         """(log-probs, whether they are known) of the tokens: [A], bool [A]."""
         own_A = self.samples.version_A
-        if not s.by_token or s.weights == BASE:
-            own_A = torch.full_like(own_A, self.version)
+        if s.first or not s.by_token:
+            own_A = torch.full_like(own_A, 0 if s.first else self.version)
         trainer_A, known_A = torch.zeros(len(own_A)), torch.zeros(len(own_A), dtype=torch.bool)
         for own in own_A.unique().tolist():
             version = max(own - s.earlier, 0)

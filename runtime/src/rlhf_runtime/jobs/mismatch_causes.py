@@ -11,7 +11,7 @@ from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS
 
 from rlhf_runtime.config.runfile import RunFile
-from rlhf_runtime.jobs.mismatch_passes import BASE, LIVE, ROUNDED
+from rlhf_runtime.jobs.mismatch_passes import LIVE, ROUNDED
 
 STALE, ARITHMETIC, CUT, TEMPERATURE = "stale weights", "arithmetic", "cut distribution", "temperature"
 TEMPLATE, ENDS, ADAPTERS, ROUTING = "template", "end tokens", "adapters", "experts"
@@ -40,6 +40,8 @@ class Setting:
     """With the weights that sampled the token, in place of those of the step."""
     earlier: int = 0
     """With the weights of so many versions before these."""
+    first: bool = False
+    """With the weights that the run started from; adapters that are new then add nothing to them."""
     weights: str = LIVE
     rerouted: bool = False
     """With the recorded experts in place of the trainer's own, or the reverse where the trainer replays records."""
@@ -107,7 +109,7 @@ def older_weights(
         older = [Change({"by_token": True, "earlier": n}, name) for n, name in names.items()]
         changes = (*causes[STALE].changes, *older)
         return {**causes, STALE: Cause(changes, causes[STALE].note), ADAPTERS: Cause((), "the run trains no adapters")}
-    changes = (Change({"weights": BASE}, "absent"), *(Change({"earlier": n}, name) for n, name in names.items()))
+    changes = (Change({"first": True}, "absent"), *(Change({"earlier": n}, name) for n, name in names.items()))
     return {
         **causes,
         ADAPTERS: Cause((*changes, Change({"weights": ROUNDED}, "merged in bf16")) if merged else changes),

@@ -24,7 +24,7 @@ from rlhf_runtime.config.sections import SamplingSection
 from rlhf_runtime.models.roles import Role
 
 LIVE, BASE, ROUNDED = "live", "base", "rounded"
-"""Weights: the trainer's; those without adapters; those to which the adapters were added in bf16."""
+"""Weights: the trainer's; those of a trainer without its adapters; those to which the adapters were added in bf16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,6 @@ class Passes:
             if version in self.exports and not other_dtype:
                 self.exports[version].mkdir()
                 role.every("export", self.exports[version])
-        if BASE in role.facts.views:
-            self._add(role, Pass(versions[-1], other_dtype, weights=BASE))
         if self.exports and not other_dtype:
             self._round(role)
 
@@ -82,7 +80,7 @@ class Passes:
 
     def _add(self, role: Role, key: Pass) -> None:
         for (rendered, rerouted), batch in self.batches.items():
-            outputs = role.forward(batch, self.heads, BASE if key.weights == BASE else LIVE)
+            outputs = role.forward(batch, self.heads)
             sampled = {name: values_N[batch.tok["loss_mask"]] for name, values_N in outputs.items()}
             self.table[replace(key, rendered=rendered, rerouted=rerouted)] = sampled
 
