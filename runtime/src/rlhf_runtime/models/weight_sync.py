@@ -34,10 +34,10 @@ HOLDS_NOTHING = "accept:nothing"
 _SHOWN = 8
 """Largest number of names in a message."""
 CANARY_TOKENS = 48
+"""Tokens of a canary, a random sequence whose log-probs are compared."""
 FP32_TOLERANCE = 1e-4
 BF16_TOLERANCE = 0.3
 """Between rounding and one wrong layer in a real model (``benchmarks/canaries.py``)."""
-"""Tokens of a canary, a random sequence whose log-probs are compared."""
 SIDE = 64
 """Height and width of a canary's image, in pixels. Processors of large patches make several features of it."""
 
@@ -280,19 +280,23 @@ def image_canary(draw: random.Random, vocabulary: int, place: ImageTokens, longe
 def canary_differences(
     canaries: Sequence[Canary], ours_N: Tensor, engines: Sequence[Sequence[Sequence[float]]], bf16: bool
 ) -> list[float]:
-    """Of each canary, the |difference| of its tokens' log-probs for the engine that differs most; NaN where either side
-    is not finite. The mean, because a wrong expert moves few tokens; in bf16 the median, because rounding moves single
-    tokens of a real model by several nats.
+    """Of each canary, the |difference| of log-probs for the engine that differs most; NaN where either side is not
+    finite. In fp32 it is the mean over the canary's tokens, because a wrong expert moves few tokens. In bf16 it is the
+    median over the tokens of all canaries with images, or without, because rounding moves single tokens of a real model
+    by several nats, and at times most tokens of one canary.
 
     Args:
         ours_N: the trainer's log-probs of all tokens.
         engines: the answers of :meth:`rlhf.interfaces.TakesTensors.logprobs`.
         bf16: whether either side computes in bf16.
     """
-    differences = []
-    for i, (canary, ours_T) in enumerate(zip(canaries, ours_N.split([len(c.ids) for c in canaries]), strict=True)):
-        first = canary.first
-        each = [(torch.tensor(theirs[i][first - 1 :]) - ours_T[first:]).abs() for theirs in engines]
-        ends = [(x.median() if bf16 else x.mean()) + 0 * x.sum() for x in each]  # NaN where a token is not finite
-        differences.append(float(torch.stack(ends).max()))
-    return differences
+    ours = ours_N.split([len(c.ids) for c in canaries])
+    each = [
+        torch.stack([(torch.tensor(theirs[i][c.first - 1 :]) - ours_T[c.first :]).abs() for theirs in engines])
+        for i, (c, ours_T) in enumerate(zip(canaries, ours, strict=True))
+    ]  # of each canary [engine, token]
+    if bf16:
+        kinds = [bool(c.images) for c in canaries]
+        each = [torch.cat([x for x, other in zip(each, kinds, strict=True) if other == kind], 1) for kind in kinds]
+    ends = [(x.median(1).values if bf16 else x.mean(1)) + 0 * x.sum(1) for x in each]  # NaN where a token is not finite
+    return [float(x.max()) for x in ends]
