@@ -180,8 +180,8 @@ class SyncSection(ComponentConfig):
     """Sequences of random tokens whose log-probs are compared after each sync, and in a run with images one more, which
     has an image. 0 compares fingerprints only."""
     tolerance: Positive | None = None
-    """Largest allowed difference of log-probs: the mean of each canary in fp32, default 1e-4; the median of all if either
-    side computes in bf16, default 0.3."""
+    """Largest allowed difference of log-probs: the mean of each canary in fp32, default 1e-4; the median of all if
+    either side computes in bf16, default 0.3."""
 
 
 class EvalSection(ComponentConfig):
