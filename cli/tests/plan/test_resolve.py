@@ -224,6 +224,7 @@ def test_where_rows_cannot_be_read_the_limits_count(tmp_path, plugins, change, w
 
 def test_a_plan_says_what_its_assumptions_cost(tmp_path, published, plugins):
     given = {"algorithm.use": "grpo", "sampling.max_new_tokens": "512", "sampling.samples_per_prompt": "2"}
+    given["policy.dtype"] = "fp32"  # whatever this machine's processor computes in
     config = load(None, flags(published, given))
     machine = Machine("cpu", 64 * GIB)
     plan = make_plan(resolve(config, plugins, machine))
