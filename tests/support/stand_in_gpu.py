@@ -30,8 +30,17 @@ def gpu_stand_in(module: nn.Module) -> Iterator[Counter[str]]:
     memory = _Memory()
     for tensor in (*module.parameters(), *module.buffers()):
         memory.add(tensor)
-    with _Functions(memory), _Operators(memory):
-        yield memory.waits
+    pin_memory, Tensor.pin_memory = Tensor.pin_memory, _pinned  # which vLLM's CPU build replaces for a whole process
+    try:
+        with _Functions(memory), _Operators(memory):
+            yield memory.waits
+    finally:
+        Tensor.pin_memory = pin_memory
+
+
+def _pinned(x: Tensor) -> Tensor:
+    x.is_pinned_here = True
+    return x
 
 
 class _Memory:
@@ -69,9 +78,6 @@ class _Functions(TorchFunctionMode):
             return CUDA if on_device else CPU
         if func == Tensor.is_cuda.__get__:
             return on_device
-        if func is Tensor.pin_memory:
-            args[0].is_pinned_here = True
-            return args[0]
         if on_device and func in READS:
             memory.waits[func.__name__] += 1
             return func(memory.host_copy(args[0]), *args[1:], **kwargs)

@@ -28,7 +28,8 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_template_without_limits_is_refused(tmp_path, monkeypatch, case):
-    monkeypatch.setattr(template_render, "SECONDS", 1)
+    if case != "many characters":  # which takes a second on a busy machine
+        monkeypatch.setattr(template_render, "SECONDS", 1)
     source, says = HOSTILE[case]
     tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chat_template=source)))
     for _ in range(2 if case == "many characters" else 1):  # it is not remembered as one that passed
