@@ -1,7 +1,7 @@
 """Inputs of checkpointed layers in host memory, from forward to backward (``trainer.offload_activations``).
 
 On a GPU a second stream copies them, to pinned memory while their layer computes, and back while the layer behind it is
-computed again. So at most two are on the GPU. This was not run on a GPU.
+computed again. So at most two are on the GPU.
 """
 
 from __future__ import annotations
