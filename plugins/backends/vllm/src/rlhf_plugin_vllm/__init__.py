@@ -1,4 +1,4 @@
-"""The generator ``vllm``: an engine in this process, on the CPU or on GPUs.
+"""The generators ``vllm``, an engine in this process, and ``vllm_server``, servers that are already running.
 
 Importing this package imports neither torch nor vLLM. vLLM is imported when the engine starts.
 """
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 @hookimpl
 def rlhf_register_generator() -> list[type[Generator]]:
     from rlhf_plugin_vllm.generator import VllmGenerator
+    from rlhf_plugin_vllm.server.generator import VllmServerGenerator
 
-    return [VllmGenerator]
+    return [VllmGenerator, VllmServerGenerator]
 
 
 @hookimpl

@@ -1,0 +1,1 @@
+"""The generator ``vllm_server``: vLLM servers that are already running."""

@@ -1,0 +1,54 @@
+"""Options of the generator ``vllm_server``: the run file's ``[generator]`` section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+from rlhf.interfaces.component import ComponentConfig
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class VllmServerConfig(ComponentConfig):
+    urls: tuple[str, ...] = Field(min_length=1)
+    """Addresses of the servers, such as ``http://127.0.0.1:8000``, without ``/v1``."""
+    folder: str | None = None
+    """A folder that this process and the servers see under one path; weights pass through it. It needs room for one
+    bucket (``sync.bucket_mb``). Absent: a temporary folder, for servers on this machine."""
+    requests: int = Field(256, ge=1)
+    """Most requests that a server has at the same time; the others wait here, in order."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds for the answer to one request."""
+    attempts: int = Field(3, ge=1)
+    """How often a request is asked when no connection can be made or one breaks. A sample depends on its seed only, so
+    another server may answer it."""
+    token_env: str | None = None
+    """Environment variable that holds the servers' API key (``--api-key``)."""
+
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+                raise ValueError(f"{url!r} is no address of a server: allowed is http://HOST:PORT or https://HOST:PORT")
+            if parts.path.strip("/"):
+                raise ValueError(f"{url!r} has a path: give the address without {parts.path}")
+        bare = tuple(url.rstrip("/") for url in urls)
+        if len(set(bare)) != len(bare):
+            raise ValueError("the same address is given twice")
+        return bare
+
+    @model_validator(mode="after")
+    def _folder_is_seen(self) -> VllmServerConfig:
+        others = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
+        if self.folder is None and others:
+            raise ValueError(
+                f"{others[0]} is on another machine: give `folder`, a folder that this process and the servers see "
+                "under one path"
+            )
+        if self.folder is not None and not Path(self.folder).is_absolute():
+            raise ValueError(f"folder = {self.folder!r}: give an absolute path, which the servers see too")
+        return self

@@ -1,0 +1,295 @@
+"""The generator ``vllm_server``: samples from vLLM servers that are already running, and sends them new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
+from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.generator import Proof
+from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
+from rlhf.requests import check_sampling
+from rlhf.types import GenerationRequest, Image, Sampling, Turn
+from rlhf.weights.bucket import Bucket
+
+from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, OpenRequest, check
+from rlhf_plugin_vllm.server.client import Server
+from rlhf_plugin_vllm.server.config import VllmServerConfig
+from rlhf_plugin_vllm.server.files import PROTOCOL, write_bucket
+
+T = TypeVar("T")
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+class VllmServerGenerator(TakesTensors, Generator):
+    """vLLM's OpenAI server at each of ``urls``: one engine, or several with the same weights.
+
+    Requests and samples are tokens, seeds and log-probs are as those of ``vllm``. Weights pass through files, bucket by
+    bucket; each worker of each server fingerprints what it read. The servers stay as they are when the run ends, with
+    its last weights. Before samples are handed on, the servers that drew them are asked whether they still hold the
+    weights: one that was started anew ends the run.
+    """
+
+    name = "vllm_server"
+    source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds", "top_p", "top_k", "min_p", "stop"})
+    Config = VllmServerConfig
+
+    @classmethod
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
+        """Nothing: the servers are elsewhere."""
+        return EngineMemory({phase: Held({}) for phase in ("rest", "asleep", "generate")}, copy=False, cache_token=0)
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        for sampling in samplings:
+            check_sampling(sampling, LOWEST_TEMPERATURE)
+        if config.token_env is not None and not os.environ.get(config.token_env):
+            raise ConfigError(
+                f"generator 'vllm_server': token_env = {config.token_env!r}, but this environment variable is not set. "
+                "Export it, or remove token_env."
+            )
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        if not isinstance(config, VllmServerConfig):
+            raise ConfigError("generator 'vllm_server' needs generator.urls, the addresses of its servers")
+        self.check(config, spec, (), None)
+        self.config, self.spec = config, spec
+        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-weights-", dir=config.folder))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm_server", daemon=True)
+        self._thread.start()
+        token = os.environ[config.token_env] if config.token_env is not None else None
+        self._servers = [Server(url, token, config.timeout, config.attempts) for url in config.urls]
+        self._loading: int | None = None
+        self._load, self._buckets = "", 0
+        self._not_ready = "it has no weights yet"
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self) -> None:
+        file, text = self._folder / "hello", secrets.token_hex()
+        file.write_text(text)
+        self._each(lambda server: server.meet(str(file), text))
+        file.unlink()
+        for server in self._servers:
+            if why := _unusable(server.facts, self.spec):
+                raise CapabilityError(f"generator 'vllm_server': {server.url} {why}")
+        self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
+        self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
+
+    # ------------------------------------------------------------------------------------ sampling
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called. Closing the iterator early
+        drops unfinished requests."""
+        self._ready("sample")
+        for i, request in enumerate(requests):
+            check(i, request, self.vocabulary, self.longest, 0)
+        return self._drawn(requests)
+
+    def _drawn(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        turns: queue.SimpleQueue[tuple[int, Server, Turn] | None] = queue.SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._draw(requests, turns), self._loop)
+        task.add_done_callback(lambda _: turns.put(None))
+        try:
+            while (turn := turns.get()) is not None:
+                ready = [turn]
+                while not turns.empty() and (turn := turns.get()) is not None:
+                    ready.append(turn)
+                self._confirm({server.url: server for _, server, _ in ready})
+                yield from ((i, turn) for i, _, turn in ready)
+                if turn is None:
+                    break
+            task.result()
+        finally:
+            task.cancel()
+
+    async def _draw(self, requests: Sequence[GenerationRequest], turns: Any) -> None:
+        free: asyncio.Queue[Server] = asyncio.Queue()
+        for _ in range(self.config.requests):
+            for server in self._servers:
+                free.put_nowait(server)
+
+        async def draw(i: int, request: GenerationRequest) -> None:
+            server = await free.get()
+            turn = await server.sample(
+                lambda: OpenRequest(i, request, self.spec.decode, self.version), self._body(request)
+            )
+            free.put_nowait(server)
+            turns.put((i, server, turn))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, request in enumerate(requests):
+                    group.create_task(draw(i, request))
+        except ExceptionGroup as errors:  # the first one has ended the others
+            raise errors.exceptions[0] from None
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        """The request in vLLM's form of the OpenAI protocol. What a model's ``generation_config.json`` could change is
+        named."""
+        s = request.sampling
+        return {
+            "prompt": list(request.ids),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": s.top_k,
+            "min_p": s.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": request.seed - 2**64 if request.seed >= 2**63 else request.seed,
+            "max_tokens": s.max_new_tokens,
+            "min_tokens": 0,
+            "stop_token_ids": [*(() if s.ignore_eos else self.spec.eos_token_ids), *s.stop_token_ids],
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "cache_salt": self._load,
+        }
+
+    def _confirm(self, servers: dict[str, Server]) -> None:
+        """Raises ModelError: a server does not hold the weights of the last load."""
+        for server, loads in self._each(lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()):
+            if set(loads) != {self._load}:
+                self._not_ready = f"{server.url} lost the weights of version {self.version}"
+                raise ModelError(
+                    f"the server {server.url} does not hold the weights of version {self.version} any more: it was "
+                    "started anew, or another run sent it weights. Its last samples are not used. Go on with --resume."
+                )
+
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
+        self._ready("score")
+        for ids in sequences:
+            if len(ids) >= min(server.facts["length"] for server in self._servers):
+                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored, at most {self.longest - 1}")
+        return [values for _, values in self._each(lambda server: server.logprobs(sequences, self._load))]
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def begin_load(self, version: int) -> None:
+        self._not_ready = f"its weights of version {version} are not complete"
+        self._call("rlhf_start")
+        self._loading, self._buckets = version, 0
+
+    def take(self, bucket: Bucket) -> None:
+        if self._loading is None:
+            raise SyncError("take() without begin_load()")
+        self._with_file(bucket, "rlhf_take_file")
+
+    def end_load(self) -> list[Proof]:
+        if self._loading is None:
+            raise SyncError("end_load() without begin_load()")
+        version, self._loading = self._loading, None
+        load = secrets.token_hex(8)
+        proofs = []
+        for server, workers in self._call("rlhf_finish", load):
+            for rank, result in enumerate(workers):
+                who = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
+                if result["missing"]:
+                    raise SyncError(
+                        f"{who} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
+                        "arrive. Nothing is sampled until a load is complete."
+                    )
+                received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
+                proofs.append(Proof(version, who, nbytes, received, DTYPES[server.facts["dtype"]], memory))
+        self.version, self._load, self._not_ready = version, load, ""
+        return proofs
+
+    def stale(self, bucket: Bucket) -> list[str]:
+        answers = self._with_file(bucket, "rlhf_differing_file")
+        return sorted({name for _, workers in answers for name in workers[0]})
+
+    def _with_file(self, bucket: Bucket, method: str) -> list[tuple[Server, list[Any]]]:
+        file = self._folder / f"{self._buckets}.safetensors"
+        self._buckets += 1
+        write_bucket(bucket, file)
+        try:
+            return self._call(method, str(file))
+        finally:
+            file.unlink()
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def _call(self, method: str, *arguments: str) -> list[tuple[Server, list[Any]]]:
+        return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
+
+    def _each(self, call: Any, servers: Any = None) -> list[tuple[Server, Any]]:
+        """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
+        asked = list(self._servers if servers is None else servers)
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(call(server) for server in asked))
+
+        return list(zip(asked, self._run(together()), strict=True))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _ready(self, to: str) -> None:
+        if self._not_ready:
+            raise ModelError(f"the generator 'vllm_server' cannot {to}: {self._not_ready}")
+
+    def close(self) -> None:
+        """The servers go on, with the last weights."""
+        if self._thread.is_alive():
+            self._run(_closed(self._servers))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        self._not_ready = "it is closed"
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _closed(servers: Sequence[Server]) -> None:
+    for server in servers:
+        await server.close()
+
+
+def _unusable(facts: dict[str, Any], spec: GeneratorSpec) -> str:
+    """Why a server cannot be used; empty: it can."""
+    dtype, length, parts = facts["dtype"], facts["length"], facts["data_parallel"]
+    rules = (
+        (
+            facts["protocol"] == PROTOCOL,
+            "has another version of rlhf-plugin-vllm. Install the same on both sides",
+        ),
+        (
+            facts["logprobs_mode"] == "processed_logprobs",
+            "reports log-probs before temperature and truncation. Start it with --logprobs-mode processed_logprobs",
+        ),
+        (dtype in DTYPES, f"computes in {dtype}. Start it with --dtype bfloat16 or float32"),
+        (facts["quantization"] is None, "quantises its weights, so that no sync can be proven. Start it without"),
+        (not facts["speculative"], "decodes speculatively, which changes what a seed draws. Start it without"),
+        (parts == 1, f"has {parts} data-parallel engines behind one address. Start a server for each"),
+        (
+            length >= spec.max_tokens,
+            f"takes sequences of {length} tokens, the run needs {spec.max_tokens}. Start it with --max-model-len "
+            f"{spec.max_tokens + 1}, or lower data.max_tokens",
+        ),
+        (
+            facts["device"] != "cpu" or not facts["chunked_prefill"],
+            "splits prompts, and on a CPU vLLM ends with a seeded prompt in parts. Start it with "
+            "--no-enable-chunked-prefill",
+        ),
+    )
+    return next((why for holds, why in rules if not holds), "")

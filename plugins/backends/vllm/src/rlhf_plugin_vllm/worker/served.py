@@ -1,0 +1,71 @@
+"""Methods that this plugin adds to the workers of a vLLM *server*, which takes and gives JSON. Buckets are files.
+
+The server is started with ``--worker-extension-cls rlhf_plugin_vllm.worker.served.ServedWeights``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlhf.weights.bucket import Bucket
+
+from rlhf_plugin_vllm.server.files import PROTOCOL, read_bucket
+from rlhf_plugin_vllm.worker.extension import WeightReceiver, WorkerAnswer, answered
+
+
+class ServedWeights(WeightReceiver):
+    """Methods for ``POST /collective_rpc``; ``self`` is a vLLM worker. Each returns :class:`WorkerAnswer` as a
+    dictionary."""
+
+    _rlhf_load = ""
+    """Names the load whose weights the worker has; empty: it has those that it was started with."""
+
+    def rlhf_facts(self: Any, path: str) -> dict[str, Any]:
+        """What a generator must know of the server, and the text of the file at ``path``."""
+        return asdict(_facts(self, path))
+
+    def rlhf_start(self: Any) -> dict[str, Any]:
+        self._rlhf_load = ""
+        return asdict(self.rlhf_begin(None))
+
+    def rlhf_take_file(self: Any, path: str) -> dict[str, Any]:
+        return asdict(self.rlhf_take(path))
+
+    def rlhf_finish(self: Any, load: str) -> dict[str, Any]:
+        """``load`` names this load from now on."""
+        answer = self.rlhf_end()
+        if not answer.error and not answer.value.missing:
+            self._rlhf_load = load
+        return asdict(answer)
+
+    def rlhf_differing_file(self: Any, path: str) -> dict[str, Any]:
+        return asdict(self.rlhf_differing(path))
+
+    def rlhf_loaded(self: Any) -> dict[str, Any]:
+        return asdict(WorkerAnswer(self.rank, self._rlhf_load))
+
+    def _rlhf_open(self, message: str) -> AbstractContextManager[Bucket]:
+        return nullcontext(read_bucket(Path(message)))
+
+
+@answered
+def _facts(worker: Any, path: str) -> dict[str, Any]:
+    config = worker.vllm_config
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "protocol": PROTOCOL,
+        "text": Path(path).read_text(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "length": model.max_model_len,
+        "vocabulary": model.get_vocab_size(),
+        "logprobs_mode": str(model.logprobs_mode),
+        "quantization": model.quantization,
+        "speculative": config.speculative_config is not None,
+        "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+        "device": worker.device.type,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "data_parallel": parallel.data_parallel_size,
+    }

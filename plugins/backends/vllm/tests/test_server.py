@@ -1,0 +1,188 @@
+"""A real vLLM server: the conformance suite, faults of a sync, a server that was started anew, and a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from rlhf.errors import CapabilityError, ModelError, SyncError
+from rlhf.interfaces.model import ModelSpec
+from rlhf.types import GenerationRequest, RoleSpec, Sampling
+from rlhf.weights.bucket import Bucket
+from rlhf_plugin_vllm.server.config import VllmServerConfig
+from rlhf_plugin_vllm.server.generator import VllmServerGenerator
+from rlhf_testing.generator import GeneratorContract, Sampled
+from rlhf_testing.models import model_path
+from rlhf_testing.plain import PlainTrainer
+
+from tests.runs import PROMPTS, Workshop
+
+pytestmark = pytest.mark.slow
+SIZES = {"head_dim": 32}
+FLAGS = [
+    "--worker-extension-cls=rlhf_plugin_vllm.worker.served.ServedWeights",
+    "--logprobs-mode=processed_logprobs",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=257",
+    "--max-num-seqs=64",
+    "--no-enable-chunked-prefill",
+]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """``vllm serve`` needs the metadata of a distribution that the CPU's build has under another name."""
+    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    model = str(model_path("qwen3", **SIZES))
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", "--host=127.0.0.1"]
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*words, f"--port={port}", *FLAGS], env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while not _answers(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.full
+class TestVllmServerGenerator(GeneratorContract):
+    generator = VllmServerGenerator
+    sizes = SIZES
+
+    @pytest.fixture(autouse=True)
+    def _server(self, url: str, engines: Any) -> Iterator[None]:
+        self.configs = (VllmServerConfig(urls=(url,)), VllmServerConfig(urls=(url,), requests=1))
+        self.spec, self.clients = engines.spec, dict[VllmServerConfig, VllmServerGenerator]()
+        yield
+        for generator in self.clients.values():
+            generator.close()
+
+    def make(self, config: Any, *, eos: Sequence[int] = (1,), architecture: str = "", seed: int = 0) -> Sampled:
+        path = self.path(architecture, seed)
+        if config not in self.clients:
+            self.clients[config] = VllmServerGenerator(config, self.spec(path))
+        generator = self.clients[config]
+        generator.spec = self.spec(path, eos)
+        source = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(path), dtype="fp32"))
+        sampled = Sampled(generator, source, generator.spec.decode)
+        self.load(sampled, 0)
+        return sampled
+
+
+@pytest.fixture
+def source() -> PlainTrainer:
+    return PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(model_path("qwen3", seed=3, **SIZES)), dtype="fp32"))
+
+
+@pytest.fixture
+def generator(url: str, engines: Any) -> Iterator[VllmServerGenerator]:
+    spec = engines.spec(model_path("qwen3", **SIZES))
+    server = VllmServerGenerator(VllmServerConfig(urls=(url,)), spec)
+    yield server
+    server.close()
+
+
+def load(generator: VllmServerGenerator, buckets: Sequence[Bucket]) -> Any:
+    generator.begin_load(0)
+    for bucket in buckets:
+        generator.take(bucket)
+    return generator.end_load()
+
+
+def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, source, url):
+    buckets = list(source.buckets("live", 5000))
+    [proof] = load(generator, buckets)
+    marks = {name: mark for b in buckets for (name, _), mark in zip(b.tensors, b.fingerprints, strict=True)}
+    assert (proof.who, proof.dtype, proof.received) == (url, "fp32", marks)
+    assert proof.nbytes == sum(b.nbytes for b in buckets)
+    assert proof.peak_memory["process"] > 0
+    assert list(generator._folder.iterdir()) == []
+    assert [name for b in buckets for name in generator.stale(b)] == []
+    other = buckets[-1].tensors[0][0]
+    changed = Bucket(((other, buckets[-1].tensors[0][1] + 1),), buckets[-1].fingerprints[:1])
+    assert generator.stale(changed) == [other]
+
+
+def test_a_part_of_the_weights_is_refused(generator, source):
+    buckets = list(source.buckets("live", 5000))
+    with pytest.raises(SyncError, match="did not get all of version 0: .* did not arrive"):
+        load(generator, buckets[:-1])
+    with pytest.raises(ModelError, match="its weights of version 0 are not complete"):
+        generator.generate([])
+    wrong = Bucket((("model.nothing", buckets[0].tensors[0][1]),), buckets[0].fingerprints[:1])
+    with pytest.raises(SyncError, match="worker 0: vLLM cannot load"):
+        load(generator, [wrong])
+
+
+def test_samples_of_a_server_that_lost_the_weights_are_not_used(generator, source, url):
+    load(generator, list(source.buckets("live", 2**20)))
+    requests = [GenerationRequest((20, 21), n, Sampling(5)) for n in range(3)]
+    assert len(list(generator.generate(requests))) == 3
+    httpx.post(f"{url}/collective_rpc", json={"method": "rlhf_start"}).raise_for_status()  # as after a start
+    with pytest.raises(ModelError, match="does not hold the weights of version 0 any more"):
+        list(generator.generate(requests))
+
+
+def test_a_server_that_does_not_answer_or_has_no_extension_is_refused_with_its_command(url, engines):
+    spec = engines.spec(model_path("qwen3", **SIZES))
+    closed = VllmServerConfig(urls=(f"http://127.0.0.1:{free_port()}",))
+    with pytest.raises(CapabilityError, match=r"does not answer.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        VllmServerGenerator(closed, spec)
+    with pytest.raises(CapabilityError, match=r"takes sequences of 257 tokens, the run needs 300"):
+        VllmServerGenerator(VllmServerConfig(urls=(url,)), replace(spec, max_tokens=300))
+
+
+def test_a_run_learns_from_its_samples(url, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    place = Workshop(tmp_path, model_path("qwen3", **SIZES), data)
+    finished = place.train("grpo", "run", generator={"use": "vllm_server", "urls": [url]})
+    lines = finished.lines()
+    assert [line["sync/version"] for line in lines] == [1, 2, 3]
+    assert all(line["sync/canary"] < 1e-5 and line["policy/kl_generator"] < 1e-5 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"urls": ["127.0.0.1:8000"]}, "no address of a server"),
+        ({"urls": ["http://127.0.0.1:8000/v1"]}, "has a path: give the address without /v1"),
+        ({"urls": ["http://a:1", "http://a:1/"], "folder": "/tmp"}, "the same address is given twice"),
+        ({"urls": ["http://node7:8000"]}, "is on another machine: give `folder`"),
+        ({"urls": ["http://node7:8000"], "folder": "weights"}, "give an absolute path"),
+        ({"urls": []}, "at least 1 item"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        VllmServerConfig(**options)
