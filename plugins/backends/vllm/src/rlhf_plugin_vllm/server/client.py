@@ -69,6 +69,22 @@ class Server:
                 raise SyncError(f"{self.url}, worker {answer['rank']}: {answer['error']}")
         return [answer["value"] for answer in answers]
 
+    async def pause(self, timeout: float) -> None:
+        """Requests of others, such as a chat, end first; new ones wait for :meth:`resume`. An engine that samples while
+        weights are loaded dies. Raises SyncError."""
+        await self._control("/pause?mode=wait", timeout)
+
+    async def resume(self, timeout: float) -> None:
+        await self._control("/resume", timeout)
+
+    async def _control(self, path: str, timeout: float) -> None:
+        try:
+            response = await self._client.post(path, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise SyncError(f"the server {self.url} did not answer {path}: {_words(error)}") from error
+        if response.status_code != 200:
+            raise SyncError(f"the server {self.url} refused {path}: {_start(response)}")
+
     async def meet(self, path: str, text: str) -> None:
         """Ask for :attr:`facts`. ``text`` is the content of the file at ``path``, which each worker must see.
 

@@ -188,6 +188,7 @@ class VllmServerGenerator(TakesTensors, Generator):
 
     def begin_load(self, version: int) -> None:
         self._not_ready = f"its weights of version {version} are not complete"
+        self._each(lambda server: server.pause(self.spec.sync_timeout))
         self._call("rlhf_start")
         self._loading, self._buckets = version, 0
 
@@ -212,6 +213,7 @@ class VllmServerGenerator(TakesTensors, Generator):
                     )
                 received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
                 proofs.append(Proof(version, who, nbytes, received, DTYPES[server.facts["dtype"]], memory))
+        self._each(lambda server: server.resume(self.spec.sync_timeout))
         self.version, self._load, self._not_ready = version, load, ""
         return proofs
 
