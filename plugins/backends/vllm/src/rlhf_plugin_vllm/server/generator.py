@@ -205,14 +205,14 @@ class VllmServerGenerator(TakesTensors, Generator):
         proofs = []
         for server, workers in self._call("rlhf_finish", load):
             for rank, result in enumerate(workers):
-                who = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
+                worker = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
                 if result["missing"]:
                     raise SyncError(
-                        f"{who} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
+                        f"{worker} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
                         "arrive. Nothing is sampled until a load is complete."
                     )
                 received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
-                proofs.append(Proof(version, who, nbytes, received, DTYPES[server.facts["dtype"]], memory))
+                proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
         self._each(lambda server: server.resume(self.spec.sync_timeout))
         self.version, self._load, self._not_ready = version, load, ""
         return proofs
@@ -237,12 +237,12 @@ class VllmServerGenerator(TakesTensors, Generator):
 
     def _each(self, call: Any, servers: Any = None) -> list[tuple[Server, Any]]:
         """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
-        asked = list(self._servers if servers is None else servers)
+        receivers = list(self._servers if servers is None else servers)
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*(call(server) for server in asked))
+            return await asyncio.gather(*(call(server) for server in receivers))
 
-        return list(zip(asked, self._run(together()), strict=True))
+        return list(zip(receivers, self._run(together()), strict=True))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
