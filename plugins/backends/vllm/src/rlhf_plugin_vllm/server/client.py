@@ -29,7 +29,7 @@ IDLE = 2.0
 """Seconds that an unused connection is kept, less than the 5 of vLLM's server: at its end a request could be lost."""
 
 
-class Server:
+class VllmServer:
     """Talks to one server; all methods run in one event loop.
 
     Args:

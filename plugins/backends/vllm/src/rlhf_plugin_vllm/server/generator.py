@@ -23,7 +23,7 @@ from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf.weights.bucket import Bucket
 
 from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, OpenRequest, check
-from rlhf_plugin_vllm.server.client import Server
+from rlhf_plugin_vllm.server.client import VllmServer
 from rlhf_plugin_vllm.server.config import VllmServerConfig
 from rlhf_plugin_vllm.server.files import PROTOCOL, write_bucket
 
@@ -72,7 +72,7 @@ class VllmServerGenerator(TakesTensors, Generator):
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm_server", daemon=True)
         self._thread.start()
         token = os.environ[config.token_env] if config.token_env is not None else None
-        self._servers = [Server(url, token, config.timeout, config.attempts) for url in config.urls]
+        self._servers = [VllmServer(url, token, config.timeout, config.attempts) for url in config.urls]
         self._loading: int | None = None
         self._load, self._buckets = "", 0
         self._not_ready = "it has no weights yet"
@@ -104,7 +104,7 @@ class VllmServerGenerator(TakesTensors, Generator):
         return self._drawn(requests)
 
     def _drawn(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        turns: queue.SimpleQueue[tuple[int, Server, Turn] | None] = queue.SimpleQueue()
+        turns: queue.SimpleQueue[tuple[int, VllmServer, Turn] | None] = queue.SimpleQueue()
         task = asyncio.run_coroutine_threadsafe(self._draw(requests, turns), self._loop)
         task.add_done_callback(lambda _: turns.put(None))
         try:
@@ -121,7 +121,7 @@ class VllmServerGenerator(TakesTensors, Generator):
             task.cancel()
 
     async def _draw(self, requests: Sequence[GenerationRequest], turns: Any) -> None:
-        free: asyncio.Queue[Server] = asyncio.Queue()
+        free: asyncio.Queue[VllmServer] = asyncio.Queue()
         for _ in range(self.config.requests):
             for server in self._servers:
                 free.put_nowait(server)
@@ -165,7 +165,7 @@ class VllmServerGenerator(TakesTensors, Generator):
             "cache_salt": self._load,
         }
 
-    def _confirm(self, servers: dict[str, Server]) -> None:
+    def _confirm(self, servers: dict[str, VllmServer]) -> None:
         """Raises ModelError: a server does not hold the weights of the last load."""
         for server, loads in self._each(lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()):
             if set(loads) != {self._load}:
@@ -221,7 +221,7 @@ class VllmServerGenerator(TakesTensors, Generator):
         answers = self._with_file(bucket, "rlhf_differing_file")
         return sorted({name for _, workers in answers for name in workers[0]})
 
-    def _with_file(self, bucket: Bucket, method: str) -> list[tuple[Server, list[Any]]]:
+    def _with_file(self, bucket: Bucket, method: str) -> list[tuple[VllmServer, list[Any]]]:
         file = self._folder / f"{self._buckets}.safetensors"
         self._buckets += 1
         write_bucket(bucket, file)
@@ -232,10 +232,10 @@ class VllmServerGenerator(TakesTensors, Generator):
 
     # --------------------------------------------------------------------------------------- calls
 
-    def _call(self, method: str, *arguments: str) -> list[tuple[Server, list[Any]]]:
+    def _call(self, method: str, *arguments: str) -> list[tuple[VllmServer, list[Any]]]:
         return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
 
-    def _each(self, call: Any, servers: Any = None) -> list[tuple[Server, Any]]:
+    def _each(self, call: Any, servers: Any = None) -> list[tuple[VllmServer, Any]]:
         """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
         receivers = list(self._servers if servers is None else servers)
 
@@ -262,7 +262,7 @@ class VllmServerGenerator(TakesTensors, Generator):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _closed(servers: Sequence[Server]) -> None:
+async def _closed(servers: Sequence[VllmServer]) -> None:
     for server in servers:
         await server.close()
 

@@ -47,7 +47,7 @@ class ServedWeights(WeightReceiver):
     def rlhf_loaded(self: Any) -> dict[str, Any]:
         return asdict(WorkerAnswer(self.rank, self._rlhf_load))
 
-    def _rlhf_open(self, message: str) -> AbstractContextManager[Bucket]:
+    def _rlhf_open(self, message: Any) -> AbstractContextManager[Bucket]:
         return nullcontext(read_bucket(Path(message)))
 
 
