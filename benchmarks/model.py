@@ -121,17 +121,24 @@ def make_gate(work: Path) -> None:
     (work / "gate.json").write_text(json.dumps({"grpo": groups, "sft": rows}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", type=Path)
-    work = parser.parse_args().work
+def make(work: Path, pairs: bool = True) -> None:
+    """All files. Without ``pairs`` those that preferences.py needs are left out."""
     work.mkdir(parents=True, exist_ok=True)
     make_model(work / "model")
     make_ending_model(work / "model", work / "ending")
-    make_model(work / "scalar", "scalar")
     make_data(work)
-    make_pairs(work)
     make_gate(work)
+    if pairs:
+        make_model(work / "scalar", "scalar")
+        make_pairs(work)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--without-pairs", action="store_true", help="leave out the pairs and the model that scores")
+    arguments = parser.parse_args()
+    make(arguments.work, not arguments.without_pairs)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def main() -> None:
         prepared = prepare(RunFile.model_validate(asked), Plugins.discover())
         run = build(replace(prepared, observers={**prepared.observers, "watch": watch}))
         assert isinstance(run, OnlineRun)
+        clock.begin()
         try:
             online(run)
         finally:

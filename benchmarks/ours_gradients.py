@@ -45,30 +45,34 @@ def demonstrations(rows: list[dict]) -> list[Example]:
     ]
 
 
+def save(work: Path, workload: str) -> None:
+    """``grpo`` or ``sft``: gradients on the batch of gate.json, in ``ours-WORKLOAD.safetensors``."""
+    gate = json.loads((work / "gate.json").read_text())
+    examples = groups(gate["grpo"]) if workload == "grpo" else demonstrations(gate["sft"])
+    with tempfile.TemporaryDirectory() as folder:
+        config = run_file("grpo-forced" if workload == "grpo" else "sft", "fp32", work, 1, f"{folder}/run", 1)
+        prepared = prepare(config, Plugins.discover())
+        run = build(prepared)
+        try:
+            batch, _ = run.algorithm.assemble(examples)
+            batch, _ = run.algorithm.credit(batch)
+            (update,) = run.algorithm.updates(0, batch)
+            loss = run.algorithm.parts[update.loss]
+            batch = weigh(loss.prepare(batch), loss.reduce())
+            gradients = run.roles["policy"].gradients(batch, loss, update)
+        finally:
+            run.status = "failed"  # no step was made: nothing to export
+            run.close()
+    save_file({k: v.contiguous() for k, v in gradients.items()}, str(work / f"ours-{workload}.safetensors"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     work = parser.parse_args().work
     torch.set_num_threads(THREADS)
-    gate = json.loads((work / "gate.json").read_text())
-    for workload, examples in (("grpo-forced", groups(gate["grpo"])), ("sft", demonstrations(gate["sft"]))):
-        with tempfile.TemporaryDirectory() as folder:
-            config = run_file(workload, "fp32", work, 1, f"{folder}/run", 1)
-            prepared = prepare(config, Plugins.discover())
-            run = build(prepared)
-            try:
-                batch, _ = run.algorithm.assemble(examples)
-                batch, _ = run.algorithm.credit(batch)
-                (update,) = run.algorithm.updates(0, batch)
-                loss = run.algorithm.parts[update.loss]
-                batch = weigh(loss.prepare(batch), loss.reduce())
-                found = run.roles["policy"].gradients(batch, loss, update)
-            finally:
-                run.status = "failed"  # no step was made: nothing to export
-                run.close()
-        save_file(
-            {k: v.contiguous() for k, v in found.items()}, str(work / f"ours-{workload.split('-')[0]}.safetensors")
-        )
+    for workload in ("grpo", "sft"):
+        save(work, workload)
 
 
 if __name__ == "__main__":

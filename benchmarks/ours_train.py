@@ -6,6 +6,8 @@ import functools
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,19 @@ from settings import (
     THREADS,
     WEIGHT_DECAY,
     Clock,
+    Ended,
     arm_arguments,
     settle,
     write,
 )
 
+Options = Mapping[str, Mapping[str, Any]]
+"""Of our run file, section by section, laid over the workload's."""
 
-def run_file(workload: str, precision: str, work: Path, steps: int, output: str, scale: int) -> RunFile:
+
+def run_file(
+    workload: str, precision: str, work: Path, steps: int, output: str, scale: int, options: Options = OURS
+) -> RunFile:
     run: dict[str, Any] = {
         "run": {"output": output, "steps": steps, "threads": THREADS},
         "policy": {"model": str(work / ("ending" if workload == "grpo-natural" else "model")), "dtype": precision},
@@ -62,9 +70,9 @@ def run_file(workload: str, precision: str, work: Path, steps: int, output: str,
             "response": "completion",
             "max_tokens": LONGEST + 8,
         }
-        return changed({**run, "algorithm": "sft", "data": data})
+        return changed({**run, "algorithm": "sft", "data": data}, options)
     if workload in PREFERENCES:
-        return changed(preferences(run, workload, work))
+        return changed(preferences(run, workload, work), options)
     sampling = {
         "samples_per_prompt": SAMPLES,
         "max_new_tokens": MAX_NEW_TOKENS,
@@ -76,7 +84,7 @@ def run_file(workload: str, precision: str, work: Path, steps: int, output: str,
         "max_tokens": PROMPT_TOKENS + MAX_NEW_TOKENS,
     }
     reward = f"file:{Path(__file__).with_name('ours_reward.py')}:score"
-    return changed({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling})
+    return changed({**run, "algorithm": "grpo", "reward": reward, "data": data, "sampling": sampling}, options)
 
 
 def preferences(run: dict[str, Any], workload: str, work: Path) -> dict[str, Any]:
@@ -94,9 +102,9 @@ def preferences(run: dict[str, Any], workload: str, work: Path) -> dict[str, Any
     return {**run, "algorithm": "dpo"}
 
 
-def changed(run: dict[str, Any]) -> RunFile:
-    for section, options in OURS.items():
-        run[section] = {**run.get(section, {}), **options}
+def changed(run: dict[str, Any], options: Options) -> RunFile:
+    for section, values in options.items():
+        run[section] = {**run.get(section, {}), **values}
     return RunFile.model_validate(run)
 
 
@@ -110,8 +118,7 @@ class Watch(Observer):
         self.clock, self.phases = clock, phases
 
     def step_finished(self, step: int, metrics: Any) -> None:
-        self.clock.step(self.phases.tokens)
-        self.phases.cut(metrics)
+        self.clock.step(self.phases.cut(metrics))
 
 
 class Phases:
@@ -185,25 +192,40 @@ class Phases:
         self.watch(trainer, "apply", "optimizer")
         self.watch(trainer, "forward", "log-probs")
 
-    def cut(self, metrics: Any) -> None:
+    def cut(self, metrics: Any) -> int:
+        """End a step. Returns its tokens: those that it sampled, or else those that it learned from."""
         self.first = self.first or {name: metrics[f"policy/{name}"] for name in ("loss", "grad_norm")}
         tokens = {"trained_tokens": self.trained, "computed_tokens": self.computed}
         self.steps.append({**self.now, **tokens, "step": metrics["time/step"]})
+        tokens_of_step = self.tokens or self.trained
         self.now.clear()
         self.tokens = self.trained = self.computed = 0
+        return tokens_of_step
 
 
-def main() -> None:
-    arguments = arm_arguments(__doc__)
-    torch.set_num_threads(THREADS)
+def keep_engine(eager: bool) -> None:
+    """A run with vLLM takes over the engine of the one before, and sends its weights to it before it samples."""
+    from rlhf_plugin_vllm import generator
+
+    start, engines = generator.Engine, []
+
+    def engine(config: Any, *others: Any) -> Any:
+        if not engines:
+            engines.append(start(config.model_copy(update={"eager": eager}), *others))
+            engines[0].close = lambda: None
+        return engines[0]
+
+    generator.Engine = engine
+
+
+def measure(
+    workload: str, precision: str, work: Path, clock: Clock, steps: int, scale: int = 1, options: Options = OURS
+) -> dict[str, Any]:
+    """Make steps, as many as the clock lets it make, and at most ``steps``."""
     phases = Phases()
     with tempfile.TemporaryDirectory() as folder:
-        steps = arguments.warmup + arguments.steps
-        config = run_file(
-            arguments.workload, arguments.precision, arguments.work, steps, f"{folder}/run", arguments.scale
-        )
+        config = run_file(workload, precision, work, steps, f"{folder}/run", scale, options)
         prepared = prepare(config, Plugins.discover())
-        clock = Clock(arguments.warmup)
         run = build(replace(prepared, observers={**prepared.observers, "watch": Watch(clock, phases)}))
         trainer = run.roles["policy"].group.worker
         phases.watch_trainer(trainer)
@@ -213,15 +235,22 @@ def main() -> None:
             phases.watch_generator(run.sampler.weights.generator)
             phases.watch_scorer(run.stream)
         try:
-            online(run) if isinstance(run, OnlineRun) else offline(run)
+            with suppress(Ended):
+                clock.begin()
+                online(run) if isinstance(run, OnlineRun) else offline(run)
             result = clock.result()
         finally:
             run.close()
-    timed = phases.steps[arguments.warmup :]
-    if not isinstance(run, OnlineRun):
-        result["tokens"] = [step["trained_tokens"] for step in timed]
     result["parameters"] = sum(p.numel() for p in trainer.module.parameters())
-    result["phases"], result["first"] = timed, phases.first
+    result["phases"] = [step for step, timed in zip(phases.steps, clock.timed, strict=True) if timed]
+    return result | {"first": phases.first}
+
+
+def main() -> None:
+    arguments = arm_arguments(__doc__)
+    torch.set_num_threads(THREADS)
+    clock, steps = Clock(arguments.warmup), arguments.warmup + arguments.steps
+    result = measure(arguments.workload, arguments.precision, arguments.work, clock, steps, arguments.scale)
     write(arguments.result, result)
 
 

@@ -52,20 +52,24 @@ def execute(python: str, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def gate(trl: str, work: Path, tolerance: float = TOLERANCE) -> dict[str, float]:
-    """Relative L2 distance of the gradients of both on the same batches. Ends the benchmark above the tolerance."""
+def distance(work: Path, workload: str) -> float:
+    """|ours - TRL| / |TRL| of the gradients of all parameters together, as both left them."""
     from safetensors.torch import load_file
 
+    ours, theirs = (load_file(str(work / f"{who}-{workload}.safetensors")) for who in ("ours", "trl"))
+    if set(ours) != set(theirs):
+        sys.exit(f"{workload}: the parameters with gradients differ: {sorted(set(ours) ^ set(theirs))}")
+    difference = sum(float((ours[n] - theirs[n]).double().square().sum()) for n in ours) ** 0.5
+    return difference / sum(float(theirs[n].double().square().sum()) for n in theirs) ** 0.5
+
+
+def gate(trl: str, work: Path, tolerance: float = TOLERANCE) -> dict[str, float]:
+    """Relative L2 distance of the gradients of both on the same batches. Ends the benchmark above the tolerance."""
     execute(sys.executable, "ours_gradients.py", "--work", str(work))
     execute(trl, "trl_gradients.py", "--work", str(work))
     distances = {}
     for workload in ("grpo", "sft"):
-        ours, theirs = (load_file(str(work / f"{who}-{workload}.safetensors")) for who in ("ours", "trl"))
-        if set(ours) != set(theirs):
-            sys.exit(f"{workload}: the parameters with gradients differ: {sorted(set(ours) ^ set(theirs))}")
-        difference = sum(float((ours[n] - theirs[n]).double().square().sum()) for n in ours) ** 0.5
-        size = sum(float(theirs[n].double().square().sum()) for n in theirs) ** 0.5
-        distances[workload] = difference / size
+        distances[workload] = distance(work, workload)
         print(f"gradients of ours and TRL, {workload}: relative distance {distances[workload]:.1e}", flush=True)
         if not distances[workload] <= tolerance:
             sys.exit(

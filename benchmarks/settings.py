@@ -9,7 +9,6 @@ import os
 import re
 import statistics
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,29 +66,44 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
+class Ended(BaseException):
+    """A clock lets no more steps be made. No ``Exception``, which trainers would take for an error of the step."""
+
+
 class Clock:
     """Times whole steps, from the end of one to the end of the next, so time between steps is included."""
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.before_mib = warmup, memory_mib("VmRSS")
-        self.ends, self.processor_ends = [time.perf_counter()], [time.process_time()]
+        self.untimed, self.before_mib = warmup, memory_mib("VmRSS")
+        self.timed: list[bool] = []
+        """Of each step."""
+        self.seconds: list[float] = []
+        """Of each timed step, as the following lists."""
+        self.processor_seconds: list[float] = []
         self.tokens: list[int] = []
-        """Tokens that each step learned from or sampled, as the arm counts them."""
+        """Tokens that the step learned from or sampled, as the arm counts them."""
+
+    def begin(self) -> None:
+        """Right before a step."""
+        self.start = time.perf_counter(), time.process_time()
 
     def step(self, tokens: int) -> None:
+        """At the end of a step, which is the begin of the next one."""
         settle()
-        self.ends.append(time.perf_counter())
-        self.processor_ends.append(time.process_time())
-        self.tokens.append(tokens)
+        ends = time.perf_counter(), time.process_time()
+        self.timed.append(self.untimed == 0)
+        if self.timed[-1]:
+            self.seconds.append(ends[0] - self.start[0])
+            self.processor_seconds.append(ends[1] - self.start[1])
+            self.tokens.append(tokens)
+        self.untimed = max(0, self.untimed - 1)
+        self.begin()
 
     def result(self) -> dict[str, Any]:
-        def between(ends: list[float]) -> list[float]:
-            return [b - a for a, b in pairwise(ends)][self.warmup :]
-
         return self._device() | {
-            "seconds": between(self.ends),
-            "processor_seconds": between(self.processor_ends),
-            "tokens": self.tokens[self.warmup :],
+            "seconds": self.seconds,
+            "processor_seconds": self.processor_seconds,
+            "tokens": self.tokens,
             "peak_mib": memory_mib("VmHWM"),
             "before_mib": self.before_mib,
         }

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from settings import THREADS
 from torch import Tensor
-from trl_train import common, grpo_trainer, load, sft_trainer
+from trl_train import Options, common, flash, grpo_trainer, load, sft_trainer
 
 
 def padded(rows: list[list[int]], value: int, left: bool = False) -> tuple[Tensor, Tensor]:
@@ -42,12 +42,49 @@ def grpo_inputs(groups: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
     }
 
 
-def sft_inputs(rows: list[dict[str, Any]], pad: int) -> dict[str, Tensor]:
-    ids, mask = padded([r["prompt"] + r["answer"] for r in rows], pad)
-    labels = ids.masked_fill(mask == 0, -100)
-    for i, row in enumerate(rows):
-        labels[i, : len(row["prompt"])] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+def sft_inputs(trainer: Any, rows: list[dict[str, Any]], packed: bool) -> dict[str, Any]:
+    """What TRL's collator makes of the rows, or of one row that packs them."""
+    examples = [
+        {"input_ids": r["prompt"] + r["answer"], "labels": [-100] * len(r["prompt"]) + r["answer"]} for r in rows
+    ]
+    if packed:
+        lengths = [len(e["input_ids"]) for e in examples]
+        row = {name: [x for e in examples for x in e[name]] for name in ("input_ids", "labels")}
+        examples = [row | {"seq_lengths": lengths}]
+    return dict(trainer.data_collator(examples))
+
+
+def save(
+    work: Path,
+    workload: str,
+    precision: str = "fp32",
+    options: Options | None = None,
+    attention: str | None = None,
+) -> None:
+    """``grpo`` or ``sft``: gradients on the batch of gate.json, in ``trl-WORKLOAD.safetensors``."""
+    gate, options = json.loads((work / "gate.json").read_text()), options or {}
+    model, tokenizer = load(work / "model", attention=flash() if attention == "flash" else attention)
+    with tempfile.TemporaryDirectory() as folder:
+        fields = common(precision, 1, folder) | options
+        if workload == "grpo":
+            trainer = grpo_trainer(model, tokenizer, ["1+1="] * 256, fields, forced=True)
+            inputs: dict[str, Any] = grpo_inputs(gate["grpo"], tokenizer.pad_token_id)
+        else:
+            trainer = sft_trainer(model, tokenizer, [{"prompt": "1+1=", "completion": "2"}] * 16, fields)
+            inputs = sft_inputs(trainer, gate["sft"], bool(options.get("packing")))
+    if options.get("use_liger_kernel"):  # its training loop does this
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+    trainer.current_gradient_accumulation_steps = 1  # set by its training loop
+    trainer.model.train()
+    place = trainer.model.device
+    inputs = {key: value.to(place) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    with trainer.accelerator.autocast():
+        loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    gradients = {n: p.grad.cpu().contiguous() for n, p in trainer.model.named_parameters() if p.grad is not None}
+    save_file(gradients, str(work / f"trl-{workload}.safetensors"))
 
 
 def main() -> None:
@@ -55,24 +92,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     work = parser.parse_args().work
     torch.set_num_threads(THREADS)
-    gate = json.loads((work / "gate.json").read_text())
     for workload in ("grpo", "sft"):
-        model, tokenizer = load(work / "model")
-        with tempfile.TemporaryDirectory() as folder:
-            options = common("fp32", 1, folder)
-            if workload == "grpo":
-                trainer = grpo_trainer(model, tokenizer, ["1+1="] * 256, options, forced=True)
-                inputs = grpo_inputs(gate["grpo"], tokenizer.pad_token_id)
-            else:
-                trainer = sft_trainer(model, tokenizer, [{"prompt": "1+1=", "completion": "2"}] * 16, options)
-                inputs = sft_inputs(gate["sft"], tokenizer.pad_token_id)
-            trainer.current_gradient_accumulation_steps = 1  # set by its training loop
-            trainer.model.train()
-            inputs = {name: value.to(trainer.model.device) for name, value in inputs.items()}
-            trainer.compute_loss(trainer.model, inputs).backward()
-        named = trainer.model.named_parameters()
-        found = {n: p.grad.cpu().clone().contiguous() for n, p in named if p.grad is not None}
-        save_file(found, str(work / f"trl-{workload}.safetensors"))
+        save(work, workload)
 
 
 if __name__ == "__main__":

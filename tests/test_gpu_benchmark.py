@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,62 @@ def test_kernels_determinism_and_training_run_without_a_gpu(tmp_path):
             assert part["figures"]["planned GiB"]["train"] > part["figures"]["planned GiB"]["rest"] > 0
 
 
+def test_our_steps_are_timed_where_trl_is_not_installed(tmp_path):
+    file = tmp_path / "result.json"
+    options = ("--device", "cpu", "--small", "--only", "throughput", "--trl-python", "/bin/false")
+    left_out = ("vllm", "grpo-natural, without vllm", "sft, TRL's rows padded")
+    done = execute("--result", str(file), *options, "--skip", *left_out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = json.loads(file.read_text())["sections"]["throughput"]["parts"]
+    why = {name: part["why"] for name, part in parts.items() if part["status"] == "not run"}
+    assert list(why) == ["the same gradients as TRL", "grpo-forced", "grpo-natural", *left_out[1:]]
+    assert "/bin/false does not run" in why["the same gradients as TRL"]
+    for name in ("sft", "grpo-forced, without vllm"):
+        figures = parts[name]["figures"]
+        assert figures["TRL is not run"] == why["the same gradients as TRL"]
+        assert figures["ours, tokens per second"] > 0
+        assert len(figures["arms"]["ours"]["phases"]) == len(figures["arms"]["ours"]["seconds"]) == 1
+
+
+def test_steps_of_a_turn_count_where_they_are_to_be_timed(load):
+    turns, (driver, worker) = load("turns"), Pipe()
+    for message in ((2, 0), (1, 2), (0, 0)):
+        driver.send(message)
+    clock = turns.Turns(worker)
+    clock.begin()
+    for tokens in range(4):
+        clock.step(tokens)
+    with pytest.raises(turns.Ended):
+        clock.step(4)
+    assert clock.timed == [False, False, False, True, True]
+    result = clock.result()
+    assert (result["tokens"], len(result["seconds"])) == ([3, 4], 2)
+    assert [driver.recv() for _ in range(3)] == [{}, {}, {}]
+
+
+def test_trl_gets_the_options_that_the_machine_has(load, parts, tmp_path):
+    throughput = load("throughput")
+    with pytest.raises(RuntimeError, match="the process ended"):
+        throughput.Worker("trl", Path("/bin/false"), tmp_path / "log").ask({}, 20.0)
+
+    def fastest(device, missing, options):
+        section = parts.Section(tmp_path / "s.json", device, True, tmp_path, tmp_path, Path("/bin/false"))
+        arms = throughput.Arms(section, None, tmp_path)
+        assert "does not run" in arms.no_trl
+        arms.missing = dict.fromkeys(missing, "absent")
+        return arms.fastest(options)
+
+    packed, gpu = throughput.PACKED, "it needs a GPU"
+    assert fastest("cuda", (), {}) == ({"options": {"use_liger_kernel": True}}, {})
+    job = {"options": {**packed, "use_liger_kernel": True}, "attention": "flash"}
+    assert fastest("cuda", (), packed) == (job, {})
+    job = {"options": packed, "attention": "flash"}
+    assert fastest("cuda", ["liger_kernel"], packed) == (job, {"Liger": "absent"})
+    assert fastest("cpu", (), packed) == ({"options": packed}, {"Liger": gpu, "flash attention": gpu})
+    engine = throughput.ENGINE
+    assert fastest("cuda", (), engine) == ({"options": {**engine, "use_liger_kernel": True}}, {})
+
+
 @pytest.mark.cluster
 def test_a_colocated_run_goes_through_processes_without_ray(tmp_path):
     pytest.importorskip("vllm")
@@ -123,6 +180,8 @@ def test_predictions_are_printed_and_compared(load):
     expected = predictions.of(["training"], "cuda", False)
     assert {p.part for p in expected} <= {arm.name for arm in training.ARMS}
     assert {p.section for p in predictions.EXPECTED} <= set(run.SECTIONS)
+    compared = {comparison.name for comparison in load("throughput").COMPARISONS}
+    assert {p.part for p in predictions.of(["throughput"], "cuda", False)} <= compared
     lines = list(predictions.announced(expected))
     assert len(lines) == len(expected) + 2
     assert "tokens per second 21,000 to 26,000" in lines[1]

@@ -1,7 +1,9 @@
-"""GRPO and SFT, whole steps of ours and of TRL in alternation: the scripts of ``make bench`` at a 0.5B-class shape, on
-the device, as many repeats as the time allows.
+"""GRPO and SFT, whole steps of ours and of TRL in turns: the workloads of ``make bench`` at a 0.5B-class shape.
 
-Before anything is timed, both must compute the same gradients on the same batches, as in ``make bench``.
+Ours runs with its defaults, TRL with Liger and the options that make it fastest (:data:`PACKED`, :data:`ENGINE`), then
+both without vLLM, and TRL without packing. One process of each imports its packages once and makes some steps when
+it is told to (../turns.py). Before anything is timed, both must compute the same gradients on the same batches, TRL
+with each of its options.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ import json
 import os
 import subprocess
 import sys
-import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +35,87 @@ LARGE: dict[str, Any] = {
     "SHORTEST": 64,
     "LONGEST": 1024,
 }
-TINY: dict[str, Any] = {"PROMPTS": 2, "SAMPLES": 2, "MAX_NEW_TOKENS": 8, "ROWS": 4, "SHORTEST": 20, "LONGEST": 40}
-WORKLOADS = ("grpo-forced", "sft", "grpo-natural")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "ours, head in bf16": {"trainer": {"head_fp32": False}},
-    "ours, large micro-batches": {
-        "trainer": {"head_fp32": False},
-        "policy": {"micro_tokens": 32768},
-    },
+TINY: dict[str, Any] = {"PROMPTS": 2, "SAMPLES": 2, "MAX_NEW_TOKENS": 8, "ROWS": 4, "SHORTEST": 20, "LONGEST": 200}
+
+PACKED: dict[str, Any] = {"packing": True}
+"""Of TRL's config for SFT."""
+ENGINE: dict[str, Any] = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.15,
+    "vllm_max_model_length": 256,
+    "vllm_importance_sampling_correction": False,
 }
-"""The first arm has the default options. The others are timed once if there is time left, and show faster options on a
-GPU: TRL's head is in bf16 too."""
+"""Of TRL's config for GRPO. The correction needs a forward pass more, and ours does without by default, too. The engine
+stays awake, which is faster: a GPU that needs this benchmark holds both."""
+OWN_ENGINE: dict[str, Any] = {"use": "vllm", "kv_cache_gib": 1.0}
+"""Of our run file. As in TRL it is in the trainer's process and stays awake."""
+COMPILED = 420.0
+"""Seconds that must be left for compiled engines, which are the default of both sides: each may take over 100 s to
+start. With less time both are uncompiled."""
+RESERVE = 15.0
+"""Seconds that must be left for a turn after the first timed one."""
+
 GATE_CUDA = 1e-4
 """Largest distance of the gradients of ours and TRL in fp32, relative to their norm. It is 1e-5 on a processor, where
 attention has the same precision in both. On a GPU torch uses other kernels for padded rows than for packed ones."""
+GATE_BF16 = 5e-2
+"""The same for TRL in bf16 and ours in fp32: the bound of ``equality``. Flash attention has no fp32."""
+FIRST = 2e-2
+"""Largest relative difference of the first loss and gradient norm of SFT in bf16, as in ../real.py."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A part: a workload with ours and with TRL."""
+
+    name: str
+    workload: str
+    trl: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of TRL's config."""
+    seconds: float = 20.0
+    """The time that it needs at least."""
+
+    @property
+    def vllm(self) -> bool:
+        """Whether both sides sample with it."""
+        return "use_vllm" in self.trl
+
+
+COMPARISONS = (
+    Comparison("sft", "sft", PACKED),
+    Comparison("grpo-forced", "grpo-forced", ENGINE, seconds=60.0),
+    Comparison("grpo-natural", "grpo-natural", ENGINE),
+    Comparison("grpo-forced, without vllm", "grpo-forced"),
+    Comparison("grpo-natural, without vllm", "grpo-natural"),
+    Comparison("sft, TRL's rows padded", "sft"),
+)
+"""In the order of their worth."""
 
 
 def run(section: Section) -> None:
-    if section.device == "cuda":
-        section.part("rates", partial(rates, section))
-    os.environ["BENCH_THREADS"] = str(_threads())
+    os.environ |= {"BENCH_THREADS": str(_threads()), "OMP_NUM_THREADS": str(_threads())}
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     bench = _bench()
-    gate_folder, folder = section.work / "gate", section.work / "arms"
-    section.part("the same gradients as TRL", partial(gate, section, bench, gate_folder), seconds=60)
+    import model  # with the settings of make bench, for the gate
+
     _settings(section.small)
-    section.part("model and data", lambda _: bench.execute(sys.executable, "model.py", str(folder)), seconds=20)
+    gate_folder, folder = section.work / "gate", section.work / "arms"
     arms = Arms(section, bench, folder)
-    for workload in WORKLOADS:
-        section.part(workload, partial(arms.compare, workload), seconds=30)
+    with ThreadPoolExecutor(1) as pool, arms:  # all processes of this section import at the same time
+        files = pool.submit(bench.execute, sys.executable, "model.py", str(folder), "--without-pairs")
+        if section.device == "cuda":
+            section.part("rates", partial(rates, section))
+        gate_folder.mkdir()
+        model.make_model(gate_folder / "model")
+        model.make_data(gate_folder)
+        model.make_gate(gate_folder)
+        section.part("the same gradients as TRL", partial(arms.gate, gate_folder), seconds=20)
+        section.part("model and data", lambda _: files.result(), seconds=5)
+        for comparison in COMPARISONS:
+            run_it = partial(arms.compare, comparison)
+            needs = ("vllm",) if comparison.vllm else ()
+            section.part(comparison.name, run_it, needs=needs, seconds=comparison.seconds)
 
 
 def rates(section: Section, part: Part) -> None:
@@ -68,102 +126,192 @@ def rates(section: Section, part: Part) -> None:
     part.figures["copy, bytes per second"] = machine.copy_rate(section.device)
 
 
-def gate(section: Section, bench: Any, folder: Path, part: Part) -> None:
-    """At the tiny shape of ``make bench``, on the device."""
-    if missing := missing_for_trl(section.trl_python):
-        raise NotRun(missing)
-    limit = bench.TOLERANCE if section.device == "cpu" else GATE_CUDA
-    bench.execute(sys.executable, "model.py", str(folder))
-    for workload, apart in bench.gate(str(section.trl_python), folder, float("inf")).items():
-        part.figures[f"{workload}, gradients apart"] = apart
-        # a distance is a finding here, with a bound of this section's
-        part.at_most(f"{workload}: gradients of ours and TRL apart", apart, limit)
+class Worker:
+    """A process of ours or of TRL (../turns.py)."""
+
+    def __init__(self, who: str, python: Path, log: Path) -> None:
+        self.log = log
+        self.connection, theirs = Pipe()
+        command = [str(python), str(BENCHMARKS / "turns.py"), who, str(theirs.fileno())]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, pass_fds=[theirs.fileno()])
+        theirs.close()  # its end is then noticed
+
+    def ask(self, message: Any, seconds: float) -> dict[str, Any]:
+        """Send a message and wait for the answer. Raises RuntimeError where the process failed, ended or is late."""
+        try:
+            self.connection.send(message)
+            if not self.connection.poll(max(seconds, 0.0)):
+                raise RuntimeError(f"no answer after {seconds:.0f} s: {self.end()}")
+            answer: dict[str, Any] = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise RuntimeError(f"the process ended: {self.end()}") from error
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def end(self) -> str:
+        """The end of what it printed. Where it waits for a job it ends by itself, and removes its files."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        self.process.kill()
+        self.process.wait()
+        return self.log.read_text(errors="replace")[-3000:]
 
 
 class Arms:
-    """The runs of one script each, and their results so far."""
+    """The two processes, and the parts that they work for."""
 
     def __init__(self, section: Section, bench: Any, folder: Path) -> None:
         self.section, self.bench, self.folder = section, bench, folder
-        self.steps = ["--steps", "2", "--warmup", "1"] if section.small else ["--steps", "4", "--warmup", "2"]
-        self.longest = 0.0
-        self.no_trl = missing_for_trl(section.trl_python)
+        self.workers: dict[str, Worker] = {}
+        self.turns, self.steps = (1, (1, 1)) if section.small else (3, (1, 2))
+        """Turns of each side after the first, which is not timed; steps of a turn: not timed, timed."""
+        self.eager = section.small or section.left < COMPILED
+        self.missing = missing_for_trl(section.trl_python)
+        self.no_trl = next((why for name, why in self.missing.items() if name not in OPTIONAL), "")
+        """Why TRL cannot be run; empty where it can."""
 
-    def compare(self, workload: str, part: Part) -> None:
-        """Two rounds of ours and TRL in turn, then the variants once, as far as the time allows."""
+    def __enter__(self) -> None:
+        for who in ("ours",) if self.no_trl else ("ours", "trl"):
+            self.worker(who)
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers.values():
+            worker.end()
+
+    def worker(self, who: str) -> Worker:
+        """The process of ``ours`` or ``trl``; a new one if it ended."""
+        if who not in self.workers or self.workers[who].process.poll() is not None:
+            python = self.section.trl_python if who == "trl" else Path(sys.executable)
+            self.workers[who] = Worker(who, python, self.section.work / f"{who}.log")
+        return self.workers[who]
+
+    def ask(self, who: str, message: Any) -> dict[str, Any]:
+        return self.worker(who).ask(message, self.section.left - 3)
+
+    def fastest(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """(arguments of a job of TRL with these options and the kernels that suit them, {what it is without: why})."""
+        why = "it needs a GPU" if self.section.device != "cuda" else ""
+        without = {"Liger": why or self.missing.get("liger_kernel", ""), "flash attention": why}
+        job: dict[str, Any] = {"options": dict(options)}
+        if not without["Liger"]:
+            job["options"]["use_liger_kernel"] = True
+        if "packing" not in options:
+            del without["flash attention"]
+        elif not why:
+            job["attention"] = "flash"
+        return job, {name: reason for name, reason in without.items() if reason}
+
+    def gate(self, folder: Path, part: Part) -> None:
+        """At the tiny shape of ``make bench``, on the device: our gradients in fp32 beside those of TRL as it is, and
+        with its options."""
+        if self.no_trl:
+            raise NotRun(self.no_trl)
+        exact = self.bench.TOLERANCE if self.section.device == "cpu" else GATE_CUDA
+        packed, _ = self.fastest(PACKED)
+        flash = packed.pop("attention", None)
+        liger = {"options": {name: x for name, x in packed["options"].items() if name not in PACKED}}
+        cases = [("grpo", {}, exact), ("sft", {}, exact), ("sft", packed, exact)]
+        cases += [("grpo", liger, exact)] if liger["options"] else []
+        cases += [("sft", packed | {"attention": flash, "precision": "bf16"}, GATE_BF16)] if flash else []
+        job = {"gate": True, "work": str(folder)}
+        for workload in ("grpo", "sft"):
+            self.ask("ours", job | {"workload": workload})
+        for workload, options, limit in cases:
+            self.ask("trl", job | {"workload": workload} | options)
+            name = ", ".join([workload, *options.get("options", ()), *filter(None, [options.get("attention")])])
+            apart = self.bench.distance(folder, workload)
+            part.figures[f"{name}: gradients apart"] = apart
+            part.at_most(f"{name}: gradients of ours and TRL apart", apart, limit)
+
+    def compare(self, comparison: Comparison, part: Part) -> None:
+        """Turns of ours and TRL, as many as the time allows. A side that fails leaves the other one's figures."""
         if not (self.folder / "prompts.jsonl").exists():
             raise NotRun("there is no model to train")
-        runs: dict[str, list[dict[str, Any]]] = {}
-        rounds = [("ours", 1), ("trl", 1), ("ours", 2), ("trl", 2), *((name, 1) for name in list(VARIANTS)[1:])]
-        share = self.section.left / (len(WORKLOADS) - WORKLOADS.index(workload))
-        until = self.section.left - share
-        for number, (arm, _) in enumerate(rounds if not self.section.small else rounds[:2]):
-            if self.section.left - self.longest < (until if number > 1 else 5):
-                part.figures["left out for want of time"] = [name for name, _ in rounds[number:]]
-                break
-            self._time(workload, arm, runs, part)
-        part.figures["arms"] = runs
-        part.figures["summary"] = self.summary(runs)
-        part.holds(
-            "ours was timed, and TRL where it is installed", "ours" in runs and ("trl" in runs or bool(self.no_trl))
-        )
-
-    def _time(self, workload: str, arm: str, runs: dict[str, list[dict[str, Any]]], part: Part) -> None:
-        python, script, start = sys.executable, "ours_train.py", time.monotonic()
-        if arm == "trl":
-            if self.no_trl:
-                part.figures["not run"] = {"trl": self.no_trl}
-                return
-            python, script = str(self.section.trl_python), "trl_train.py"
+        job = {"gate": False, "work": str(self.folder), "workload": comparison.workload, "precision": "bf16"}
+        jobs = {"ours": job}
+        why = self.no_trl or (self.missing.get("vllm", "") if comparison.vllm else "")
+        if why:
+            part.figures["TRL is not run"] = why
         else:
-            _settings(self.section.small, OURS=VARIANTS[arm])
-        result = self.folder / "result.json"
-        options = [workload, "bf16", *self.steps, "--work", str(self.folder), "--result", str(result)]
-        self.bench.execute(python, script, *options)
-        runs.setdefault(arm, []).append(json.loads(result.read_text()))
-        self.longest = max(self.longest, time.monotonic() - start)
-        part.figures["arms"] = runs
-        self.section.write()
+            fastest, without = self.fastest(comparison.trl)
+            jobs["trl"] = job | fastest
+            part.figures |= {"TRL": fastest, "TRL without": without}
+        if comparison.vllm:
+            part.figures["engines"] = "uncompiled" if self.eager else "compiled"
+            jobs["ours"] = job | {"options": {"generator": OWN_ENGINE}}
+            jobs = {who: one | {"eager": self.eager} for who, one in jobs.items()}
+        results = part.figures["arms"] = self.timed(jobs, part)
+        part.figures |= self.summary(results)
+        part.holds("each side was timed", all(results.get(who, {}).get("seconds") for who in jobs))
+        if comparison.workload == "sft" and len(results) == 2:
+            self.same_work(results, part)
 
-    def summary(self, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-        """Medians over all timed steps of an arm; the share of the device's rate is of forward and backward only."""
-        report, found = self.bench.report, {}
+    def timed(self, jobs: Mapping[str, dict[str, Any]], part: Part) -> dict[str, Any]:
+        """{side: its result}, of the sides that did not fail. One is built after the other, because an engine counts
+        the memory that others take while it starts."""
+        results: dict[str, Any] = {}
+        errors = part.figures["errors"] = {}
+        turns = [(2, 0), *[self.steps] * self.turns]
+        for number, message in enumerate(("job", *turns, (0, 0))):
+            if 2 < number <= len(turns) and self.section.left < RESERVE:
+                part.figures["turns left out for want of time"] = True
+                continue
+            for who in [who for who in jobs if who not in errors]:
+                try:
+                    results[who] = self.ask(who, jobs[who] if message == "job" else message)
+                except RuntimeError as error:
+                    errors[who] = str(error)
+        return {who: result for who, result in results.items() if who not in errors}
+
+    def same_work(self, results: Mapping[str, Any], part: Part) -> None:
+        """Of SFT, where both learn from the same rows in every step."""
+        ours, trl = results["ours"], results["trl"]
+        part.holds("the tokens of all steps are equal", {*ours["tokens"]} == {*trl["tokens"]})
+        for name, value in trl["first"].items():
+            part.at_most(f"first {name} of ours and TRL apart", abs(ours["first"][name] / value - 1), FIRST)
+
+    def summary(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Medians over the timed steps; the share of the device's rate is of forward and backward only."""
+        report, figures = self.bench.report, {}
         rate = self.section.parts.get("rates", {}).get("figures", {}).get("bf16 products, operations per second")
-        for arm, results in runs.items():
-            found[arm] = row = {
-                "seconds": report.median([s for r in results for s in r["seconds"]]),
-                "tokens": report.median([t for r in results for t in r["tokens"]]),
-                "tokens per second": report.throughput(results),
-                "peak host MiB": report.median([r["peak_mib"] for r in results]),
-            }
-            if "peak_device_mib" in results[0]:
-                row["peak device MiB"] = report.median([r["peak_device_mib"] for r in results])
-            if "phases" in results[0]:
-                row["phases"] = report.phases(results, rate or float("nan"))
-        if "ours" in found and "trl" in found:
-            found["ours / trl"] = found["ours"]["tokens per second"] / found["trl"]["tokens per second"]
-        return found
+        for who, result in results.items():
+            figures[f"{who}, tokens per second"] = report.throughput([result])
+            figures[f"{who}, seconds"] = report.median(result["seconds"])
+            figures[f"{who}, tokens"] = report.median(result["tokens"])
+            if "peak_device_mib" in result:
+                figures[f"{who}, peak device MiB"] = result["peak_device_mib"]
+            if "phases" in result:
+                figures[f"{who}, phases"] = report.phases([result], rate or float("nan"))
+        if len(results) == 2:
+            figures["ours / trl"] = figures["ours, tokens per second"] / figures["trl, tokens per second"]
+        return figures
+
+
+OPTIONAL = ("vllm", "liger_kernel")
+"""Packages that TRL can do without."""
 
 
 @cache
-def missing_for_trl(python: Path) -> str:
-    """Why TRL cannot be run; empty where it can."""
-    names = ("trl", "accelerate", "datasets", "transformers", "torch")
+def missing_for_trl(python: Path) -> dict[str, str]:
+    """{package: why it cannot be used}."""
+    names = ("trl", "accelerate", "datasets", "transformers", "torch", *OPTIONAL)
     ask = f"import importlib.util as u; print(*(n for n in {names!r} if u.find_spec(n) is None))"
     try:
         done = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False, timeout=60)
     except OSError as error:
-        return f"there is no Python for TRL: {error}"
+        return {"trl": f"there is no Python for TRL: {error}"}
     if done.returncode:
-        return f"{python} does not run: {done.stderr.strip()[-300:]}"
-    missing = done.stdout.split()
-    return f"{', '.join(missing)} not installed for {python}" if missing else ""
+        return {"trl": f"{python} does not run: {done.stderr.strip()[-300:]}"}
+    return {name: f"{name} is not installed for {python}" for name in done.stdout.split()}
 
 
-def _settings(small: bool, **others: Any) -> None:
+def _settings(small: bool) -> None:
     """For the scripts that are started from now on."""
     shape, tokens = shapes.sizes(small)
-    changes = {"SIZES": shape, "VOCABULARY": tokens, **(TINY if small else LARGE), **others}
+    changes = {"SIZES": shape, "VOCABULARY": tokens, **(TINY if small else LARGE)}
     os.environ["BENCH_SETTINGS"] = json.dumps(changes)
 
 
