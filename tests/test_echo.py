@@ -65,6 +65,17 @@ def test_samples_without_an_advantage_teach_their_observations(shop: Workshop) -
         assert line["policy/loss"] == pytest.approx(line["policy/loss/echo"])
 
 
+def test_a_member_learns_observations_as_its_algorithm_alone(shop: Workshop) -> None:
+    options, shared = {"echo_coef": COEF}, {**GAME, "policy": {"micro_tokens": 40}}
+    alone = shop.train("grpo", "alone", algorithm=options, **shared)
+    member = {"use": "grpo", "sources": ["data"], **options}
+    run = shop.train("per_source", "member", algorithm={"members": {"all": member}}, **shared)
+    assert run.weights == alone.weights
+    nll = [[line[name] for line in one.lines()] for one, name in
+           ((run, "policy/all/observation_nll"), (alone, "policy/observation_nll"))]  # fmt: skip
+    assert nll[0] == nll[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -85,7 +85,7 @@ def test_the_input_of_a_loss_on_some_units_holds_what_the_loss_would_see_alone()
     keep_U = torch.tensor([False, True, False, True])
     x = LossInput(
         whole,
-        {"logprobs": torch.arange(11.0)},
+        {"logprobs": torch.arange(11.0), "a/seen": torch.arange(3.0), "b/seen": torch.arange(5.0)},
         (),
         "loss_mask",
         {"a/kl": 0.5, "b/kl": 1.0},
@@ -96,6 +96,8 @@ def test_the_input_of_a_loss_on_some_units_holds_what_the_loss_would_see_alone()
     assert (part.units, part.sequences, part.tokens, part.coef) == (2, 2, 8, {"kl": 0.5})
     assert part["bonus"].tolist() == [1.0, 3.0]
     assert part["logprobs"].tolist() == [2, 3, 4, 5, 7, 8, 9, 10]
+    assert part["seen"].tolist() == [0, 1, 2], "of a mask of these units alone"
+    assert not part.has("b/seen")
     assert torch.equal(part["live"], part["logprobs"])
     assert torch.equal(part["old"], whole.tok["a/old"][whole.tok["loss_mask"] & keep_U[whole.unit_N]])
     assert part.sum_per_sequence(torch.ones(8)).tolist() == [4, 4]

@@ -77,8 +77,9 @@ class LossInput:
         """The input of another loss that reads only the units for which ``keep_U`` (bool [U]) is True, in their order.
 
         A batch may hold units of several kinds, each with columns of its own. The columns, coefficients and live
-        columns whose names start with ``prefix`` have their names without it in the result. All outputs must be per
-        token.
+        columns whose names start with ``prefix`` have their names without it in the result. So have outputs, which are
+        then of a mask of these units alone; outputs with another prefix (a "/" in their name) are left out. All outputs
+        must be per token.
 
         Args:
             columns: the names without ``prefix`` that the other loss may read.
@@ -99,7 +100,8 @@ class LossInput:
         keep_A = keep_U[self.unit_A]
         coef = {name.removeprefix(prefix): v for name, v in self.coef.items() if name.startswith(prefix)}
         live = {name.removeprefix(prefix): o for name, o in self._live.items() if name.startswith(prefix)}
-        outputs = {name: values_A[keep_A] for name, values_A in self._outputs.items()}
+        outputs = {name: values_A[keep_A] for name, values_A in self._outputs.items() if "/" not in name}
+        outputs |= own(self._outputs)
         return LossInput(batch, outputs, columns, self._over, coef, live, loss)
 
     @property

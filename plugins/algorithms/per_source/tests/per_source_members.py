@@ -31,6 +31,10 @@ LAYOUTS = {
         "members.chat": member("rloo", minibatches=2, kl={"coef": 0.3, "where": "loss", "target": 0.1}),
     },
     "pairs": {"members.math": member("grpo"), "members.chat": member("online_dpo")},
+    "observations": {
+        "members.math": member("grpo", echo_coef=0.1, mask_truncated=True),
+        "members.chat": member("dr_grpo", echo_coef=0.5, kl={"coef": 0.3, "where": "loss"}),
+    },
     "demonstrations": {"members.math": member("grpo", minibatches=2), "members.chat": member("sft")},
 }
 """{name: {part: a function that builds it}}."""

@@ -36,6 +36,13 @@ class TestPairsAndAnswers(OnTwoSources):
     parts = LAYOUTS["pairs"]
 
 
+class TestObservations(OnTwoSources):
+    """Terms over tokens of one member, beside those that the policy sampled."""
+
+    configs = (config_of("observations"),)
+    parts = LAYOUTS["observations"]
+
+
 class TestDemonstrations(OnTwoSources):
     """Rows with an answer beside sampled ones, in several optimizer steps."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Loss
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.loss_value import masks
 from rlhf.ops.reduce import LEVEL
 from rlhf.types import Head, LossOutput, Reduce
 
@@ -37,13 +39,17 @@ class LossOfMembers(Loss):
         self.losses, self.weights = dict(losses), dict(weights)
         heads: dict[str, str | Head] = {}
         for name, loss in self.losses.items():
-            over = {reduce.over for reduce in loss.reduce().values()}
-            if over != {"loss_mask"}:
-                raise _unfit(name, loss, f"reads tokens under the mask {', '.join(sorted(over))}")
+            own, *others = masks(loss)
+            if own != "loss_mask":
+                raise _unfit(name, loss, f"reads tokens under the mask {own}")
             if loss.prepass():
                 raise _unfit(name, loss, "asks for columns before each optimizer step (prepass)")
             for output in loss.outputs():
                 head = output.name if isinstance(output, Head) else output
+                if isinstance(output, Head) and output.over in others and not output.columns:
+                    output = replace(output, name=f"{name}/{head}", over=_over(name, output.over))
+                    heads[output.name] = output
+                    continue
                 if head == "scores" or (isinstance(output, Head) and (output.columns or output.over != "loss_mask")):
                     raise _unfit(name, loss, f"reads the output {head!r}, which is not of tokens under loss_mask alone")
                 if heads.setdefault(head, output) != output:
@@ -66,40 +72,56 @@ class LossOfMembers(Loss):
 
     def reduce(self) -> dict[str, Reduce]:
         return {
-            f"{name}/{term}": replace(reduce, coef=reduce.coef * self.weights[name], where=f"{name}/{PART}")
+            f"{name}/{term}": replace(
+                reduce, coef=reduce.coef * self.weights[name], over=_over(name, reduce.over), where=f"{name}/{PART}"
+            )
             for name, loss in self.losses.items()
             for term, reduce in loss.reduce().items()
         }
 
     def prepare(self, batch: Batch) -> Batch:
         parts = {name: part(batch, name) for name in self.losses}
-        return join({name: self.losses[name].prepare(p) for name, p in parts.items() if p is not None}, self.losses)
+        joined = join({name: self.losses[name].prepare(p) for name, p in parts.items() if p is not None}, self.losses)
+        for mask in (_over(name, mask) for name, loss in self.losses.items() for mask in masks(loss)):
+            if mask not in joined.tok:  # of a member without units
+                joined = joined.with_column("tok", mask, torch.zeros(joined.tokens, dtype=torch.bool), over=None)
+        return joined
 
     def __call__(self, x: LossInput) -> LossOutput:
         terms: dict[str, Tensor] = {}
-        metrics: dict[str, tuple[str, Tensor, Tensor]] = {}
+        metrics: dict[str, tuple[Any, ...]] = {}
         for name, loss in self.losses.items():
             keep_U = x[f"{name}/{PART}"]
             keep = {"token": keep_U[x.unit_A], "sequence": keep_U[x.unit_S], "unit": keep_U}
             if bool(keep_U.any()):
                 output = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
             else:
-                output = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, loss)))
+                output = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, name, loss)))
             trained = x.coef.get(f"{name}/{TRAINED}", 1.0)
             for term, reduce in loss.reduce().items():
                 level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
                 values = output.terms[term] if trained == 1.0 else output.terms[term] * trained
-                terms[f"{name}/{term}"] = _spread(values, keep[level])
+                own = reduce.over != "loss_mask"
+                terms[f"{name}/{term}"] = values if own else _spread(values, keep[level])
             for metric, (level, values, *where) in output.metrics.items():
+                if level not in keep:  # the mask of a term, which is the member's own
+                    metrics[f"{name}/{metric}"] = (_over(name, level), values, *where)
+                    continue
                 counted = _spread(where[0], keep[level]) if where else keep[level]
                 metrics[f"{name}/{metric}"] = (level, _spread(values, keep[level]), counted)
         return LossOutput(terms, metrics)
 
 
-def _nothing(x: LossInput, loss: Loss) -> Tensor:
+def _over(name: str, mask: str) -> str:
+    """A mask of a member's loss in the joined batch: that of all members, or of its own term."""
+    return mask if mask == "loss_mask" else f"{name}/{mask}"
+
+
+def _nothing(x: LossInput, name: str, loss: Loss) -> Tensor:
     """[0], with a gradient of zero for each output of the loss. Every micro-batch must reach the same outputs: stage 3
     of ZeRO compares the order of backward passes between ranks."""
-    outputs = [output.name if isinstance(output, Head) else output for output in loss.outputs()]
+    heads = [resolve_head(output) for output in loss.outputs()]
+    outputs = [head.name if head.over == "loss_mask" else f"{name}/{head.name}" for head in heads]
     return torch.cat([x[output][:0].reshape(-1) for output in outputs])
 
 
