@@ -185,7 +185,12 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Fork
         "run": {"steps": 5},
         "checkpoint": {"every": 2, "keep": 2},
         "observer": [{"use": f"file:{shop.file('killer.py', KILLER)}"}],
-        "algorithm": {"members": {"math": {"minibatches": 2}, "chat": {"minibatches": 2}}},
+        "algorithm": {
+            "members": {
+                "math": {"minibatches": 2, "weight_end": 0.2, "weight_steps": 4},
+                "chat": {"minibatches": 2},
+            }
+        },
     }
     whole, broken = (config(shop, name, **more) for name in ("whole", "broken"))
     runs.die_at(broken, "step 4")
@@ -195,6 +200,7 @@ def test_killed_and_resumed_it_is_the_run_that_was_never_interrupted(forks: Fork
     assert_same_run(finished, expected)
     coefficients = [line["chat/kl/coef"] for line in expected.lines() if "chat/kl/coef" in line]
     assert len(set(coefficients)) == len(coefficients) > 2
+    assert [line["math/weight"] for line in expected.lines()] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
 
 
 # ------------------------------------------------------------------------------------- demonstrations

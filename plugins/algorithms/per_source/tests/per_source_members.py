@@ -40,13 +40,16 @@ LAYOUTS = {
 """{name: {part: a function that builds it}}."""
 
 
-def config_of(layout: str) -> PerSourceConfig:
+def config_of(layout: str, **of_chat: Any) -> PerSourceConfig:
+    """Further options are those of the member ``chat``."""
+    more = {"math": {}, "chat": of_chat}
     made = {name: LAYOUTS[layout][f"members.{name}"]() for name in SOURCES}
-    return PerSourceConfig(members={n: Member(use=made[n].name, sources=(n,), weight=WEIGHTS[n]) for n in SOURCES})
+    members = {n: Member(use=made[n].name, sources=(n,), weight=WEIGHTS[n], **more[n]) for n in SOURCES}
+    return PerSourceConfig(members=members)
 
 
-def algorithm(layout: str, run: RunOptions | None = None) -> PerSource:
-    return PerSource(config_of(layout), {name: make() for name, make in LAYOUTS[layout].items()}, run)
+def algorithm(layout: str, run: RunOptions | None = None, **of_chat: Any) -> PerSource:
+    return PerSource(config_of(layout, **of_chat), {name: make() for name, make in LAYOUTS[layout].items()}, run)
 
 
 def with_demonstrations(groups: Sequence[Group], source: str = "chat") -> list[Group]:

@@ -35,11 +35,11 @@ def gradients(step: Step) -> dict[str, torch.Tensor]:
     return run.gradients
 
 
-def check_sum(step: Step, alone: dict[str, Step]) -> None:
+def check_sum(step: Step, alone: dict[str, Step], weights: dict[str, float] = WEIGHTS) -> None:
     """The gradient is the weighted sum of the gradients of the members alone."""
     found = gradients(step)
     for name, gradient in found.items():
-        expected = sum(WEIGHTS[m] * gradients(s)[name] for m, s in alone.items())
+        expected = sum(weights[m] * gradients(s)[name] for m, s in alone.items())
         assert float((gradient - expected).norm()) <= SHARE * float(gradient.norm())
     assert all(float(g.norm()) > 0 for s in alone.values() for g in gradients(s).values())
 
@@ -88,6 +88,18 @@ def test_a_demonstration_without_an_answer_ends_the_run() -> None:
         algorithm("demonstrations").assemble(groups())
 
 
+@pytest.mark.parametrize(("number", "weight"), [(0, 0.25), (1, 0.2), (4, 0.05), (5, 0.0), (9, 0.0)])
+@pytest.mark.parametrize("layout", ["demonstrations", "observations"])
+def test_a_weight_moves_over_the_steps(layout: str, number: int, weight: float) -> None:
+    """A new algorithm, as after a resume, has the weight of its step."""
+    made, data = algorithm(layout, weight_end=0.0, weight_steps=5), groups(layout=layout)
+    step = model_step(made, data, number)
+    check_sum(step, steps_alone(layout, data), {"math": 1.0, "chat": weight})
+    assert {key: value for key, value in step.finished.items() if "weight" in key} == {
+        "chat/weight": pytest.approx(weight)
+    }
+
+
 def test_a_member_without_anything_to_train_adds_nothing() -> None:
     """All samples of one member are truncated and masked: alone it would take no step."""
     data = groups()
@@ -97,7 +109,7 @@ def test_a_member_without_anything_to_train_adds_nothing() -> None:
     step, others = model_step(algorithm("several passes"), data, 0), steps_alone("several passes", data)
     assert others.pop("math").updates == []
     check_sum(step, others)
-    assert step.updates[0].coef["math/trained"] == 0.0
+    assert step.updates[0].coef["math/factor"] == 0.0
 
 
 def test_metrics_of_a_member_are_those_of_its_algorithm_alone() -> None:
@@ -191,6 +203,7 @@ def test_sources_must_be_those_of_the_run() -> None:
         ({}, "at least 1 item"),
         ({"a": {"use": "grpo", "sources": []}}, "at least 1 item"),
         ({"a": {"use": "grpo", "sources": ["x"], "weight": 0.0}}, "greater than 0"),
+        ({"a": {"use": "grpo", "sources": ["x"], "weight_end": 0.5}}, "weight_end and weight_steps belong together"),
         ({"policy": {"use": "grpo", "sources": ["x"]}}, "the name 'policy' is not allowed"),
         ({"a/b": {"use": "grpo", "sources": ["x"]}}, "the name 'a/b' is not allowed"),
         (

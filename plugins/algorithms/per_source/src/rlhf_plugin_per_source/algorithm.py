@@ -31,7 +31,24 @@ class Member(ComponentConfig):
     sources: tuple[str, ...] = Field(min_length=1)
     """Names of the sources in ``data.train`` whose rows it trains on."""
     weight: float = Field(default=1.0, gt=0)
-    """Factor of its loss in the sum."""
+    """Factor of its loss in the sum; with ``weight_end`` that of the first step."""
+    weight_end: float | None = Field(default=None, ge=0)
+    """The factor after ``weight_steps`` steps of the run; it moves by as much in each of them (mu of CHORD,
+    arXiv:2508.11408, whose code takes a cosine after a warm-up). Default: constant."""
+    weight_steps: int | None = Field(default=None, ge=1)
+    """Number of steps until ``weight_end``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Member:
+        if (self.weight_end is None) != (self.weight_steps is None):
+            raise ValueError("weight_end and weight_steps belong together: give both or none")
+        return self
+
+    def weight_at(self, step: int) -> float:
+        """The factor in step ``step`` of the run, from 0. It depends on nothing else, so a resume needs no state."""
+        if self.weight_end is None or self.weight_steps is None:
+            return self.weight
+        return self.weight + (self.weight_end - self.weight) * min(step / self.weight_steps, 1.0)
 
 
 class PerSourceConfig(ComponentConfig):
@@ -66,7 +83,8 @@ class PerSource(Algorithm[Group]):
 
     loss_m is the loss of member m, computed on the samples of its sources only: its own groups, its own advantages and
     their normalisation, its own columns, and its own number of tokens or samples in the optimizer batch as divisor. A
-    member without samples in an optimizer batch adds 0; the others keep their weights.
+    member without samples in an optimizer batch adds 0; the others keep their weights. weight_m may move over the steps
+    of the run (``weight_end``).
 
     Metrics of a member begin with its name: ``math/reward/mean``, ``policy/math/clip_fraction``,
     ``policy/loss/math/policy``.
@@ -217,14 +235,14 @@ class PerSource(Algorithm[Group]):
     def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
         """One update of the policy. A step with fewer samples than minibatches takes as many as the member that takes
         most."""
+        from rlhf_plugin_per_source.loss import FACTOR
+
         planned = self._check_updates(step)
         plans = {name: planned_update(name, member, step) for name, member in self.members.items()}
         idle: dict[str, float] = {}
         if batch is not None:
-            from rlhf_plugin_per_source.loss import TRAINED
-
             now = {name: member.updates(step, own) for name, member, own in self._parts(batch)}
-            idle = {f"{name}/{TRAINED}": 0.0 for name, updates in now.items() if not updates}
+            idle = {f"{name}/{FACTOR}": 0.0 for name, updates in now.items() if not updates}
             batch_updates = {
                 name: policy_update(name, self.members[name], updates) for name, updates in now.items() if updates
             }
@@ -233,11 +251,12 @@ class PerSource(Algorithm[Group]):
             planned = replace(planned, minibatches=max(update.minibatches for update in batch_updates.values()))
             plans = {name: batch_updates.get(name, plans[name]) for name in now}
         coef = {f"{name}/{key}": value for name, u in plans.items() for key, value in u.coef.items()}
+        coef |= {f"{name}/{FACTOR}": m.weight_at(step) / m.weight for name, m in self._moving.items()}
         live = {f"{name}/{column}": output for name, u in plans.items() for column, output in u.live.items()}
         return [replace(planned, coef=coef | idle, live=live)]
 
     def finish(self, step: int, batch: Batch, metrics: Mapping[str, float]) -> dict[str, float]:
-        all_metrics: dict[str, float] = {}
+        all_metrics = {f"{name}/weight": m.weight_at(step) for name, m in self._moving.items()}
         for name, member, own in self._parts(batch):
             of_member = member.finish(step, own, metrics_of(name, tuple(self.members), metrics))
             all_metrics |= {f"{name}/{key}": value for key, value in of_member.items()}
@@ -260,6 +279,11 @@ class PerSource(Algorithm[Group]):
         super().load_state_dict({name: value for name, value in state.items() if name not in self.members})
 
     # ------------------------------------------------------------------------------------- derived
+
+    @property
+    def _moving(self) -> dict[str, Member]:
+        """The members whose weight moves."""
+        return {name: m for name, m in self.config.members.items() if m.weight_end is not None}
 
     def _samples(self, name: str) -> bool:
         """Whether this member learns from samples, not from demonstrations."""

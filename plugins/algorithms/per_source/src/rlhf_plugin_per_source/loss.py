@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
     from torch import Tensor
 
-TRAINED = "trained"
-"""Coefficient of an update: 0 for a member that trains nothing in this step."""
+FACTOR = "factor"
+"""Coefficient of an update: what a member's weight is multiplied by in this step, 0 where it trains nothing."""
 
 
 class LossOfMembers(Loss):
@@ -97,10 +97,10 @@ class LossOfMembers(Loss):
                 output = loss(x.of_units(keep_U, f"{name}/", loss.columns(), loss.name))
             else:
                 output = LossOutput(dict.fromkeys(loss.reduce(), _nothing(x, name, loss)))
-            trained = x.coef.get(f"{name}/{TRAINED}", 1.0)
+            factor = x.coef.get(f"{name}/{FACTOR}", 1.0)
             for term, reduce in loss.reduce().items():
                 level = {"tok": "token", "seq": "sequence", "unit": "unit"}[LEVEL[reduce.how]]
-                values = output.terms[term] if trained == 1.0 else output.terms[term] * trained
+                values = output.terms[term] if factor == 1.0 else output.terms[term] * factor
                 own = reduce.over != "loss_mask"
                 terms[f"{name}/{term}"] = values if own else _spread(values, keep[level])
             for metric, (level, values, *where) in output.metrics.items():
