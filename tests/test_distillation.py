@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rlhf_testing.tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.runs import Finished, Workshop, assert_same_run
+from tests.runs import PROMPTS, Finished, Workshop, assert_same_run, merged
+from tests.test_first_step import close, norm
 from tests.test_resume import Runs, config
+from tests.test_teachers import CONTEXT
 
 SAMPLED, GIVEN = "distill_on_policy", "distill"
 BOTH = (GIVEN, SAMPLED)
 MIXED = {"algorithm": {"sampled": 0.5}}
+AVERAGED = {"roles": None, "algorithm": {"teacher": {"weights": "averaged", "share": 0.5}, "loss": {"top_k": 5}}}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +164,7 @@ def test_hidden_states_in_bf16_are_nearly_those_in_fp32(shop: Workshop, teacher:
         pytest.param(SAMPLED, 0, {}, marks=pytest.mark.full),
         pytest.param(SAMPLED, 2, {}, marks=pytest.mark.full),
         (SAMPLED, 2, MIXED),
+        (SAMPLED, 0, AVERAGED),
     ],
 )
 def test_a_killed_and_resumed_distillation_ends_with_equal_weights(
@@ -166,7 +172,8 @@ def test_a_killed_and_resumed_distillation_ends_with_equal_weights(
 ) -> None:
     runs = Runs(forks, shop)
     whole, broken = (
-        config(shop, algorithm, name, staleness, **changes(algorithm, teacher), **more) for name in ("whole", "broken")
+        config(shop, algorithm, name, staleness, **{**changes(algorithm, teacher), **more})
+        for name in ("whole", "broken")
     )
     reference = runs.start(whole)
     runs.die_at(broken, "step 4")
@@ -175,7 +182,130 @@ def test_a_killed_and_resumed_distillation_ends_with_equal_weights(
     assert_same_run(finished, expected)
 
 
+# ------------------------------------------------------------------------------------------ the student as the teacher
+
+
+def self_taught(shop: Workshop, loss: dict[str, Any], rows: list[dict[str, Any]] = CONTEXT, **teacher: Any) -> Any:
+    """The options of a student that is its own teacher, which reads a text that the student does not see."""
+    options = merged({"context": "privileged_context", "template": "Hint: {context}"}, teacher)
+    data = {"train": str(shop.rows("context.jsonl", rows))}
+    return {"reward": None, "data": data, "algorithm": {"teacher": options, "loss": loss}}
+
+
+@pytest.mark.parametrize(
+    ("weights", "loss"),
+    [
+        ("base", {"divergence": "forward_kl"}),
+        ("base", {"divergence": "jsd", "beta": 0.3, "top_k": 7}),
+        ("live", {"divergence": "jsd", "beta": 0.3, "top_k": 7, "temperature": 0.8}),
+        ("averaged", {"divergence": "reverse_kl", "top_k": 500}),
+        ("role", {"divergence": "reverse_kl", "reduce": "seq_mean_token_mean"}),
+    ],
+)
+def test_the_first_step_of_a_student_that_is_its_teacher(shop: Workshop, weights: str, loss: dict[str, Any]) -> None:
+    """Again from the recorded samples with whole logits in fp64, one sequence at a time."""
+    policy = tiny_model(shop.folder / "policy", seed=2, std=0.2)
+    changed = self_taught(shop, loss, weights=weights)
+    changed["policy"] = {"model": str(policy), "micro_tokens": 40}
+    if weights == "role":
+        changed["roles"] = {"teacher": {"model": str(policy), "dtype": "fp32"}}
+    run = shop.train(SAMPLED, "run", **changed, sampling={"temperature": 1.3})
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    student = AutoModelForCausalLM.from_pretrained(policy).double().eval()
+    k, beta, temperature = loss.get("top_k", 10**6), loss.get("beta", 0.5), loss.get("temperature", 1.0)
+    tokens, sequences = [], []
+    for sample in run.samples_of(min(run.rollouts())):
+        row = CONTEXT[sample["row"]["index"]]
+        prompt, answer = (turn["ids"] for turn in sample["turns"])
+        text = f"{row['prompt']}\n\nHint: {row['privileged_context']}"
+        taught = tokenizer(text, add_special_tokens=False)["input_ids"]
+        q = student(torch.tensor([[*prompt, *answer]])).logits[0, -len(answer) - 1 : -1]
+        p = student(torch.tensor([[*taught, *answer]])).logits[0, -len(answer) - 1 : -1].detach()
+        order = p.argsort(1, descending=True)[:, :k]
+        p, q = ((values / temperature).softmax(1).gather(1, order) for values in (p, q))
+        if k < order.shape[1] + 1:
+            p, q = (torch.cat([values, 1 - values.sum(1, keepdim=True)], 1) for values in (p, q))
+        m = beta * p + (1 - beta) * q
+        d = {
+            "forward_kl": (p * (p / q).log()).sum(1),
+            "reverse_kl": (q * (q / p).log()).sum(1),
+            "jsd": beta * (p * (p / m).log()).sum(1) + (1 - beta) * (q * (q / m).log()).sum(1),
+        }[loss["divergence"]]
+        tokens.append(d)
+        sequences.append(d.mean())
+    total = torch.stack(sequences).mean() if "reduce" in loss else torch.cat(tokens).mean()
+    total.backward()
+    first, *others = run.lines()
+    assert first["policy/loss"] == close(float(total.detach()))
+    assert first["policy/divergence"] == close(float(torch.cat(tokens).detach().mean()))
+    assert first["policy/grad_norm"] == close(norm(student))
+    assert first["teacher/left_out"] == 0
+    assert all(line["policy/grad_norm"] > 0 for line in others)
+
+
+@pytest.mark.parametrize("weights", ["base", "live", "averaged"])
+def test_the_student_learns_what_only_its_teacher_reads(shop: Workshop, weights: str) -> None:
+    policy = tiny_model(shop.folder / "policy", seed=2, std=0.2)
+    changed = self_taught(shop, {"top_k": 20, "divergence": "jsd"}, weights=weights)
+    run = shop.train(SAMPLED, "run", **changed, policy={"model": str(policy)}, run={"steps": 12}, trainer={"lr": 1e-2})
+    first, last = (sum(line["policy/divergence"] for line in part) for part in (run.lines()[:3], run.lines()[-3:]))
+    assert last < 0.8 * first
+
+
+def test_the_weights_of_a_self_teacher(shop: Workshop) -> None:
+    """They are equal in the first step. Afterwards the average with the whole share is the student."""
+    lines: dict[Any, list[float]] = {}
+    cases: list[dict[str, Any]] = [{}, {"share": 0.05}, {"share": 1.0}]
+    for weights, more in zip(("live", "averaged", "averaged"), cases, strict=True):
+        changed = self_taught(shop, {"top_k": 20}, weights=weights, **more)
+        run = shop.train(SAMPLED, f"{weights}-{more}", **changed, trainer={"lr": 1e-2})
+        lines[weights, *more.values()] = [line["policy/divergence"] for line in run.lines()]
+    for adapters in (None, {"rank": 4}):
+        trainer = {"lr": 1e-2} | ({} if adapters is None else {"lora": adapters})
+        for top_k in (None, 20):
+            loss = {} if top_k is None else {"top_k": top_k}
+            run = shop.train(SAMPLED, f"{top_k}-{adapters}", **self_taught(shop, loss, weights="base"), trainer=trainer)
+            lines[top_k, adapters is None] = [line["policy/divergence"] for line in run.lines()]
+    live = lines["live",]
+    assert lines["averaged", 1.0] == pytest.approx(live, rel=1e-5)
+    assert len({round(values[0], 6) for key, values in lines.items() if None not in key}) == 1
+    assert len({round(lines[key][-1], 6) for key in (("live",), ("averaged", 0.05), (20, True), (20, False))}) == 4
+    assert lines[None, False][0] == pytest.approx(lines[None, True][0], rel=1e-5)
+
+
+def test_samples_that_a_teacher_does_not_read_are_left_out(shop: Workshop) -> None:
+    rows = [{**row, "privileged_context": "" if n % 2 else "It is so."} for n, row in enumerate(CONTEXT)]
+    run = shop.train(SAMPLED, "some", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
+    assert sum(line["teacher/left_out"] for line in run.lines()) == pytest.approx(1.5)  # 12 rows in three steps
+    rows = [{**row, "privileged_context": "so " * 40} for row in CONTEXT]
+    none = shop.run(SAMPLED, "none", **self_taught(shop, {"top_k": 5}, rows, weights="live"))
+    assert [line["teacher/left_out"] for line in none.lines()] == [1.0] * 3
+    assert not any("policy/loss" in line for line in none.lines())
+    assert (none.code, "nothing to learn" in none.said) == (1, True), none.said
+
+
+def test_answers_of_the_data_have_a_teacher_with_a_context_too(shop: Workshop) -> None:
+    changed = merged(self_taught(shop, {"top_k": 5}, weights="live"), MIXED)
+    lines = shop.train(SAMPLED, "run", **changed).lines()
+    assert sum(line["stream/given"] for line in lines) > 0
+    assert all(line["teacher/left_out"] == 0 for line in lines)
+
+
 # ------------------------------------------------------------------------------------------------ refused
+
+
+def test_self_teachers_that_do_not_fit_are_refused(shop: Workshop) -> None:
+    def run(loss: dict[str, Any], rows: list[dict[str, Any]] = CONTEXT, **options: Any) -> Finished:
+        return shop.run(SAMPLED, "run", **self_taught(shop, loss, rows, **options))
+
+    refused(run({}, weights="live"), "head that is lent once", "--algorithm.loss.top_k 100")
+    refused(run({}, weights="base", context=None, template=None, share=0.5), "share = 0.5 is of weights = 'averaged'")
+    refused(run({"top_k": 5}, PROMPTS, weights="live"), "no column 'privileged_context'")
+    refused(run({}), "no model is named for the role 'teacher'")
+    game = {"env": {"use": "number_game"}, "rollout": {"use": "multi_turn"}}
+    refused(
+        shop.run(SAMPLED, "run", **self_taught(shop, {}, weights="base"), **game), "an environment writes the prompts"
+    )
 
 
 def refused(run: Finished, *said: str, code: int = 2) -> None:

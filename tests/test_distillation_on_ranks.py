@@ -9,6 +9,7 @@ import pytest
 from rlhf_testing.tiny import tiny_model
 
 from tests.runs import Workshop
+from tests.test_distillation import self_taught
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.full]
 
@@ -42,6 +43,17 @@ def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
     sampled = shop.train("distill_on_policy", "sampled", **given)
     replayed = {**given, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
     again = shop.train("distill_on_policy", "replayed", **replayed, **ON_RANKS)
+    agree(again.lines(), sampled.lines())
+
+
+def test_two_ranks_of_a_student_that_is_its_teacher(shop: Workshop) -> None:
+    """The teacher's top tokens, which it reads after another prompt, are columns that go from rank to rank."""
+    given = {"run": {"steps": 5}, **self_taught(shop, {"divergence": "jsd", "top_k": 7}, weights="live")}
+    sampled = shop.train("distill_on_policy", "sampled", **given)
+    replayed = {**given, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
+    again = shop.train(
+        "distill_on_policy", "replayed", **replayed, **ON_RANKS | {"placement": {"policy": {"ranks": 2}}}
+    )
     agree(again.lines(), sampled.lines())
 
 

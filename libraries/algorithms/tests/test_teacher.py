@@ -71,6 +71,20 @@ def test_a_context_is_a_sequence_of_its_unit_until_it_was_read():
     assert set(read.tok) == {*plain.tok, TEACHER_LOGPROBS, TAUGHT}
 
 
+def test_a_teacher_gives_any_output_and_batches_without_the_samples_that_it_does_not_read():
+    subject = Teacher(TeacherConfig(coef=1.0, weights="live", context="hint"), RunOptions(), "hidden", "seen")
+    subject.opening = lambda row, text: {"": PROMPT, "so": HINTED}[text]
+    batch = subject.only_taught(subject.prepared(assemble(GROUPS), GROUPS)[0])
+    [annotation] = subject.annotations()
+    assert (annotation.role, annotation.column, annotation.output.name) == ("policy", "seen.teacher", "hidden.teacher")
+    values_N2 = torch.stack([batch.ids_N, -batch.ids_N], 1).bfloat16()
+    read = subject.read(batch.with_column("tok", annotation.column, values_N2, over=annotation.output.over))
+    assert read.unit["group"].tolist() == [0, 2]
+    assert read.tok["seen"].tolist() == [[i, -i] for i in (0, 0, 3, 4, 0, 6, 0, 0, 3)]
+    assert read.tok["seen"].dtype == torch.bfloat16
+    assert subject.only_taught(subject.prepared(assemble(GROUPS[1:2]), GROUPS[1:2])[0]) is None
+
+
 def test_a_context_has_no_record_of_experts():
     plain = assemble(GROUPS)
     experts_NLK = torch.arange(plain.tokens, dtype=torch.int16)[:, None, None].expand(-1, 2, 3)

@@ -94,7 +94,39 @@ class EntropyConfig(ComponentConfig):
         return self
 
 
-class TeacherConfig(ComponentConfig):
+class TeacherModelConfig(ComponentConfig):
+    """The weights of a teacher, and the text that only it reads."""
+
+    weights: Literal["role", "base", "live", "averaged"] = "role"
+    """``role``: a model of its own (``roles.teacher.model``). Or those of the policy: ``base``, of before the run;
+    ``live``, of the step; ``averaged``, of before the run, moved towards the policy's after each step. ``base`` and
+    ``averaged`` hold a second copy of the model; ``base`` none where the policy trains adapters."""
+    share: float = Field(default=0.05, gt=0, le=1)
+    """``averaged``: the policy's share in the new weights, rounded to the precision in which the role holds them."""
+    context: str | None = None
+    """Column whose text only the teacher reads: a solution, a demonstration, feedback (OPSD, arXiv:2601.18734; SDFT,
+    2601.19897; SDPO, 2601.20802). A sample whose row has none, or that is then longer than ``data.max_tokens``, learns
+    nothing from the teacher."""
+    template: str = "{context}"
+    """The text that stands for ``context`` after a blank line at the end of the prompt."""
+
+    @model_validator(mode="after")
+    def _of_one_model(self) -> Self:
+        if self.weights == "live" and self.context is None:
+            raise ValueError(
+                "weights = 'live' without context: the teacher would be the policy itself, and teach nothing. Name a "
+                "column that only the teacher reads as context, or choose other weights"
+            )
+        if self.weights != "averaged" and self.share != _default(TeacherModelConfig, "share"):
+            raise ValueError(f"share = {self.share:g} is of weights = 'averaged', got {self.weights!r}; leave it out")
+        if self.context is None and self.template != _default(TeacherModelConfig, "template"):
+            raise ValueError("template is the text of context, which is not set; set it, or leave template out")
+        if "{context}" not in self.template:
+            raise ValueError(f"template must have the place {{context}} for the column's text, got {self.template!r}")
+        return self
+
+
+class TeacherConfig(TeacherModelConfig):
     """Distillation as credit: a teacher with the policy's tokenizer scores each sampled token. It is a role of the run,
     or a reward that teaches (reward ``teacher``: a server)."""
 
@@ -103,21 +135,9 @@ class TeacherConfig(ComponentConfig):
     (arXiv:2601.02780). 0 = off, and no teacher is loaded."""
     task: bool = True
     """False: nothing else gives credit, and the run needs no reward."""
-    weights: Literal["role", "base", "live", "averaged"] = "role"
-    """``role``: a model of its own (``roles.teacher.model``). Or those of the policy: ``base``, of before the run;
-    ``live``, of the step; ``averaged``, of before the run, moved towards the policy's after each step. ``base`` and
-    ``averaged`` hold a second copy of the model; ``base`` none where the policy trains adapters."""
-    share: float = Field(default=0.05, gt=0, le=1)
-    """``averaged``: the policy's share in the new weights, rounded to the precision in which the role holds them."""
     roles: Mapping[str, str] = {}
     """A role for each data source, ``{SOURCE: ROLE}``, in place of ``teacher`` for all (``roles.ROLE.model``). Samples
     of other sources get no credit from a teacher."""
-    context: str | None = None
-    """Column whose text only the teacher reads: a solution, a demonstration, feedback (OPSD, arXiv:2601.18734; SDFT,
-    2601.19897; SDPO, 2601.20802). A sample whose row has none, or that is then longer than ``data.max_tokens``, gets no
-    credit from the teacher."""
-    template: str = "{context}"
-    """The text that stands for ``context`` after a blank line at the end of the prompt."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -126,21 +146,10 @@ class TeacherConfig(ComponentConfig):
         idle = [n for n in ("weights", "roles", "context") if getattr(self, n) != _default(TeacherConfig, n)]
         if self.coef == 0 and idle:
             raise ValueError(f"{' and '.join(idle)} set, but coef = 0 turns the teacher off: set coef, or leave it out")
-        if self.weights == "live" and self.context is None:
-            raise ValueError(
-                "weights = 'live' without context: the teacher would be the policy itself, and the credit 0. Name a "
-                "column that only the teacher reads as context, or choose other weights"
-            )
-        if self.weights != "averaged" and self.share != _default(TeacherConfig, "share"):
-            raise ValueError(f"share = {self.share:g} is of weights = 'averaged', got {self.weights!r}; leave it out")
         if self.weights != "role" and self.roles:
             raise ValueError(f"roles are models of their own, got weights = {self.weights!r}; leave one of them out")
         if reserved := sorted({"policy", "critic", "reference"} & set(self.roles.values())):
             raise ValueError(f"roles: {', '.join(reserved)} has another task in the run; name the role otherwise")
-        if self.context is None and self.template != _default(TeacherConfig, "template"):
-            raise ValueError("template is the text of context, which is not set; set it, or leave template out")
-        if "{context}" not in self.template:
-            raise ValueError(f"template must have the place {{context}} for the column's text, got {self.template!r}")
         return self
 
 

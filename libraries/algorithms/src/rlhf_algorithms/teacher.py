@@ -1,4 +1,4 @@
-"""Distillation as credit: the log-probs of a teacher at the tokens that the policy sampled.
+"""Teachers: what a model gives at the tokens that the policy sampled; its log-probs there are credit.
 
 The teacher is a frozen role, one for each data source, a server (a reward that teaches), or the policy itself, with the
 weights of before the run, of now or their average. A role may read a text that the policy does not see: then the batch
@@ -14,10 +14,10 @@ import torch
 from rlhf.errors import ConfigError, TrainingError, shown
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS, UNKNOWN
-from rlhf.ops.heads import LOGPROBS
+from rlhf.ops.heads import resolve_head
 from rlhf.ops.sample_values import ENV, name_of
 from rlhf.ops.spans import masked, spans
-from rlhf.types import Annotation, Group, OnlineShape, RoleSpec, Row, RunOptions, Snapshot, Trajectory, Turn
+from rlhf.types import Annotation, Group, Head, OnlineShape, RoleSpec, Row, RunOptions, Snapshot, Trajectory, Turn
 from torch import Tensor
 
 from rlhf_algorithms.policy_gradient_config import TeacherConfig
@@ -30,13 +30,20 @@ tokens that this role reads."""
 
 
 class Teacher:
-    """The teacher of an algorithm. Raises ConfigError for options that do not fit the run."""
+    """The teacher of an algorithm. Raises ConfigError for options that do not fit the run.
+
+    Args:
+        output: what it gives at each token of the policy's, and
+        column: the token column that :meth:`read` makes of it.
+    """
 
     opening: Callable[[Row, str], Sequence[int]] | None = None
     """:attr:`rlhf.interfaces.Tokens.opening`."""
 
-    def __init__(self, config: TeacherConfig, run: RunOptions) -> None:
-        self.config, self._run = config, run
+    def __init__(
+        self, config: TeacherConfig, run: RunOptions, output: str | Head = "logprobs", column: str = TEACHER_LOGPROBS
+    ) -> None:
+        self.config, self._run, self._output, self._column = config, run, output, column
         self.is_used = config.coef > 0
         self.is_served = self.is_used and bool(run.teachers)
         by_source = {} if config.weights != "role" else config.roles
@@ -45,6 +52,9 @@ class Teacher:
         self._annotated = "policy" if config.weights == "live" else None
         self._alone = not by_source and config.context is None and config.weights != "live"
         """Whether one role reads every token of the policy's, as the policy does."""
+        reads = self.is_used and not self.is_served and not self._alone
+        self.masks = tuple(f"{TAUGHT}.{name}" for name in self._roles) if reads else ()
+        """Token columns that :meth:`prepared` adds: what each role reads."""
         if self.is_used:
             self._check()
 
@@ -99,11 +109,13 @@ class Teacher:
         if not self.is_used or self.is_served:
             return []
         if self._alone:
-            return [Annotation(TEACHER, "logprobs", TEACHER_LOGPROBS)]
-        heads = [replace(LOGPROBS, name=f"logprobs.{name}", over=f"{TAUGHT}.{name}") for name in self._roles]
+            return [Annotation(TEACHER, self._output, self._column)]
+        head = resolve_head(self._output)
         return [
-            Annotation(self._annotated or name, head, f"{TEACHER_LOGPROBS}.{name}")
-            for name, head in zip(self._roles, heads, strict=True)
+            Annotation(
+                self._annotated or name, replace(head, name=f"{head.name}.{name}", over=mask), f"{self._column}.{name}"
+            )
+            for name, mask in zip(self._roles, self.masks, strict=True)
         ]
 
     def snapshots(self) -> list[Snapshot]:
@@ -139,23 +151,35 @@ class Teacher:
             batch = self._with_masks(batch, batch.tok["loss_mask"], role_U[batch.unit_N])
         return batch, {"teacher/left_out": 1 - float(taught_U.double().mean())}
 
-    def read(self, batch: Batch) -> Batch:
-        """``batch`` with the teacher's log-probs at the policy's tokens, after the annotations and without what
-        :meth:`prepared` added for them."""
-        if not self.is_used or self.is_served or self._alone:
+    def only_taught(self, batch: Batch) -> Batch | None:
+        """The units of a batch of :meth:`prepared` that a teacher reads; None where it reads none."""
+        if not self.masks:
             return batch
-        names = [(f"{TAUGHT}.{name}", f"{TEACHER_LOGPROBS}.{name}") for name in self._roles]
-        taught_N = torch.stack([batch.tok[mask] for mask, _ in names]).any(0)
-        values_N = torch.stack([batch.tok[values].float() for _, values in names]).sum(0)  # each is 0 elsewhere
-        added = {name for pair in names for name in pair}
+        taught_U = _any(self._taught(batch), batch.unit_N, batch.units)
+        return batch.select(taught_U.nonzero().flatten().tolist()) if bool(taught_U.any()) else None
+
+    def _taught(self, batch: Batch) -> Tensor:
+        return torch.stack([batch.tok[mask] for mask in self.masks]).any(0)
+
+    def read(self, batch: Batch) -> Batch:
+        """``batch`` with what the teacher gave at the policy's tokens, after the annotations and without what
+        :meth:`prepared` added for them."""
+        if not self.masks:
+            return batch
+        columns = [f"{self._column}.{name}" for name in self._roles]
+        taught_N, values_N = self._taught(batch), batch.tok[columns[0]]
+        for column in columns[1:]:  # each is 0 elsewhere
+            values_N = values_N + batch.tok[column]
+        added = {*self.masks, *columns}
         batch = replace(batch, tok={name: values for name, values in batch.tok.items() if name not in added})
         if self.config.context is None:
-            return batch.with_column("tok", TEACHER_LOGPROBS, values_N).with_column("tok", TAUGHT, taught_N)
+            return batch.with_column("tok", self._column, values_N).with_column("tok", TAUGHT, taught_N)
         teacher_B = _any(taught_N, batch.seq_N, batch.sequences)
         taught_U = _any(taught_N, batch.unit_N, batch.units)
         own_N = batch.tok["loss_mask"] & taught_U[batch.unit_N]
-        own_values_N = torch.zeros(batch.tokens).masked_scatter_(own_N, masked(values_N, taught_N))  # in one order
-        batch = batch.with_column("tok", TEACHER_LOGPROBS, own_values_N).with_column("tok", TAUGHT, own_N)
+        own_values_N = torch.zeros_like(values_N)
+        own_values_N[own_N] = values_N[taught_N]  # in one order
+        batch = batch.with_column("tok", self._column, own_values_N).with_column("tok", TAUGHT, own_N)
         return batch.keep(~teacher_B)
 
     def _role(self, sample: Trajectory) -> int:
@@ -163,8 +187,8 @@ class Teacher:
         return self._role_of.get(sample.row.source, -1) if self._role_of else 0
 
     def _with_masks(self, batch: Batch, mask_N: Tensor, role_N: Tensor) -> Batch:
-        for number, name in enumerate(self._roles):
-            batch = batch.with_column("tok", f"{TAUGHT}.{name}", mask_N & (role_N == number), over=None)
+        for number, mask in enumerate(self.masks):
+            batch = batch.with_column("tok", mask, mask_N & (role_N == number), over=None)
         return batch
 
     def _served(self, batch: Batch, samples: Sequence[Trajectory]) -> tuple[Batch, Tensor]:

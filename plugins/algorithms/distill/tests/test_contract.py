@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from rlhf.errors import ConfigError
 from rlhf.types import Group, Row, Trajectory, Turn
 from rlhf_plugin_distill import Distill, DistillDemonstrations, DistillOnPolicy
 from rlhf_testing import fabricate
@@ -23,6 +24,14 @@ class TestDistillJensenShannon(AlgorithmContract):
 class TestDistillOnPolicy(AlgorithmContract):
     algorithm = DistillOnPolicy
     configs = (DistillOnPolicy.Config(), DistillOnPolicy.Config(sampled=0.5))
+
+
+class TestChangingTeacher(AlgorithmContract):
+    """It sends its most probable tokens."""
+
+    algorithm = DistillOnPolicy
+    configs = (DistillOnPolicy.Config(teacher={"weights": "averaged"}),)
+    parts = {"loss": lambda: Distill(Distill.Config(divergence="jsd", alpha=1.0, top_k=5))}
 
 
 def test_rows_that_are_not_sampled_need_answers_in_the_data():
@@ -46,6 +55,62 @@ def test_given_answers_are_learnt_from_and_lengths_are_of_sampled_ones():
     assert batch.tok["loss_mask"].tolist() == [False, False, *[True] * 5, False, True, True]
     assert metrics == {"length/mean": 2.0, "length/max": 2.0, "length/truncated": 1.0}
     assert algorithm.assemble([group(0, [3, 4], [5, 6])])[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "words"),
+    [
+        ({"teacher": {"weights": "averaged"}}, {}, "head that is lent once.*--algorithm.loss.top_k 100"),
+        (
+            {"teacher": {"weights": "averaged"}, "hidden": "bf16"},
+            {"top_k": 5},
+            "hidden = 'bf16' is of a teacher's hidden",
+        ),
+    ],
+)
+def test_a_changing_teacher_sends_tokens_alone(options, loss, words):
+    with pytest.raises(ConfigError, match=words):
+        DistillOnPolicy(DistillOnPolicy.Config(**options), {"loss": Distill(Distill.Config(alpha=1.0, **loss))})
+
+
+class TestLossOnTopTokens(LossContract):
+    loss = Distill
+    data = "demonstrations"
+    without_effect = {"top_k": "the algorithm reads it, which asks the teacher for so many"}
+    configs = (
+        Distill.Config(alpha=1.0, top_k=4),
+        Distill.Config(divergence="reverse_kl", alpha=1.0, temperature=2.0, top_k=4),
+        Distill.Config(divergence="jsd", beta=0.1, alpha=1.0, top_k=4, reduce="seq_mean_token_mean"),
+    )
+
+    def build(self, config):
+        loss = Distill(config)
+        loss.by_ids = True
+        return loss
+
+    def column(self, name, size, seed):
+        logits = 3 * fabricate.values("teacher", size * fabricate.VOCABULARY, seed).view(size, fabricate.VOCABULARY)
+        p, order = logits.softmax(1).sort(1, descending=True)
+        if name == "teacher_top_ids":
+            return order[:, :4].int()
+        return torch.cat([p[:, :4], p[:, 4:].sum(1, keepdim=True)], 1).log()
+
+    def statement(self, x_BT):
+        """With probabilities in float64, of the four tokens and 1 minus their sum."""
+        c, at = x_BT.config, x_BT.mask_BT
+        q_AV, ids_AK = (x_BT.read_by("divergence")[at] / c.temperature).softmax(1), x_BT["teacher_top_ids"][at].long()
+        p, q = x_BT["teacher_top_logprobs"][at].exp(), q_AV.gather(1, ids_AK)
+        q = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
+        m = (c.beta or 0.5) * p + (1 - (c.beta or 0.5)) * q
+        d_A = {
+            "forward_kl": (p * (p / q).log()).sum(1),
+            "reverse_kl": (q * (q / p).log()).sum(1),
+            "jsd": (c.beta or 0.5) * (p * (p / m).log()).sum(1) + (1 - (c.beta or 0.5)) * (q * (q / m).log()).sum(1),
+        }[c.divergence]
+        if c.reduce == "token_mean":
+            return d_A.mean()
+        row_A = at.nonzero()[:, 0]
+        return torch.stack([d_A[row_A == b].mean() for b in row_A.unique()]).mean()
 
 
 class TestLoss(LossContract):

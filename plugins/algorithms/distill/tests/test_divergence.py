@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from rlhf_plugin_distill import Distill
-from rlhf_plugin_distill.divergence import divergence, divergence_head
+from rlhf_plugin_distill.divergence import TOP_IDS, TOP_LOGPROBS, divergence, divergence_head, top_head
 from rlhf_testing import fabricate
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -57,7 +57,8 @@ def test_the_temperature_divides_the_logits_of_both():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 7, 49, 50, 80])
 def test_the_teachers_top_tokens_and_the_rest_as_one(kind, k):
-    """Sorted probabilities and 1 minus their sum, in float64; with all tokens but one, or more, the whole."""
+    """Sorted probabilities and 1 minus their sum, in float64; with all tokens but one, or more, the whole. So are the
+    tokens that a teacher sends."""
     g = torch.Generator().manual_seed(1)
     teacher, student = (3 * torch.randn(20, 50, generator=g, dtype=torch.float64) for _ in range(2))
     exact, ours = student.clone().requires_grad_(), student.clone().requires_grad_()
@@ -78,6 +79,14 @@ def test_the_teachers_top_tokens_and_the_rest_as_one(kind, k):
     got.sum().backward()
     want.sum().backward()
     assert torch.allclose(ours.grad, exact.grad, rtol=1e-6, atol=1e-9)
+    teachers, students = top_head(k, 2.0), divergence_head(kind, 0.3, 2.0, by_ids=True)
+    top, sent = teachers.fn(2 * teacher, None, {}, teachers.constants), student.clone().requires_grad_()
+    columns = {TOP_IDS: top[:, : min(k, 49)].int(), TOP_LOGPROBS: top[:, min(k, 49) :]}
+    d, agree = students.fn(2 * sent, None, columns, students.constants).unbind(1)
+    assert torch.allclose(d, want, rtol=1e-9, atol=1e-11)
+    assert torch.equal(agree, (teacher.argmax(1) == student.argmax(1)).to(d.dtype))
+    d.sum().backward()
+    assert torch.allclose(sent.grad, exact.grad, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,12 +10,15 @@ from pydantic import Field
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
 from rlhf.interfaces import Algorithm, ComponentConfig, Loss, Slot
-from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, RunOptions, Update
+from rlhf.types import Annotation, Group, Head, Lent, Needs, RoleSpec, RunOptions, Snapshot, Update
+from rlhf_algorithms.policy_gradient_config import TeacherConfig, TeacherModelConfig
+from rlhf_algorithms.teacher import Teacher
 
-from rlhf_plugin_distill.divergence import HIDDEN, TEACHER
+from rlhf_plugin_distill.divergence import HIDDEN, TEACHER, TOP, split_top, top_head
 from rlhf_plugin_distill.loss import Distill
 
 if TYPE_CHECKING:
+    from rlhf.interfaces.tokens import Tokens
     from rlhf.ops.batch import Batch
     from rlhf.types.examples import Example
     from torch import Tensor
@@ -36,11 +39,14 @@ class _Distillation(Algorithm[Any]):
         roles = (RoleSpec("policy", trained=True), RoleSpec(TEACHER))
         return Needs(roles, reward=self.data != "prompts", lent=(Lent(TEACHER, to="policy"),))
 
-    def annotations(self, step: int) -> list[Annotation]:
-        output = "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
-        return [Annotation(TEACHER, output, HIDDEN)]
+    @property
+    def _hidden(self) -> str | Head:
+        return "hidden" if self.config.hidden == "fp32" else Head("hidden_bf16", _in_bf16, reads="hidden")
 
-    def updates(self, step: int, batch: Batch | None = None) -> list[Update]:
+    def annotations(self, step: int) -> list[Annotation]:
+        return [Annotation(TEACHER, self._hidden, HIDDEN)]
+
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
         return [Update("policy", "loss")]
 
 
@@ -73,6 +79,10 @@ class DistillOnPolicy(_Distillation):
     as ``distill`` with alpha = 1 does. Deviation: Algorithm 1 draws once a step whether its whole batch is sampled.
     Here each row is drawn separately, from the run's seed and the number of its group, so steps cost about the same
     and a resumed run draws the same rows.
+
+    The teacher may be the student itself, and may read a text that the student does not see (``teacher``). Where its
+    weights change during the run (``live``, ``averaged``) it sends its ``loss.top_k`` most probable tokens, because an
+    output head is lent once. A sample that the teacher does not read is left out.
     """
 
     name = "distill_on_policy"
@@ -83,6 +93,8 @@ class DistillOnPolicy(_Distillation):
     class Config(_Distillation.Config):
         sampled: float = Field(default=1.0, gt=0, le=1)
         """Share of the rows whose answers the student samples; the data gives the answers of the other rows."""
+        teacher: TeacherModelConfig = TeacherModelConfig()
+        """Whose weights the teacher has, and what it reads."""
 
     def __init__(
         self,
@@ -91,16 +103,48 @@ class DistillOnPolicy(_Distillation):
         run: RunOptions | None = None,
     ) -> None:
         super().__init__(config, parts, run)
-        alpha = getattr(self.parts["loss"].config, "alpha", 1.0)
+        loss, teacher = self.parts["loss"], self.config.teacher
+        alpha = getattr(loss.config, "alpha", 1.0)
         if alpha < 1:
             raise ConfigError(
                 f"algorithm.loss.alpha = {alpha} weighs the cross-entropy to the student's own samples by "
                 f"{1 - alpha:g}; its expected gradient is zero. Set --algorithm.loss.alpha 1, or use distill on given "
                 "answers."
             )
+        self._changes = teacher.weights in ("live", "averaged")
+        output, column = self._hidden, HIDDEN
+        if self._changes:
+            self._check_changing(loss, teacher.weights)
+            loss.by_ids = True
+            output, column = top_head(loss.config.top_k, loss.config.temperature), TOP
+        credit = TeacherConfig(coef=1.0, task=False, **dict(teacher))
+        self.teacher = Teacher(credit, replace(self.run, teachers={}), output, column)
+
+    def _check_changing(self, loss: Loss, weights: str) -> None:
+        """Raises ConfigError for options that do not fit a teacher whose weights change."""
+        if not isinstance(loss, Distill) or loss.config.top_k is None:
+            raise ConfigError(
+                f"algorithm.teacher.weights = {weights!r} changes the teacher's output head in each step, but the "
+                "whole distribution is computed with a head that is lent once. Let it send its most probable tokens "
+                "(--algorithm.loss.top_k 100 of the loss 'distill'), or set --algorithm.teacher.weights base"
+            )
+        if self.config.hidden != "fp32":
+            raise ConfigError(
+                f"algorithm.hidden = {self.config.hidden!r} is of a teacher's hidden states, and one with weights = "
+                f"{weights!r} sends its most probable tokens; leave it out"
+            )
 
     def needs(self) -> Needs:
-        return replace(super().needs(), given=1 - self.config.sampled)
+        needs = replace(super().needs(), given=1 - self.config.sampled)
+        roles = (RoleSpec("policy", trained=True), *self.teacher.roles())
+        return replace(needs, roles=roles, lent=() if self._changes else needs.lent)
+
+    def use_tokens(self, tokens: Tokens) -> None:
+        self.teacher.opening = tokens.opening
+
+    def columns(self, source: str) -> list[str]:
+        context = self.config.teacher.context
+        return [*super().columns(source), *([] if context is None else [context])]
 
     def assemble(self, examples: Sequence[Group]) -> tuple[Batch | None, dict[str, float]]:
         from rlhf.ops.trajectories import assemble
@@ -109,10 +153,22 @@ class DistillOnPolicy(_Distillation):
         batch = assemble(examples, scored=False)
         if batch is None:
             return None, {}
-        # Without the column temperature: heads read the student's logits as they are.
-        batch = batch.only(("loss_mask", "own_tokens", "truncated", "given"))
         own = [unit for unit, from_data in enumerate(batch.unit["given"].tolist()) if not from_data]
-        return batch, length_metrics(batch.select(own)) if own else {}
+        metrics = length_metrics(batch.select(own)) if own else {}
+        batch, left_out = self.teacher.prepared(batch, examples)
+        # Without the column temperature: heads read the student's logits as they are.
+        batch = batch.only(("loss_mask", "own_tokens", "truncated", "given", *self.teacher.masks))
+        return self.teacher.only_taught(batch), metrics | left_out
+
+    def annotations(self, step: int) -> list[Annotation]:
+        return self.teacher.annotations()
+
+    def credit(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        batch = self.teacher.read(batch)
+        return (split_top(batch) if self._changes else batch), {}
+
+    def updates(self, step: int, batch: Batch | None = None) -> list[Update | Snapshot]:
+        return [*super().updates(step, batch), *self.teacher.snapshots()]
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from rlhf.interfaces import ComponentConfig, Loss
 from rlhf.types import Head, LossOutput, Reduce
 
-from rlhf_plugin_distill.divergence import HIDDEN, Divergence, divergence_head
+from rlhf_plugin_distill.divergence import HIDDEN, TOP_IDS, TOP_LOGPROBS, Divergence, divergence_head
 
 if TYPE_CHECKING:
     from rlhf.ops.losses import LossInput
@@ -61,13 +61,16 @@ class Distill(Loss):
     Config = DistillConfig
     conformance = {"data": "demonstrations", "column": made_up}
 
+    by_ids = False
+    """Whether the batch has the teacher's most probable tokens in place of its hidden states."""
+
     def outputs(self) -> tuple[str | Head, ...]:
         c = self.config
-        head = divergence_head(c.divergence, c.beta or 0.5, c.temperature, c.top_k)
+        head = divergence_head(c.divergence, c.beta or 0.5, c.temperature, c.top_k, self.by_ids)
         return ("logprobs", head) if c.alpha < 1 else (head,)
 
     def columns(self) -> tuple[str, ...]:
-        return (HIDDEN,)
+        return (TOP_IDS, TOP_LOGPROBS) if self.by_ids else (HIDDEN,)
 
     def reduce(self) -> dict[str, Reduce]:
         alpha, how = self.config.alpha, self.config.reduce
