@@ -23,6 +23,8 @@ class Sample:
     status: str
     tokens: int
     """Number of tokens that the policy sampled."""
+    agent: str = ""
+    """Of several that the policy plays."""
 
 
 def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
@@ -45,6 +47,7 @@ def first_samples(groups: Sequence[Group], count: int) -> list[Sample]:
             ),
             status=t.status,
             tokens=t.sampled_tokens,
+            agent=t.agent,
         )
         for _, _, t in ordered[:count]
     ]

@@ -164,9 +164,17 @@ class CheckedEpisode:
         self.suite, self.about, self.env, self.row = suite, about, env, row
         self.before = copy.deepcopy(row)
         self.done = False
+        self.agents = tuple(type(env).agents(env.config))
         self.answers: Answers = [self._call(env.reset, row, seed)]
         first = self.answers[0]
-        expect(isinstance(first, str), f"{about} reset() must return the first observation as text, got {first!r}")
+        if not self.agents:
+            expect(isinstance(first, str), f"{about} reset() must return the first observation as text, got {first!r}")
+            return
+        own = isinstance(first, EnvStep) and first == EnvStep(
+            first.observation, sampling=first.sampling, agent=first.agent
+        )
+        expect(own, f"{about} with agents() reset() must return EnvStep(observation, agent=...), got {first!r}")
+        self._agent(about, first)
 
     def act(self, action: str) -> None:
         step = self._call(self.env.step, action)
@@ -184,8 +192,17 @@ class CheckedEpisode:
             json.dumps(dict(step.info))
         except (TypeError, ValueError) as error:
             raise Nonconformance(f"{about}: info goes into the rollouts file and must be JSON: {error}") from error
+        self._agent(about, step)
         self.done = step.done
         self.answers.append(step)
+
+    def _agent(self, about: str, step: EnvStep) -> None:
+        """The agents that a step names are those of ``agents()``."""
+        named = [*step.rewards, *([] if step.done or (step.agent == "" and not self.agents) else [step.agent])]
+        strangers = [name for name in named if name not in self.agents]
+        expect(not strangers, f"{about}: the step names the agent {strangers[:1]}; agents() gives {self.agents}")
+        for agent, reward in step.rewards.items():
+            expect(not (wrong := no_number(reward)), f"{about}: the reward of {agent!r} is {wrong}")
 
     def close(self) -> None:
         self._call(self.env.close)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf.errors import RolloutError
@@ -20,7 +21,7 @@ from rlhf.types import Turn
 
 from rlhf_testing import fabricate
 from rlhf_testing.contract import Contract, Nonconformance, expect, knowing_columns
-from rlhf_testing.scripted_rollout import Call, ScriptedContext
+from rlhf_testing.scripted_rollout import AGENTS, Call, ScriptedContext
 
 
 class RolloutContract(Contract):
@@ -83,10 +84,9 @@ class RolloutContract(Contract):
 
     def test_token_in_token_out(self) -> None:
         """Sampled turns equal the generator's output, and each was generated after exactly the tokens that precede it
-        in the trajectory."""
-        for config in self.grid():
+        in the trajectory of its agent."""
+        for config, context, turns in self._conversations():
             about = self.about(config)
-            context, turns = self.good(config)
             if not self.build(config).needs_generator:
                 expect(not context.calls, f"{about} needs_generator is False, but it generated")
                 continue
@@ -119,6 +119,24 @@ class RolloutContract(Contract):
                 f"{about} turn numbers {numbers} repeat, so turns share their seed: "
                 "ctx.generate(turns, sampling, number)",
             )
+
+    def _conversations(self) -> Iterator[tuple[Any, ScriptedContext, list[Turn]]]:
+        """(config, context, turns) of one agent, and of each agent of a game if the rollout plays several."""
+        for config in self.grid():
+            yield (config, *self.good(config))
+            if not self._plays_agents(config):
+                continue
+            context, turns = self.good(config, agents=AGENTS)
+            strangers = sorted({turn.agent for turn in turns} - {*AGENTS})
+            expect(not strangers, f"{self.about(config)} turns name the agents {strangers}, not {list(AGENTS)}")
+            ordered = sorted(context.calls, key=lambda call: call.number)
+            for n, agent in enumerate(AGENTS):
+                calls = replace(context, calls=ordered[n :: len(AGENTS)])
+                yield config, calls, [turn for turn in turns if turn.agent == agent]
+
+    def _plays_agents(self, config: Any) -> bool:
+        rollout = self.build(config)
+        return bool(rollout.plays_agents and rollout.needs_env)
 
     def test_repeatable(self) -> None:
         """Equal rows, seeds and answers give equal turns."""
@@ -174,6 +192,14 @@ class RolloutContract(Contract):
                 f"{about} the environment gave {want} in all, the turns hold {total}: "
                 "turn.reward = step.reward, on the turn that was answered",
             )
+            if self._plays_agents(config):
+                _, turns = self.good(config, agents=AGENTS)
+                totals = [sum(t.reward or 0.0 for t in turns if t.agent == agent) for agent in AGENTS]
+                expect(
+                    totals == [4.0, 3.5],
+                    f"{about} the environment gave the agents 4 and 3.5 in all, their turns hold {totals}: step.reward "
+                    "is of the agent that acted, step.rewards[agent] of each, from its first turn on",
+                )
 
 
 def _turns(result: Any) -> list[Turn]:

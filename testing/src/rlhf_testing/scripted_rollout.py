@@ -6,7 +6,7 @@ import asyncio
 import copy
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlhf.errors import RolloutError
@@ -19,18 +19,25 @@ from rlhf_testing.contract import expect
 Messages = Sequence[Mapping[str, Any]]
 
 
+AGENTS = ("a", "b")
+"""The agents of a scripted game."""
+
+
 class ScriptedEnv(Env):
     """Answers with one text per turn, is done after ``turns`` turns, and raises at turn ``fails_at``. Counts the calls
-    of ``close``."""
+    of ``close``.
+
+    With ``agents`` these have their turns one after another, and each turn also gives every agent 1."""
 
     name = "scripted"
 
-    def __init__(self, turns: int = 3, fails_at: int | None = None) -> None:
+    def __init__(self, turns: int = 3, fails_at: int | None = None, agents: Sequence[str] = ()) -> None:
         super().__init__()
         self.turns, self.fails_at, self.steps, self.closed = turns, fails_at, 0, 0
+        self.names = agents
 
-    async def reset(self, row: Row, seed: int) -> str:
-        return "begin"
+    async def reset(self, row: Row, seed: int) -> str | EnvStep:
+        return EnvStep("begin a", agent=self.names[0]) if self.names else "begin"
 
     async def step(self, action: str) -> EnvStep:
         self.steps += 1
@@ -39,7 +46,11 @@ class ScriptedEnv(Env):
         if self.steps == self.fails_at:
             raise ValueError("the environment breaks here")
         sampling = Sampling(max_new_tokens=5, temperature=0.5) if self.steps == 1 else None
-        return EnvStep(f"turn {self.steps}", 0.25 * self.steps, self.steps >= self.turns, sampling)
+        step = EnvStep(f"turn {self.steps}", 0.25 * self.steps, self.steps >= self.turns, sampling)
+        if not self.names:
+            return step
+        agent = self.names[self.steps % len(self.names)]
+        return replace(step, agent=agent, rewards=dict.fromkeys(self.names, 1.0))
 
     async def close(self) -> None:
         self.closed += 1
@@ -63,6 +74,7 @@ class ScriptedContext(RolloutContext):
     max_tokens: int = 400
     env_turns: int = 3
     fails_at: int | None = None
+    agents: Sequence[str] = ()
     calls: list[Call] = field(default_factory=list)
     envs: list[ScriptedEnv] = field(default_factory=list)
 
@@ -70,7 +82,7 @@ class ScriptedContext(RolloutContext):
         text = str(row["prompt"])
         return Turn(list(text.encode()), sampled=False, text=text)
 
-    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = (), turn: Turn | None = None) -> Turn:
         return Turn(list(f"<{text}>".encode()), sampled=False, text=text)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
@@ -122,7 +134,7 @@ class ScriptedContext(RolloutContext):
         return turn
 
     async def open_env(self) -> Env:
-        env = ScriptedEnv(self.env_turns, self.fails_at)
+        env = ScriptedEnv(self.env_turns, self.fails_at, self.agents)
         self.envs.append(env)
         return env
 

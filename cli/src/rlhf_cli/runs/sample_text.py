@@ -24,7 +24,8 @@ def sample_text(sample: RecordedSample, heading: str = "", full: bool = False) -
         full: do not shorten long texts, and do not leave out counts of the rollout that are 0.
     """
     limit = None if full else LONG
-    where = f"group {sample.group}, sample {sample.sample}, row {sample.row} of {sample.source!r}"
+    agent = f" as {sample.agent}" if sample.agent else ""
+    where = f"group {sample.group}, sample {sample.sample}{agent}, row {sample.row} of {sample.source!r}"
     text = Text.assemble((f"{heading}{where}\n", "bold cyan"), _facts(sample), "\n")
     if numbers := _numbers(sample, full):
         text.append(f"{INDENT}{numbers}\n")

@@ -61,7 +61,8 @@ class Advantage(Component):
 
         Args:
             r_N: float64 [N], one combined and shaped reward per trajectory.
-            group_N: int64 [N], which group each trajectory is in.
+            group_N: int64 [N], which group each trajectory is in. Where the policy plays several agents, a group holds
+                the trajectories of one agent, which may be fewer than the samples.
 
         An override may take further arguments, by name and with the default None, as in
         ``def baseline(self, r_N, group_N, own_tokens_N=None)``. The run then provides
@@ -72,8 +73,8 @@ class Advantage(Component):
           that treats each reward source by itself. Options that change ``r_N`` are refused.
         * ``greedy_N``: float64 [N], the reward of a greedy answer to the same prompt. One is drawn for each
           prompt, beside its samples. It is scored with them and not trained on.
-        * ``key_N``: int64 [N], equal for trajectories whose rows are of one source and have equal values in
-          :meth:`columns`, for running statistics. The run calls :meth:`remember`.
+        * ``key_N``: int64 [N], equal for trajectories of one agent whose rows are of one source and have equal values
+          in :meth:`columns`, for running statistics. The run calls :meth:`remember`.
         * ``sample_N``: int64 [N], the number of each trajectory in its group. Groups are numbered as they were started,
           so (group, sample) is an order.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 from rlhf.interfaces.component import Component
 from rlhf.types import EnvStep, Row, Sampling
@@ -29,13 +30,43 @@ class Env(Component):
     """Current sampling parameters of this episode. The rollout sets them before ``reset`` and before every ``step``.
     They are frozen; an environment changes them by ``EnvStep(sampling=replace(self.sampling, ...))``."""
 
+    @classmethod
+    def agents(cls, config: Any) -> Sequence[str]:
+        """Names of the agents that the policy plays, by the options. Empty: one, which needs no name.
+
+        With names, each agent has a conversation, rewards and a baseline of its own (docs/how-to/environments.md).
+        ``reset`` and each ``step`` that does not end the episode say whose turn is next (:attr:`EnvStep.agent`) and
+        what this agent reads (:attr:`EnvStep.observation`)::
+
+            class Bidding(Env):
+                name = "bidding"
+
+                @classmethod
+                def agents(cls, config):
+                    return ("first", "second")
+
+                async def reset(self, row, seed):
+                    self.bid = None
+                    return EnvStep("Bid.", agent="first")
+
+                async def step(self, action):
+                    if self.bid is None:
+                        self.bid = len(action)
+                        return EnvStep("Bid more.", agent="second")
+                    won = 1.0 if len(action) > self.bid else -1.0
+                    return EnvStep(done=True, rewards={"first": -won, "second": won})
+        """
+        return ()
+
     @abstractmethod
-    def reset(self, row: Row, seed: int) -> str | Awaitable[str]:
-        """Start the episode. Returns the text that follows the row's prompt ("" for none)."""
+    def reset(self, row: Row, seed: int) -> str | EnvStep | Awaitable[str | EnvStep]:
+        """Start the episode. Returns the text that follows the row's prompt ("" for none); with several :meth:`agents`
+        an EnvStep with this text for the agent that begins."""
 
     @abstractmethod
     def step(self, action: str) -> EnvStep | Awaitable[EnvStep]:
-        """Answer the policy's turn ``action`` (decoded text without special tokens)."""
+        """Answer the turn ``action`` (decoded text without special tokens) of the policy, as the agent whose turn it
+        was."""
 
     def close(self) -> Awaitable[None] | None:
         """Release the resources of the episode. Called exactly once, also after an error."""

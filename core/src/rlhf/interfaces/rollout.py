@@ -37,13 +37,14 @@ class RolloutContext(ABC):
         """The row's prompt, encoded with the template, as an unsampled turn."""
 
     @abstractmethod
-    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = (), turn: Turn | None = None) -> Turn:
         """Text from the environment as an unsampled turn that the policy can answer. It is wrapped as the chat template
         wraps a user turn; it is plain if prompts are plain.
 
         Args:
             images: contents of image files (:attr:`~rlhf.types.EnvStep.images`). They come before the text, unless the
                 text has as many placeholders of the model.
+            turn: the sampled turn that the text follows; None: the one that :meth:`generate` returned last.
 
         Raises DataError: there are images, and the run cannot have them or one cannot be read.
         """
@@ -121,7 +122,8 @@ class RolloutContext(ABC):
 
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
-        """Sample one turn after ``turns``. The seed is derived from the sample's index and ``turn_number``."""
+        """Sample one turn after ``turns``, which are of one agent. The seed is derived from the sample's index and
+        ``turn_number``, which is another one for each turn of the sample, whichever agent's it is."""
 
     def report(self, name: str, value: float) -> None:
         """A number about this sample, such as how often something happened in it; reporting a name again replaces its
@@ -155,6 +157,9 @@ class Rollout(Component):
     replays_env: bool = False
     """True: the rollout replays turns that contain the rewards of a recorded environment. ``[env]`` may then stay in
     the run file although no environment is opened; ``env.credit`` says how the rewards are credited."""
+    plays_agents: bool = False
+    """True: the rollout can play an environment with several agents (:meth:`Env.agents`), and names the agent of each
+    turn (:attr:`~rlhf.types.Turn.agent`). A run with such an environment is refused otherwise."""
     needs_messages: bool = False
     """True: the rollout calls :meth:`RolloutContext.encode_messages`. A run without a chat template is then refused."""
     needs_tools: bool = False
@@ -185,7 +190,8 @@ class Rollout(Component):
 
     @abstractmethod
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
-        """All turns of one sample.
+        """All turns of one sample. With several agents: of all of them, in any order among agents. The turns of one
+        agent are its conversation, which begins with a prompt of its own; an agent that had no turn has none.
 
         Args:
             seed: for the environment. It is equal for all samples of a prompt, so that a group baseline compares

@@ -18,7 +18,15 @@ ENV = "env"
 def name_of(trajectory: Trajectory) -> str:
     """What messages call a sample."""
     group, sample = trajectory.index
-    return f"sample {sample} of group {group} (row {trajectory.row.index} of {trajectory.row.source!r})"
+    agent = f" as {trajectory.agent!r}" if trajectory.agent else ""
+    return f"sample {sample} of group {group}{agent} (row {trajectory.row.index} of {trajectory.row.source!r})"
+
+
+def group_number(number: int, agent: str) -> int:
+    """A number for the trajectories of one agent in group ``number`` of the run: another one for each agent, so that
+    no statistic of a group mixes agents. The group's own number where the policy plays one. With one agent, numbers
+    have the order of the groups."""
+    return number + (((derive_seed(0, agent) >> 32) + 1) << 31 if agent else 0)
 
 
 def check_reward(trajectory: Trajectory) -> None:
@@ -50,15 +58,16 @@ def greedy_reward(trajectory: Trajectory) -> float:
     return _finite(trajectory, GREEDY_REWARD, float(trajectory.info[GREEDY_REWARD]))
 
 
-def row_key(row: Row, columns: Collection[str]) -> int:
-    """63 bits that are equal for rows of one source with equal values in ``columns``, in every process. Raises
-    TrainingError for a row that lacks a column."""
+def row_key(row: Row, columns: Collection[str], agent: str = "") -> int:
+    """63 bits that are equal for rows of one source with equal values in ``columns`` and one agent, in every process.
+    Raises TrainingError for a row that lacks a column."""
     if missing := [name for name in columns if name not in row.columns]:
         raise TrainingError(
             f"row {row.index} of {row.source!r} has no column {missing[0]!r}, which the advantage reads; columns "
             f"present: {', '.join(map(str, row.columns))}"
         )
-    return derive_seed(0, repr((row.source, [(name, row[name]) for name in columns])))
+    values = (row.source, [(name, row[name]) for name in columns])
+    return derive_seed(0, repr((*values, agent) if agent else values))
 
 
 def states_of(trajectory: Trajectory) -> dict[int, str]:

@@ -48,6 +48,7 @@ from rlhf.ops.experts import EXPERTS, expert_column
 from rlhf.ops.sample_values import (
     check_reward,
     greedy_reward,
+    group_number,
     name_of,
     row_key,
     source_reward,
@@ -76,9 +77,10 @@ def assemble(
 ) -> Batch | None:
     """Scored groups as a batch; None if no trajectory has a reward and a sampled token.
 
-    Trajectories that failed, or that no reward source scored, are left out; the others of their group stay. A turn
-    marked ``fresh`` starts a new sequence of the same unit. Tokens after the last sampled token of a sequence are left
-    out, because nothing that is trained on depends on them.
+    Trajectories that failed, or that no reward source scored, are left out; the others of their group stay. The
+    trajectories of each agent are a group of their own (:func:`rlhf.ops.sample_values.group_number`). A turn marked
+    ``fresh`` starts a new sequence of the same unit. Tokens after the last sampled token of a sequence are left out,
+    because nothing that is trained on depends on them.
 
     Args:
         step_sources: {reward source: weight} of the sources with ``credit = "step"``. Their ``RewardResult.steps``,
@@ -115,7 +117,7 @@ def assemble(
     if greedy:
         batch.unit["greedy"] = torch.tensor([greedy_reward(t) for t in trajectories], dtype=torch.float64)
     if key is not None:
-        batch.unit["key"] = torch.tensor([row_key(t.row, key) for t in trajectories])
+        batch.unit["key"] = torch.tensor([row_key(t.row, key, t.agent) for t in trajectories])
     tok = layout.columns(with_logprobs)
     if turns:
         tok |= layout.turn_columns()
@@ -268,7 +270,8 @@ class _Layout:
         states: dict[tuple[int, int], int] = {}
         for trajectory in {id(t): t for t, _ in self.turns}.values():
             for n, state in states_of(trajectory).items():
-                states[id(trajectory), n] = numbers.setdefault((trajectory.index[0], state), len(numbers))
+                group = group_number(trajectory.index[0], trajectory.agent)
+                states[id(trajectory), n] = numbers.setdefault((group, state), len(numbers))
             for n, _, reward in turn_rewards(trajectory):
                 reward_N[ends[id(trajectory), n] - 1] += reward
         turn_T = [n if t.turns[n].sampled else -1 for t, n in self.turns]
@@ -299,7 +302,7 @@ def _unit_columns(trajectories: Sequence[Trajectory], scored: bool) -> dict[str,
     scores = [t.reward if t.score is None else t.score for t in trajectories]
     columns = {
         "given": torch.tensor([t.given for t in trajectories]),
-        "group": torch.tensor([t.index[0] for t in trajectories]),
+        "group": torch.tensor([group_number(t.index[0], t.agent) for t in trajectories]),
         "own_tokens": torch.tensor([t.sampled_tokens for t in trajectories]),
         "reward": torch.tensor(rewards, dtype=torch.float64) if scored else None,
         "sample": torch.tensor([t.index[1] for t in trajectories]),

@@ -58,10 +58,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """An environment's answer to one action."""
+    """An environment's answer to one action; with several agents also what it begins with."""
 
     observation: str = ""
+    """For the agent whose turn is next. It says what only this agent may know, and what the others did."""
     reward: float = 0.0
+    """Of the action, for the agent that acted."""
     done: bool = False
     sampling: Sampling | None = None
     """Replaces the sampling parameters from the next turn on. In training it may change ``max_new_tokens``,
@@ -74,3 +76,9 @@ class EnvStep:
     score: float | None = None
     """Read by the dynamic filter in place of the sum of the episode's rewards; the last one counts. None: the filter
     reads the rewards."""
+    agent: str = ""
+    """Whose turn is next, where the policy plays several agents (:meth:`~rlhf.interfaces.Env.agents`). Not read at the
+    end."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """{agent: reward}, where the policy plays several agents. Each is added to the last turn of its agent, as where
+    a move of one ends a game for all; to its first turn, if it had none yet."""

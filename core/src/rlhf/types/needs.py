@@ -98,7 +98,8 @@ class OnlineShape:
     """How large batches and answers of an online run can get."""
 
     trajectories: int
-    """In a batch: ``data.batch_size`` times ``sampling.samples_per_prompt``."""
+    """Most in a batch: ``data.batch_size`` times ``sampling.samples_per_prompt``, times the agents that the policy
+    plays in the environment (:meth:`~rlhf.interfaces.Env.agents`)."""
     answer_tokens: int
     """Largest number of tokens that the policy can sample for one answer: ``sampling.max_new_tokens``, times the turns
     in an environment, at most ``data.max_tokens``."""

@@ -61,6 +61,9 @@ class Turn:
     """The experts that a mixture of experts chose while it sampled this turn (``GeneratorSpec.experts``). The last
     recorded token is the last but one of the turn, because the last one is never an input. The record may begin before
     the turn, with tokens of its context."""
+    agent: str = ""
+    """The agent whose conversation the turn is in, where the policy plays several
+    (:meth:`~rlhf.interfaces.Env.agents`). Turns that were not sampled name it too."""
 
     if TYPE_CHECKING:  # the constructor takes more types than the fields have
 
@@ -80,6 +83,7 @@ class Turn:
             score: float | None = None,
             messages: tuple[tuple[str, str], ...] = (),
             experts: ExpertRecord | None = None,
+            agent: str = "",
         ) -> None: ...
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,12 +113,14 @@ Status = Literal["ok", "truncated", "failed"]
 
 @dataclass(slots=True)
 class Trajectory:
-    """One sample: its data row and its turns in order."""
+    """One sample: its data row and its turns in order. Where the policy plays several agents, a sample is one
+    trajectory for each of them: its own conversation and its own rewards."""
 
     row: Row
     turns: list[Turn]
     index: tuple[int, int]
-    """(group number in the run, sample in the group). Every seed is ``derive_seed(run_seed, purpose, *index)``."""
+    """(group number in the run, sample in the group). Every seed is ``derive_seed(run_seed, purpose, *index)``. The
+    trajectories of the agents of a sample have one index."""
     status: Status = "ok"
     rewards: dict[str, RewardResult] = field(default_factory=dict)
     """By the name of the reward source."""
@@ -128,6 +134,11 @@ class Trajectory:
     info: dict[str, float] = field(default_factory=dict)
     """Numbers about the sample: ``env/KEY`` (``EnvStep.info``) and ``rollout/KEY`` (``RolloutContext.report``). Their
     means over samples are metrics of these names."""
+
+    @property
+    def agent(self) -> str:
+        """The agent whose turns these are; empty where the policy plays one."""
+        return self.turns[0].agent if self.turns else ""
 
     @property
     def prompt_text(self) -> str:
@@ -178,3 +189,11 @@ class Group:
     row: Row
     number: int
     trajectories: list[Trajectory]
+
+    def by_agent(self) -> dict[str, Group]:
+        """{agent: the trajectories of it}, in the order of the names. What compares samples of a prompt compares those
+        of one agent. The group itself where the policy plays one."""
+        agents = sorted({trajectory.agent for trajectory in self.trajectories})
+        if len(agents) < 2:
+            return dict.fromkeys(agents, self)
+        return {a: Group(self.row, self.number, [t for t in self.trajectories if t.agent == a]) for a in agents}

@@ -15,7 +15,7 @@ from rlhf.errors import ConfigError, TrainingError, shown
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS, UNKNOWN
 from rlhf.ops.heads import resolve_head
-from rlhf.ops.sample_values import ENV, name_of
+from rlhf.ops.sample_values import ENV, group_number, name_of
 from rlhf.ops.spans import masked, spans
 from rlhf.types import Annotation, Group, Head, OnlineShape, RoleSpec, Row, RunOptions, Snapshot, Trajectory, Turn
 from torch import Tensor
@@ -138,7 +138,8 @@ class Teacher:
         the share of samples without a teacher's credit."""
         if not self.is_used or (self._alone and not self.is_served):
             return batch, {}
-        by_index = {t.index: t for group in groups for t in group.trajectories}
+        trajectories = [t for group in groups for t in group.trajectories]
+        by_index = {(group_number(t.index[0], t.agent), t.index[1]): t for t in trajectories}
         indices = zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)
         samples = [by_index[index] for index in indices]
         if self.is_served:

@@ -28,7 +28,7 @@ class Context(RolloutContext):
     def encode_prompt(self, row):
         return self._turn(row["prompt"], sampled=False)
 
-    def encode_observation(self, text, images=()):
+    def encode_observation(self, text, images=(), turn=None):
         return self._turn(text, sampled=False)
 
     async def generate(self, turns, sampling, turn_number=0):

@@ -27,9 +27,11 @@ from rlhf.types import Group, Row, Sampling
 from rlhf_runtime.calls.deadlines import cause
 from rlhf_runtime.calls.returned_values import (
     InvalidResult,
-    check_observation,
+    agents_of,
+    check_opening,
     check_results,
     check_step,
+    opening_to_json,
     results_to_json,
     step_to_json,
 )
@@ -53,15 +55,16 @@ class EnvHost:
     def __init__(self, cls: type[Any], config: Any) -> None:
         self._cls, self._config = cls, config
         self._env: Any = None
+        self._agents = agents_of(cls, config)
 
-    def reset(self, row: Row, seed: int, sampling: Sampling | None) -> str:
+    def reset(self, row: Row, seed: int, sampling: Sampling | None) -> Any:
         self._env = self._cls(self._config)
         self._env.sampling = sampling
-        return check_observation(self._env.reset(row, seed))
+        return opening_to_json(check_opening(self._env.reset(row, seed), self._agents))
 
     def step(self, action: str, sampling: Sampling | None) -> Any:
         self._env.sampling = sampling
-        return step_to_json(check_step(self._env.step(action)))
+        return step_to_json(check_step(self._env.step(action), self._agents))
 
     def close(self) -> None:
         env, self._env = self._env, None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rlhf.errors import CheckpointError, shown
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.env import Env
 from rlhf.types import EnvStep, ExpertLayers, RewardResult, Sampling, Trajectory, Turn
 
 from rlhf_runtime.checkpoint.json_values import encode
@@ -17,6 +19,16 @@ from rlhf_runtime.checkpoint.json_values import encode
 
 class InvalidResult(Exception):
     """A plugin returned something that its interface does not allow."""
+
+
+def agents_of(environment: type[Env], config: ComponentConfig | None) -> tuple[str, ...]:
+    """The agents that the policy plays. Raises InvalidResult where :meth:`Env.agents` returned something else."""
+    names = environment.agents(environment.Config() if config is None else config)
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise InvalidResult(f"returned {shown(names)}; allowed: a tuple of names, empty for one agent")
+    if len({*names}) < len(names):
+        raise InvalidResult(f"returned {shown(names)}; allowed: names that differ")
+    return tuple(names)
 
 
 def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[RewardResult | str]:
@@ -31,8 +43,12 @@ def check_results(results: object, trajectories: Sequence[Trajectory]) -> list[R
     return [_check_result(r, t) for r, t in zip(results, trajectories, strict=True)]
 
 
-def check_step(step: object) -> EnvStep:
-    """Returns the result of an environment's ``step``. Raises InvalidResult where it is not allowed."""
+def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
+    """Returns the result of an environment's ``step``. Raises InvalidResult where it is not allowed.
+
+    Args:
+        agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+    """
     if not isinstance(step, EnvStep):
         raise InvalidResult(f"returned {shown(step)}; allowed: an EnvStep")
     if not isinstance(step.observation, str):
@@ -47,30 +63,68 @@ def check_step(step: object) -> EnvStep:
     if not isinstance(images, list | tuple) or not all(isinstance(i, bytes) for i in images):
         raise InvalidResult(f"returned EnvStep(images={shown(images)}); allowed: contents of image files, bytes")
     score = None if step.score is None else _number("EnvStep(score=", step.score)
-    return EnvStep(step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score)
+    if not isinstance(step.rewards, Mapping):
+        raise InvalidResult(f"returned EnvStep(rewards={shown(step.rewards)}); allowed: {{agent: reward}}")
+    named: list[object] = [*step.rewards, *([] if step.done or (step.agent == "" and not agents) else [step.agent])]
+    if strangers := [name for name in named if name not in agents]:
+        raise InvalidResult(f"returned an EnvStep that names the agent {shown(strangers[0])}; {_allowed(agents)}")
+    rewards = {agent: _number(f"EnvStep(rewards={{{agent!r}: ", value) for agent, value in step.rewards.items()}
+    own = step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score
+    return EnvStep(*own, step.agent, rewards)
 
 
-def check_observation(text: object) -> str:
-    """Returns the result of an environment's ``reset``. Raises InvalidResult where it is not allowed."""
-    if not isinstance(text, str):
-        raise InvalidResult(f'returned {shown(text)}; allowed: text, "" for nothing')
-    return text
+def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
+    """Returns the result of an environment's ``reset``. Raises InvalidResult where it is not allowed.
+
+    Args:
+        agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+    """
+    if not agents and not isinstance(opening, str):
+        raise InvalidResult(f'returned {shown(opening)}; allowed: text, "" for nothing')
+    if not agents:
+        return str(opening)
+    if isinstance(opening, EnvStep):
+        step = check_step(opening, agents)
+        if step == EnvStep(step.observation, sampling=step.sampling, agent=step.agent):
+            return step
+    raise InvalidResult(
+        f"returned {shown(opening)}; allowed with several agents: EnvStep(observation, agent=...), also with sampling"
+    )
 
 
-def check_turns(turns: object, experts: ExpertLayers | None = None) -> list[Turn]:
-    """Returns the result of a rollout's ``run``. Raises InvalidResult where it is not allowed.
+def _allowed(agents: Sequence[str]) -> str:
+    return f"allowed: {', '.join(map(repr, agents))}" if agents else "Env.agents() names none"
+
+
+def check_turns(turns: object, experts: ExpertLayers | None = None, agents: Sequence[str] = ()) -> list[list[Turn]]:
+    """Returns the result of a rollout's ``run``, the turns of each agent by themselves, in the order of ``agents``.
+    Raises InvalidResult where it is not allowed.
 
     Args:
         experts: of the policy, if the records of experts are replayed.
+        agents: that the policy plays in the environment of the run (:meth:`rlhf.interfaces.Env.agents`).
     """
     if not isinstance(turns, list | tuple):
         raise InvalidResult(f"returned {shown(turns)}; allowed: a list of turns")
     for number, turn in enumerate(turns):
         _check_turn(f"turn {number}", turn)
+    conversations: dict[str, list[Turn]] = {agent: [] for agent in agents or ("",)}
+    for number, turn in enumerate(turns):
+        if turn.agent not in conversations:
+            raise InvalidResult(f"returned turn {number} of the agent {shown(turn.agent)}; {_allowed(agents)}")
+        conversations[turn.agent].append(turn)
+    played = [own for own in conversations.values() if own] or [[]]
+    for own in played:
+        _check_conversation(own, experts)
+    return played
+
+
+def _check_conversation(turns: Sequence[Turn], experts: ExpertLayers | None) -> None:
+    label = f" of {turns[0].agent!r}" if turns and turns[0].agent else ""
     if not turns or turns[0].sampled or not turns[0].ids:
-        raise InvalidResult("must return turns that start with a prompt of at least one token")
+        raise InvalidResult(f"must return turns{label} that start with a prompt of at least one token")
     if not any(t.sampled for t in turns):
-        raise InvalidResult("returned no sampled turn: there is nothing to learn from")
+        raise InvalidResult(f"returned no sampled turn{label}: there is nothing to learn from")
     if any(turn.experts is not None for turn in turns):
         from rlhf.ops.experts import check_records  # a worker process under another Python has no torch
 
@@ -78,7 +132,6 @@ def check_turns(turns: object, experts: ExpertLayers | None = None) -> list[Turn
             check_records(turns, experts)
         except ValueError as cause:
             raise InvalidResult(f"returned a record that cannot be used: {cause}") from None
-    return list(turns)
 
 
 def results_to_json(results: Sequence[RewardResult | str]) -> list[Any]:
@@ -106,7 +159,16 @@ def step_to_json(step: EnvStep) -> dict[str, Any]:
     return {**asdict(step), "images": [b64encode(image).decode() for image in step.images]}
 
 
-def step_from_json(value: object) -> EnvStep:
+def opening_to_json(opening: str | EnvStep) -> str | dict[str, Any]:
+    return opening if isinstance(opening, str) else step_to_json(opening)
+
+
+def opening_from_json(value: object, agents: Sequence[str] = ()) -> str | EnvStep:
+    """The beginning of an episode in the answer of a worker process, checked again."""
+    return step_from_json(value, agents) if isinstance(value, dict) else check_opening(value, agents)
+
+
+def step_from_json(value: object, agents: Sequence[str] = ()) -> EnvStep:
     """The EnvStep in the answer of a worker process, checked as in :func:`results_from_json`."""
     try:
         fields: dict[str, Any] = dict(value)  # type: ignore[call-overload]
@@ -118,9 +180,9 @@ def step_from_json(value: object) -> EnvStep:
     except (TypeError, ValueError, KeyError):
         raise InvalidResult(
             f"was answered by its worker process with {shown(value)}; allowed: observation, reward, done, sampling, "
-            "info, images, score"
+            "info, images, score, agent, rewards"
         ) from None
-    return check_step(step)
+    return check_step(step, agents)
 
 
 def _check_result(result: object, trajectory: Trajectory) -> RewardResult | str:

@@ -52,6 +52,7 @@ TURN = pa.struct(
         "score": pa.float64(),
         "messages": pa.list_(pa.list_(pa.string())),
         "experts": EXPERTS,
+        "agent": pa.string(),
     }
 )
 STEP = pa.struct({"turn": pa.int64(), "token": pa.int64(), "value": pa.float64()})
@@ -86,14 +87,17 @@ SCHEMA = pa.schema(
     }
 )
 EARLIER_TURNS = [
-    pa.struct([field for field in TURN if field.name not in missing])
-    for missing in (("experts",), ("experts", "messages"), ("experts", "messages", "score"))
+    pa.struct([field for field in TURN if field.name not in ("agent", *missing)])
+    for missing in ((), ("experts",), ("experts", "messages"), ("experts", "messages", "score"))
 ]
 """Turns in files of earlier versions."""
 _WITHOUT_VALUES = SCHEMA.remove(SCHEMA.get_field_index("token_values"))
 EARLIER_SCHEMAS = [
     schema.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(turn)))
-    for schema, turn in [(SCHEMA, EARLIER_TURNS[0]), *((_WITHOUT_VALUES, turn) for turn in EARLIER_TURNS)]
+    for schema, turn in [
+        *((SCHEMA, turn) for turn in EARLIER_TURNS[:2]),
+        *((_WITHOUT_VALUES, turn) for turn in EARLIER_TURNS[1:]),
+    ]
 ]
 NO_PROMPTS = {b"prompts": b"none"}
 """Metadata of a file that does not hold the prompts of its samples."""

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rlhf.errors import CheckpointError, DataError, shown
+from rlhf.ops.sample_values import group_number
 from rlhf.saved import WAY_OUT
 from rlhf.types import ExpertRecord, Group, Image, RewardResult, Row, Trajectory, Turn
 from rlhf.types.arrays import FloatArray
@@ -32,7 +33,8 @@ FindRow = Callable[[str, int], Row]
 TellPrompt = Callable[[Trajectory], Any]
 """``tell(trajectory) -> prompt``, as text or messages; None if its context is more than the prompt."""
 TokenValues = Mapping[tuple[int, int], Mapping[str, FloatArray]]
-"""{index of a sample: {name: a value for each of its sampled tokens, or one value where all are equal}}."""
+"""{(``group_number`` of a trajectory, sample): {name: a value for each of its sampled tokens, or one value where all
+are equal}}."""
 
 
 def write_groups(
@@ -45,8 +47,19 @@ def write_groups(
     """
     values = sample_values(groups, prompt)
     if token_values:
-        values = ({**v, "token_values": token_values.get(tuple(v.get("index", ())), {})} for v in values)
+        values = ({**v, "token_values": token_values.get(unit_of(v), {}) if "index" in v else {}} for v in values)
     write_samples(path, values, with_prompts=prompt is not None)
+
+
+def unit_of(sample: Mapping[str, Any]) -> tuple[int, int]:
+    """The columns ``group`` and ``sample`` that a recorded sample has in a batch."""
+    number, place = sample["index"]
+    return group_number(number, agent_of(sample["turns"])), place
+
+
+def agent_of(turns: Sequence[Mapping[str, Any]]) -> str:
+    """The agent whose turns a recorded sample has."""
+    return (turns[0].get("agent") or "") if turns else ""
 
 
 def write_lines(path: Path, groups: Iterable[Group], prompt: TellPrompt | None = None) -> None:

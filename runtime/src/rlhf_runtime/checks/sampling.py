@@ -19,6 +19,7 @@ from rlhf.interfaces import (
 from rlhf.types import Needs, OnlineShape
 
 from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.samples.episodes import agents_played
 
 if TYPE_CHECKING:
     from rlhf_runtime.checks.run import RunPlugins
@@ -159,7 +160,39 @@ def environment(run: RunPlugins) -> list[str]:
             f"env {config.env.use!r} is set, but rollout {config.rollout.use!r} uses no environment. Set --rollout.use "
             "to a rollout that does (e.g. multi_turn), or remove [env]."
         ]
-    return []
+    return _agents(run)
+
+
+def _agents(run: RunPlugins) -> list[str]:
+    """Problems of an environment in which the policy plays several agents."""
+    agents, rollout, needs = played(run), run.rollout, run.algorithm.needs()
+    if not agents or run.config.env is None or rollout is None:
+        return []
+    game = f"env {run.config.env.use!r}: the policy plays {' and '.join(map(repr, agents))}"
+    problems = []
+    if not rollout.plays_agents:
+        problems.append(
+            f"{game}, and rollout {run.config.rollout.use!r} plays one agent. Set --rollout.use to a rollout that "
+            "plays several (e.g. multi_turn)."
+        )
+    if needs.greedy:
+        problems.append(
+            f"{game}. {run.algorithm.name} configured like this compares samples with a greedy answer to the same "
+            "prompt, which is not drawn in such games. Use another --algorithm.advantage.use, such as rae."
+        )
+    curriculum = run.parts["curriculum"].resolved.cls if "curriculum" in run.parts else None
+    if curriculum is not None and curriculum.min_scores:
+        problems.append(
+            f"{game}, and curriculum {curriculum.name!r} chooses rows by the scores of a prompt's samples, which are "
+            "of different agents. Remove [curriculum], or use one that reads no scores."
+        )
+    return problems
+
+
+def played(run: RunPlugins) -> tuple[str, ...]:
+    """The agents that the policy plays in the environment of the run; empty: one without a name."""
+    env = run.parts.get("env")
+    return () if env is None else agents_played(env.resolved, env.config)
 
 
 def _in_environment(run: RunPlugins) -> bool:
@@ -192,7 +225,7 @@ def _shape(run: RunPlugins) -> OnlineShape:
     s, most = config.sampling, config.data.max_tokens - 1
     turns = config.env.max_turns if in_environment and config.env is not None else 1
     answer = min(s.max_new_tokens * turns, most)
-    trajectories = config.data.batch_size * s.samples_per_prompt
+    trajectories = config.data.batch_size * s.samples_per_prompt * max(1, len(played(run)))
     observes = run.rollout is not None and run.rollout.observes and not (in_environment and turns == 1)
     return OnlineShape(trajectories, answer, answer if in_environment else most, observes, s.temperature)
 

@@ -22,6 +22,7 @@ import torch
 from rlhf.errors import ConfigError
 from rlhf.ops.batch import Batch
 from rlhf.ops.experts import EXPERTS
+from rlhf.ops.sample_values import group_number
 from rlhf.ops.trajectories import assemble
 from rlhf.plugins import Plugins
 from rlhf.types import Group, Row, Trajectory
@@ -29,7 +30,7 @@ from rlhf.types.arrays import int_array
 from torch import Tensor
 
 from rlhf_runtime.checkpoint import CheckpointStore
-from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded
+from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded, unit_of
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.jobs.export import loaded_policy
@@ -413,13 +414,12 @@ def _bins(batch: Batch, gap_A: Tensor) -> Iterator[Bin]:
 
 def _reproduced(file: Path, trajectories: Sequence[Trajectory], now_A: Tensor) -> float | None:
     """Mean difference between the trainer's log-probs now and those that the step recorded."""
-    values = {
-        tuple(line["index"]): line.get("token_values") or {} for _, line in recorded(file) if line["sample"] is not None
-    }
+    values = {unit_of(line): line.get("token_values") or {} for _, line in recorded(file) if line["sample"] is not None}
     differences, start = [], 0
     for trajectory in trajectories:
         end = start + trajectory.sampled_tokens
-        then = values[trajectory.index].get("policy/logprobs")
+        number = group_number(trajectory.index[0], trajectory.agent)
+        then = values[number, trajectory.index[1]].get("policy/logprobs")
         if then is not None:  # one value stands for all where they are equal
             differences.append((now_A[start:end] - torch.tensor(list(then))).abs())
         start = end

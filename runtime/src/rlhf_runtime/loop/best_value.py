@@ -124,7 +124,7 @@ class BestTracker:
 
 def is_number_of_samples(metric: str) -> bool:
     """Whether the metric is a number that samples bring with them. Its name is known when there are samples."""
-    return metric.removeprefix("eval/").startswith(("env/", "rollout/"))
+    return metric.removeprefix("eval/").startswith(("env/", "rollout/", "agent/"))
 
 
 def unknown_metric(metric: str, present: Sequence[str]) -> ConfigError:

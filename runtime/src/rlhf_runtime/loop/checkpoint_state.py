@@ -319,7 +319,7 @@ def _ready_groups(data: TrainData, complete: Sequence[bool], path: Path) -> list
     for group in compress(groups, complete):
         for trajectory in (t for t in group.trajectories if not t.given):
             try:
-                check_turns(trajectory.turns)
+                check_turns(trajectory.turns, agents=[trajectory.agent])
             except InvalidResult as error:
                 refuse(path, f"group {group.number}, sample {trajectory.index[1]}: {error}.")
     return groups

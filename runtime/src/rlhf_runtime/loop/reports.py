@@ -15,7 +15,7 @@ from rlhf.interfaces import GENERATOR, Observer, Place
 from rlhf.ops.batch import Batch
 from rlhf.process_memory import peak_memory
 from rlhf.types import Annotation
-from rlhf.types.arrays import FloatArray, float_array
+from rlhf.types.arrays import float_array
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import TellPrompt, TokenValues, write_groups
@@ -126,9 +126,9 @@ TOKEN_OUTPUTS = ("logprobs", "values")
 ADVANTAGES = "advantages"
 
 
-def token_values(batch: Batch, annotations: Sequence[Annotation]) -> dict[tuple[int, int], dict[str, FloatArray]]:
-    """{index of a sample: {``ROLE/OUTPUT`` or ``advantages``: a value for each sampled token, in order}}. One value
-    stands for all where they are equal.
+def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues:
+    """{(number of its group in the batch, sample): {``ROLE/OUTPUT`` or ``advantages``: a value for each sampled token,
+    in order}}. One value stands for all where they are equal.
 
     Args:
         batch: after credit.
@@ -145,7 +145,7 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> dict[tuple[
     count_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_N, mask_N.long())
     ends, own = count_U.cumsum(0).tolist(), batch.unit["own_tokens"].tolist()
     values = {name: batch.tok[column][mask_N].float().numpy() for name, column in columns.items()}
-    result = {}
+    result: dict[tuple[int, int], Mapping[str, FloatArray]] = {}
     for unit, index in enumerate(zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)):
         first, last = ends[unit] - own[unit], ends[unit]
         if own[unit] and own[unit] == int(count_U[unit]):

@@ -47,7 +47,9 @@ def evaluation_metrics(groups: Sequence[Group], samples: int = 1, threshold: flo
     ``unscored``   share of answers without a reward (failed, or no source applied)
     ``failed``     share of answers whose rollout or scoring failed; present where at least one did
     ``prompts``    number of prompts
-    ``env/KEY``    and ``rollout/KEY``: means of the numbers in ``Trajectory.info``
+    ``env/KEY``    and ``rollout/KEY``, ``agent/AGENT/score``: see :func:`info_metrics`
+
+    Where the policy plays several agents, a prompt counts once for each agent, with the trajectories of this agent.
 
     An answer without a reward does not count as wrong: it is left out of its prompt's statistics, and a prompt with
     fewer than k scored answers is left out of pass@k. A sample that failed before any token was sampled has no length.
@@ -81,7 +83,7 @@ def _of(groups: Sequence[Group], samples: int, threshold: float | None) -> dict[
     answers = [t for group in groups for t in group.trajectories]
     apart = any(_scored(t) and t.score is not None and t.score != t.reward for t in answers)
     values: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
+    for group in (of_agent for prompt in groups for of_agent in prompt.by_agent().values()):
         rewards = [t.reward for t in group.trajectories if _scored(t) and t.reward is not None]
         if not rewards:
             continue
@@ -131,11 +133,14 @@ ENV = "env"
 
 
 def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them."""
+    """``env/KEY`` and ``rollout/KEY``: means of the numbers in ``Trajectory.info``, over the samples that have them.
+    ``agent/AGENT/score``: the mean score of each agent, where the policy plays several."""
     numbers: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in (t for group in groups for t in group.trajectories):
         for name, value in trajectory.info.items():
             numbers[name].append(value)
+        if trajectory.agent and trajectory.score is not None:
+            numbers[f"agent/{trajectory.agent}/score"].append(trajectory.score)
     return {name: math.fsum(column) / len(column) for name, column in sorted(numbers.items())}
 
 

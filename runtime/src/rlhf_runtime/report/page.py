@@ -207,7 +207,8 @@ class ShownSamples:
             "reward": sample.reward, "rewards": sample.rewards, "status": sample.status, "length": sample.length,
         }  # fmt: skip
         more = {
-            "error": _cut(sample.error), "info": sample.info, "values": of_tokens if with_tokens else {},
+            "agent": sample.agent, "error": _cut(sample.error), "info": sample.info,
+            "values": of_tokens if with_tokens else {},
             "findings": {name: _cut(_words(finding)) for name, finding in sample.findings.items()},
             "advantage": sum(advantages) / len(advantages) if advantages else None,
         }  # fmt: skip

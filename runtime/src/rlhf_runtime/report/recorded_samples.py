@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
 
-from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import SUCH
 
@@ -62,7 +62,9 @@ class RecordedSample:
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What a reward says beside its value, by its name."""
     group_mean: float | None = None
-    """The mean reward of the samples for the same prompt."""
+    """The mean reward of the samples for the same prompt, and of the same agent."""
+    agent: str = ""
+    """Whose conversation it is, where the policy plays several agents."""
 
     def value(self, name: str | None) -> float | None:
         """The value that samples are sorted by: a reward by its name, the length, or for None the total reward."""
@@ -178,6 +180,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
         info={name: float(value) for name, value in line["info"].items()},
+        agent=agent_of(turns),
         findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
     )
 
@@ -222,12 +225,12 @@ def _reward(value: Any) -> float | None:
 
 
 def _with_group_means(samples: Sequence[RecordedSample]) -> list[RecordedSample]:
-    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    rewards: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for sample in samples:
         if sample.reward is not None:
-            rewards[sample.group].append(sample.reward)
+            rewards[sample.group, sample.agent].append(sample.reward)
     means = {group: sum(values) / len(values) for group, values in rewards.items()}
-    return [replace(sample, group_mean=means.get(sample.group)) for sample in samples]
+    return [replace(sample, group_mean=means.get((sample.group, sample.agent))) for sample in samples]
 
 
 def _listed(values: Sequence[Any]) -> str:

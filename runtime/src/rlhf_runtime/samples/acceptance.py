@@ -20,7 +20,7 @@ class Acceptance:
     filter: FilterSection | None = None
     on_failed_sample: Literal["abort", "drop_sample", "drop_group"] = "abort"
     group_min: int = 1
-    """Smallest number of samples in a group."""
+    """Smallest number of samples in a group, those of all agents that the policy plays together."""
     scored: bool = True
     """Whether samples without a reward are left out."""
     timeline: Timeline = NO_TIMELINE
@@ -42,7 +42,8 @@ class Acceptance:
         return dict.fromkeys([*names, "given"] if has_given else names, 0.0)
 
     def accept(self, group: Group, counts: dict[str, float]) -> Group | None:
-        """The part of the group that is trained on; None where the group is rejected. ``counts`` says why."""
+        """The part of the group that is trained on; None where the group is rejected. ``counts`` says why. The filter
+        accepts a group if it accepts the samples of one agent."""
         if all(t.given for t in group.trajectories):  # the answer stands for the whole group: Needs.given
             counts["given"] += 1
             return group
@@ -56,13 +57,14 @@ class Acceptance:
         counts["unscored"] += len(live) - len(trajectories)
         counts["tokens_failed"] += sampled_tokens(failed)
         counts["tokens_unscored"] += sampled_tokens(live) - sampled_tokens(trajectories)
-        if len(trajectories) < max(1, self.group_min):
+        if len({t.index for t in trajectories}) < max(1, self.group_min):
             self.reject(group, counts, "failed", trajectories)
             return None
-        if self.filter is not None and not passes(self.filter, [t.score for t in trajectories if t.score is not None]):
+        part = Group(group.row, group.number, trajectories)
+        if self.filter is not None and not any(passes(self.filter, scores_of(own)) for own in part.by_agent().values()):
             self.reject(group, counts, "filtered", trajectories)
             return None
-        return Group(group.row, group.number, trajectories)
+        return part
 
     def reject(
         self,
@@ -84,6 +86,10 @@ class Acceptance:
 def sampled_tokens(trajectories: Iterable[Trajectory]) -> int:
     """Number of tokens that the policy sampled."""
     return sum(trajectory.sampled_tokens for trajectory in trajectories)
+
+
+def scores_of(group: Group) -> list[float]:
+    return [t.score for t in group.trajectories if t.score is not None]
 
 
 def left_out(counts: Mapping[str, float]) -> str:

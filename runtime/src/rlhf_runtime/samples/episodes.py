@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -15,7 +16,14 @@ from rlhf.types import EnvStep, Row
 from rlhf_runtime.calls.deadlines import DeadlineExpired, cause, within
 from rlhf_runtime.calls.isolation import check_python
 from rlhf_runtime.calls.plugin_worker import PluginWorker, WorkerPool
-from rlhf_runtime.calls.returned_values import InvalidResult, check_observation, check_step, step_from_json
+from rlhf_runtime.calls.returned_values import (
+    InvalidResult,
+    agents_of,
+    check_opening,
+    check_step,
+    opening_from_json,
+    step_from_json,
+)
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.observe.timeline import Slice
 
@@ -30,8 +38,8 @@ and servers rarely accept more connections."""
 class Episodes:
     """Opens the episodes of one ``[env]`` section. ``close`` ends the worker processes.
 
-    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``. ConfigError: the
-    environment cannot have its own Python, or that is not a program.
+    Raises PluginInvalid: some of the environment's methods are ``async def`` and some plain ``def``, or its agents have
+    no names. ConfigError: the environment cannot have its own Python, or that is not a program.
     """
 
     def __init__(self, resolved: Resolved, config: ComponentConfig | None, section: EnvSection) -> None:
@@ -46,6 +54,8 @@ class Episodes:
             )
         if section.python is not None:
             check_python(resolved, section.python, in_worker=not coroutines)
+        self.agents = agents_played(resolved, config)
+        """Names of the agents that the policy plays; empty: one without a name."""
         self.limit = section.concurrency or (ASYNC if coroutines else PROCESSES)
         """Episodes that can be open at once. Further episodes in worker processes wait in ``reset`` until another is
         closed. A caller whose samples wait for each other must not start more than this number, or all of them wait
@@ -67,12 +77,20 @@ class Episodes:
         Args:
             sample: the slice of the timeline that shows the calls.
         """
-        return Episode(self.resolved, self.config, self.section, self._pool, sample or Slice())
+        return Episode(self.resolved, self.config, self.section, self._pool, sample or Slice(), self.agents)
 
     def close(self) -> None:
         """End the worker processes."""
         if self._pool is not None:
             self._pool.close()
+
+
+def agents_played(resolved: Resolved, config: ComponentConfig | None) -> tuple[str, ...]:
+    """The agents that the policy plays in an environment. Raises PluginInvalid where they have no names."""
+    try:
+        return agents_of(resolved.cls, config)
+    except InvalidResult as error:
+        raise PluginInvalid(f"{resolved}: agents() {error}") from None
 
 
 class Episode(Env):
@@ -89,30 +107,31 @@ class Episode(Env):
         section: EnvSection,
         pool: WorkerPool | None,
         sample: Slice,
+        agents: Sequence[str] = (),
     ) -> None:
         self.name = resolved.cls.name  # type: ignore[misc]
         self._resolved, self._config, self._section, self._pool = resolved, config, section, pool
-        self._sample = sample
+        self._sample, self._agents = sample, agents
         self._env: Env | None = None
         self._worker: PluginWorker | None = None
         self._steps, self._over, self._closed, self._failed = 0, False, False, False
         self.numbers: dict[str, float] = {}
         """The numbers in the steps' ``info``, of each key the last one."""
 
-    async def reset(self, row: Row, seed: int) -> str:
+    async def reset(self, row: Row, seed: int) -> str | EnvStep:
         if self._env is not None or self._worker is not None or self._closed:
             raise EnvError(f"{self._resolved}: reset() was called twice; open a new episode for every sample")
         if self._pool is not None:
             with boundary(EnvError, f"{self._resolved}: starting its worker process"):
                 self._worker = await self._pool.acquire()
-            opening: str = await self._remote("reset", row, seed, self.sampling)
+            opening: str | EnvStep = await self._remote("reset", row, seed, self.sampling)
             return opening
         try:
             self._env = self._resolved.cls(self._config)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             raise EnvError(f"{self._resolved}: building it raised {cause(error)}") from error
-        text: str = await self._local("reset", row, seed)
-        return text
+        begun: str | EnvStep = await self._local("reset", row, seed)
+        return begun
 
     async def step(self, action: str) -> EnvStep:
         if self._over or self._closed or (self._env is None and self._worker is None):
@@ -154,12 +173,12 @@ class Episode(Env):
 
     async def _remote(self, method: str, *arguments: Any) -> Any:
         assert self._worker is not None
-        check = {"reset": check_observation, "step": step_from_json}[method]
+        check: Any = {"reset": opening_from_json, "step": step_from_json}[method]
         try:
             asking = boundary(EnvError, f"{self._resolved}: asking its worker process for {method}()")
             with asking, self._sample.child(f"environment {method}"):
                 answer = await self._worker.call(method, *arguments, deadline=self._section.deadline)
-            return check(answer)
+            return check(answer, self._agents)
         except InvalidResult as error:
             self._failed = True
             raise EnvError(f"{self._resolved}: {method}() {error}") from None
@@ -170,12 +189,12 @@ class Episode(Env):
     async def _local(self, method: str, *arguments: Any) -> Any:
         assert self._env is not None
         deadline = self._section.deadline
-        check = {"reset": check_observation, "step": check_step, "close": lambda result: None}[method]
+        check: Any = {"reset": check_opening, "step": check_step, "close": lambda *result: None}[method]
         try:
             self._env.sampling = self.sampling
             call: Any = getattr(self._env, method)(*arguments)
             with self._sample.child(f"environment {method}"):
-                return check(None if call is None else await within(call, deadline))
+                return check(None if call is None else await within(call, deadline), self._agents)
         except BaseException as error:
             self._failed = True
             if isinstance(error, DeadlineExpired):

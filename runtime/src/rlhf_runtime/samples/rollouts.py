@@ -6,13 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 from rlhf.errors import ModelError, RlhfError, RolloutError, SyncError, TrainingError, WorkerError, boundary
 from rlhf.interfaces import EnginePool, Env, Generator, Rollout
 from rlhf.ops.experts import drop_repeated
 from rlhf.seeds import derive_seed
-from rlhf.types import ExpertLayers, Group, Row, Trajectory
+from rlhf.types import ExpertLayers, Group, Row, Trajectory, Turn
 from rlhf.types.needs import GREEDY_REWARD
 
 from rlhf_runtime.calls.main_thread import MainThread
@@ -45,8 +46,13 @@ class Rollouts:
         pool: EnginePool | None = None,
         timeline: Timeline = NO_TIMELINE,
         experts: ExpertLayers | None = None,
+        agents: Sequence[str] = (),
     ) -> None:
-        """``experts``: of the policy, if the records of experts are replayed."""
+        """
+        Args:
+            experts: of the policy, if the records of experts are replayed.
+            agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
+        """
         self.rollout, self.generator, self.template = rollout, generator, template
         self.scorer, self.main, self.open_env = scorer, main, open_env
         self.phases = phases
@@ -54,7 +60,7 @@ class Rollouts:
         """Largest number of samples under way at once, if the environment or the rollout has such a limit."""
         self.pool = pool
         """The generator, if each request is sent to it by itself, not in waves."""
-        self.timeline, self.experts = timeline, experts
+        self.timeline, self.experts, self.agents = timeline, experts, agents
         self.sampled_tokens = 0
         """Of all training samples that have ended."""
 
@@ -116,10 +122,11 @@ class Rollouts:
             return Group(row, number, [Trajectory(row, self.template.encode_answer(row), (number, 0))])
         logs = logs or [TurnLog() for _ in range(settings.answers)]
         samples = [self._admitted(row, (number, s), settings, requests, log, ended) for s, log in enumerate(logs)]
-        group = Group(row, number, list(await asyncio.gather(*samples)))
+        group = Group(row, number, [part for parts in await asyncio.gather(*samples) for part in parts])
         if any(t.status != "failed" for t in group.trajectories):
             with self.timeline.slice("rewards", "rewards", group=number, purpose=settings.purpose):
-                await self.scorer.score(group, settings.purpose == TRAINING)
+                for own in group.by_agent().values():
+                    await self.scorer.score(own, settings.purpose == TRAINING)
         if settings.greedy:
             set_greedy_apart(group)
         failed = next((t for t in group.trajectories if t.status == "failed"), None)
@@ -129,7 +136,7 @@ class Rollouts:
                 'The run stops because stream.on_failed_sample is "abort"; "drop_sample" or "drop_group" lets it go on.'
             )
         if settings.failures is not None:
-            for trajectory in group.trajectories:
+            for trajectory in one_of_each_sample(group):
                 settings.failures.add(trajectory)
         return group
 
@@ -141,17 +148,18 @@ class Rollouts:
         requests: Requests,
         log: TurnLog,
         ended: Callable[[], None],
-    ) -> Trajectory:
-        """Make one sample, as soon as it may begin."""
+    ) -> list[Trajectory]:
+        """Make one sample, as soon as it may begin: the trajectory of each agent."""
         await requests.enter(index)
         try:
             about = {"group": index[0], "sample": index[1], "purpose": settings.purpose}
             with self.timeline.slice("samples", "sample", **about) as slice:
-                trajectory = await self._sample(row, index, settings, requests, log, slice)
-                slice.add(status=trajectory.status, tokens=trajectory.sampled_tokens)
-            if settings.purpose == TRAINING and not trajectory.given:
-                self.sampled_tokens += trajectory.sampled_tokens
-            return trajectory
+                parts = await self._sample(row, index, settings, requests, log, slice)
+                tokens = sum(trajectory.sampled_tokens for trajectory in parts)
+                slice.add(status=parts[0].status, tokens=tokens)
+            if settings.purpose == TRAINING and not parts[0].given:
+                self.sampled_tokens += tokens
+            return parts
         finally:
             requests.leave()
             ended()
@@ -164,20 +172,18 @@ class Rollouts:
         requests: Requests,
         log: TurnLog,
         slice: Slice,
-    ) -> Trajectory:
+    ) -> list[Trajectory]:
         if index[1] < settings.given_samples:
-            return Trajectory(row, self.template.encode_answer(row), index)
+            return [Trajectory(row, self.template.encode_answer(row), index)]
         context = SampleContext(self.template, partial(self._env, slice), index, settings, requests, log, slice)
         seed = derive_seed(settings.seed, f"{settings.purpose}/rollout", index[0])  # same task for the whole group
         label = f"rollout {self.rollout.name!r}"
-        trajectory = Trajectory(row, [], index)
+        trajectory, conversations = Trajectory(row, [], index), list[list[Turn]]()
         try:
             with boundary(RolloutError, label):
                 async with asyncio.timeout(settings.deadline) as context.clock:
                     turns = await self.rollout.run(row, seed, context)
-            trajectory.turns = check_turns(turns, self.experts)
-            drop_repeated(trajectory.turns)
-            trajectory.status = "truncated" if trajectory.truncated else "ok"
+            conversations = check_turns(turns, self.experts, self.agents)
         except FATAL:
             raise
         except InvalidResult as error:
@@ -192,14 +198,26 @@ class Rollouts:
                 await context.close()
             except RlhfError as error:
                 trajectory.status, trajectory.error = "failed", trajectory.error or f"{type(error).__name__}: {error}"
-        if trajectory.status == "failed" and not trajectory.turns and settings.purpose == TRAINING:
-            trajectory.turns = [turn for _, _, turn in log.entries()]  # so that its tokens can be counted
-        return trajectory
+        if trajectory.status == "failed" and settings.purpose == TRAINING and not conversations:
+            # so that its tokens can be counted
+            trajectory.turns = [replace(turn, agent="") for _, _, turn in log.entries()]
+        trajectories = [replace(trajectory, turns=own, info=dict(trajectory.info)) for own in conversations]
+        for part in trajectories:
+            drop_repeated(part.turns)
+            if part.status != "failed":
+                part.status = "truncated" if part.truncated else "ok"
+        return trajectories or [trajectory]
 
     def _env(self, slice: Slice) -> Env:
         if self.open_env is None:
             raise RolloutError(f"rollout {self.rollout.name!r} opens an environment; set [env] use = ...")
         return self.open_env(slice)
+
+
+def one_of_each_sample(group: Group) -> list[Trajectory]:
+    """A trajectory of each sample, one that failed where there is any: a sample of several agents counts once."""
+    ordered = sorted(group.trajectories, key=lambda t: (t.index, t.status == "failed"))
+    return list({t.index: t for t in ordered}.values())
 
 
 def set_greedy_apart(group: Group) -> None:

@@ -60,10 +60,11 @@ class SampleContext(RolloutContext):
     def encode_opening(self, row: Row, text: str) -> list[Turn]:
         return self._template.encode_opening(row, text)
 
-    def encode_observation(self, text: str, images: Sequence[bytes] = ()) -> Turn:
+    def encode_observation(self, text: str, images: Sequence[bytes] = (), turn: Turn | None = None) -> Turn:
         """Also closes the answer before it, if that answer was cut off before its end token."""
-        observation = self._template.encode_observation(text, self._ended(self._last), images)
-        return self._without_repeated_end(observation, self._last)
+        last = self._last if turn is None else turn
+        observation = self._template.encode_observation(text, self._ended(last), images)
+        return self._without_repeated_end(observation, last)
 
     def prompt_messages(self, row: Row) -> list[dict[str, Any]]:
         return self._template.prompt_messages(row)

@@ -155,6 +155,7 @@ def launch_sampler(
         pool=pool,
         timeline=timeline,
         experts=policy.facts.experts,
+        agents=episodes.agents if episodes is not None else (),
     )
     return Sampler(rollouts, weights, phases)
 

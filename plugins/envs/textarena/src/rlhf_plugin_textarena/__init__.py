@@ -1,11 +1,12 @@
-"""Environment: the games of TextArena, alone or against an opponent from a file."""
+"""Environment: the games of TextArena, alone, against an opponent from a file, or against itself."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,9 @@ from textarena.envs.registration import ENV_REGISTRY
 MOST_SEED = 2**32 - 1
 """Largest seed of NumPy's global generator, which some games use."""
 FILE = "file:"
+SELF = "self"
+SEATS = ("player0", "player1")
+"""The agents of self-play."""
 Opponent = Callable[[str, int], str]
 
 
@@ -37,7 +41,7 @@ class TextArenaConfig(ComponentConfig):
     opponent: str | None = None
     """For games of two players: ``file:opponent.py``, a Python file with a function ``act(messages, seed)`` that
     returns the other player's action. ``messages`` is what this player has not seen yet; ``seed`` differs from turn to
-    turn."""
+    turn. ``self``: the policy plays both seats, and learns from both."""
 
     @model_validator(mode="after")
     def _can_be_played(self) -> TextArenaConfig:
@@ -45,9 +49,9 @@ class TextArenaConfig(ComponentConfig):
             kwargs = json.dumps(self.kwargs, sort_keys=True)
         except TypeError as error:
             raise ValueError(f"kwargs must hold numbers, text, lists and tables: {error}") from None
-        if self.opponent is not None:
+        if self.opponent not in (None, SELF):
             try:
-                opponent_of(self.opponent)
+                opponent_of(str(self.opponent))
             except PluginError as error:
                 raise ValueError(f"opponent: {error}") from error
         _check(self.id, kwargs, 1 if self.opponent is None else 2)
@@ -60,6 +64,9 @@ class TextArena(Env):
     The sample's seed starts the game and, in games of two, chooses the policy's seat. A row's column ``seed`` (a whole
     number from 0 to 2**32 - 1) comes first. All samples of a group play the same game. The reward is the game's own,
     given at its end. ``info`` says why it ended (``reason``), and whether the policy lost by an invalid move.
+
+    With ``opponent = "self"`` the policy plays both seats, as the agents ``player0`` and ``player1``. Each reads what
+    the game tells it, and gets its own reward at the end.
     """
 
     name = "textarena"
@@ -67,7 +74,11 @@ class TextArena(Env):
     Config = TextArenaConfig
     conformance = {"configs": (TextArenaConfig.model_construct(id="GuessTheNumber-v0"),)}  # made without the check
 
-    def reset(self, row: Row, seed: int) -> str:
+    @classmethod
+    def agents(cls, config: TextArenaConfig) -> tuple[str, ...]:
+        return SEATS if config.opponent == SELF else ()
+
+    def reset(self, row: Row, seed: int) -> str | EnvStep:
         c, own = self.config, row.get("seed")
         if own is not None and (type(own) is not int or not 0 <= own <= MOST_SEED):
             raise EnvError(
@@ -75,8 +86,10 @@ class TextArena(Env):
                 f"to {MOST_SEED}"
             )
         self._seed = seed % (MOST_SEED + 1) if own is None else own
-        self._opponent = None if c.opponent is None else opponent_of(c.opponent)
-        self._game = Game(c.id, c.kwargs, 1 if self._opponent is None else 2, self._seed)
+        self._opponent = None if c.opponent in (None, SELF) else opponent_of(str(c.opponent))
+        self._game = Game(c.id, c.kwargs, 1 if c.opponent is None else 2, self._seed)
+        if c.opponent == SELF:
+            return self._next()
         self._seat = 0 if self._opponent is None else derive_seed(self._seed, "seat") % 2
         self._turn = 0
         if self._opponents_turns():
@@ -84,15 +97,28 @@ class TextArena(Env):
         return self._game.messages()
 
     def step(self, action: str) -> EnvStep:
+        if self.config.opponent == SELF:
+            return self._ended(range(len(SEATS))) if self._game.act(action) else self._next()
         done = self._game.act(action) or self._opponents_turns()
         if not done:
             return EnvStep(self._game.messages())
+        step = self._ended([self._seat])
+        return replace(step, reward=step.rewards[SEATS[self._seat]], rewards={})
+
+    def _next(self) -> EnvStep:
+        """What the player reads whose turn it is, in self-play."""
+        return EnvStep(self._game.messages(), agent=SEATS[self._game.player])
+
+    def _ended(self, seats: Sequence[int]) -> EnvStep:
+        """The end of the game, with the rewards of these players."""
         rewards, facts = self._game.outcome()
-        own = facts.get(self._seat, {})
-        info = {"reason": str(own.get("reason", "")), "invalid_move": bool(own.get("invalid_move", False))}
-        if rewards is None or rewards.get(self._seat) is None:
-            raise EnvError(f"{self.config.id} ended without a reward for player {self._seat}: {info['reason']}")
-        return EnvStep(reward=float(rewards[self._seat]), done=True, info=info)
+        own = [facts.get(seat, {}) for seat in seats]
+        reason = next((str(fact["reason"]) for fact in own if fact.get("reason")), "")
+        info = {"reason": reason, "invalid_move": any(fact.get("invalid_move", False) for fact in own)}
+        for seat in seats:
+            if rewards is None or rewards.get(seat) is None:
+                raise EnvError(f"{self.config.id} ended without a reward for player {seat}: {reason}")
+        return EnvStep(done=True, info=info, rewards={SEATS[s]: float((rewards or {})[s]) for s in seats})
 
     def _opponents_turns(self) -> bool:
         """The opponent's turns until it is the policy's. Returns whether the game is over."""
@@ -111,7 +137,9 @@ class TextArena(Env):
 def opponent_of(reference: str) -> Opponent:
     """The function ``act`` of the file. Raises PluginError or ConfigError if there is none."""
     if not reference.startswith(FILE):
-        raise ValueError(f"opponent = {reference!r}; allowed: {FILE}PATH, a Python file with act(messages, seed)")
+        raise ValueError(
+            f"opponent = {reference!r}; allowed: {SELF!r}, or {FILE}PATH, a Python file with act(messages, seed)"
+        )
     path = reference.removeprefix(FILE)
     act = getattr(SourceFile.read(path).load(), "act", None)
     if not callable(act):
@@ -146,8 +174,8 @@ def _cause(id: str, players: int, error: Exception) -> str:
 
 def _several(id: str) -> str:
     return (
-        f"{id!r} is a game for several players. Games for two need opponent = 'file:opponent.py'; games for more "
-        "cannot be played"
+        f"{id!r} is a game for several players. Games for two need opponent = 'file:opponent.py', or 'self' for "
+        "self-play; games for more cannot be played"
     )
 
 

@@ -38,6 +38,7 @@ class ReplayRollout(Rollout):
     name = "replay"
     needs_generator = False
     replays_env = True
+    plays_agents = True
 
     class Config(ComponentConfig):
         path: PathText
@@ -93,7 +94,8 @@ def read(path: Path) -> dict[Key, Recorded]:
             for place, sample in _rows(file) if file.suffix == ".arrow" else _lines(file):
                 where = place
                 if sample["sample"] is not None:
-                    samples[tuple(sample["index"])] = (sample["row"], sample["turns"], sample.get("info") or {})
+                    begun: Recorded = (sample["row"], [], sample.get("info") or {})
+                    samples.setdefault(tuple(sample["index"]), begun)[1].extend(sample["turns"])  # of each agent
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as cause:
             raise ConfigError(f"rollout.path: {where} is not a recorded sample: {cause}") from cause
     if not samples:

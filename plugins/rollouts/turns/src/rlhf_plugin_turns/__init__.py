@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlhf import hookimpl
 from rlhf.errors import RolloutError
 from rlhf.interfaces import Rollout, RolloutContext
-from rlhf.types import Row, Sampling, Turn
+from rlhf.types import EnvStep, Row, Sampling, Turn
 
 
 class SingleTurn(Rollout):
@@ -41,32 +42,78 @@ class MultiTurn(Rollout):
     replaces the sampling parameters of this sample, and of no other, from its next turn on. The observation of the last
     step is not appended, because no answer follows it.
 
+    Where the policy plays several agents, each has a conversation of its own, which begins with the prompt and the
+    first observation for it. An observation without room ends the episode for all: the last turn of each agent gets
+    ``finish = "length"``.
+
     Raises RolloutError (a failed sample) if prompt and opening leave no room for an answer.
     """
 
     name = "multi_turn"
     needs_env = True
+    plays_agents = True
 
     async def run(self, row: Row, seed: int, ctx: RolloutContext) -> list[Turn]:
         env = await ctx.open_env()  # closed by the core when the sample ends, also after an error
         sampling = env.sampling = ctx.sampling
-        turns = ctx.encode_opening(row, await env.reset(row, seed))  # type: ignore[misc]
-        turn_number = 0
-        while True:
+        opening = await env.reset(row, seed)  # type: ignore[misc]
+        step = EnvStep(opening) if isinstance(opening, str) else opening
+        game = Game(row, ctx)
+        for turn_number in itertools.count():
+            if not game.observe(step):
+                return game.turns()
+            turns, sampling = game.conversations[step.agent], step.sampling or sampling
+            env.sampling = sampling
             now = within_budget(sampling, room(turns, ctx), "the prompt with the environment's opening")
             turn = await ctx.generate(list(turns), now, turn_number)
+            turn.agent = step.agent
             turns.append(turn)
             step = await env.step(turn.text)  # type: ignore[misc]
             turn.reward, turn.score = step.reward, step.score
+            game.reward(step.rewards)
             if step.done:
-                return turns
-            observation = ctx.encode_observation(step.observation, step.images)
-            if room([*turns, observation], ctx) < 1:
-                turn.finish = "length"
-                return turns
-            turns.append(observation)
-            sampling = env.sampling = step.sampling or sampling
-            turn_number += 1
+                break
+        return game.turns()
+
+
+class Game:
+    """The conversations of the agents of one sample: one, without a name, where the policy plays no others."""
+
+    def __init__(self, row: Row, ctx: RolloutContext) -> None:
+        self.row, self.ctx = row, ctx
+        self.conversations: dict[str, list[Turn]] = {}
+        self._owed: dict[str, float] = {}
+        """{agent without a turn: its rewards so far}."""
+
+    def turns(self) -> list[Turn]:
+        """Conversation by conversation."""
+        return [turn for turns in self.conversations.values() for turn in turns]
+
+    def observe(self, step: EnvStep) -> bool:
+        """Add what the agent reads whose turn is next. Returns whether it has room to answer; if not, nothing is added
+        and the last turn of each agent is marked as cut."""
+        turns = self.conversations.get(step.agent)
+        if turns is None:
+            if step.images:
+                raise RolloutError(f"the first observation for {step.agent!r} has images; allowed: text")
+            opening = self.ctx.encode_opening(self.row, step.observation)
+            self.conversations[step.agent] = [replace(turn, agent=step.agent) for turn in opening]
+            return True
+        observation = self.ctx.encode_observation(step.observation, step.images, turns[-1])
+        if room([*turns, observation], self.ctx) < 1:
+            for own in self.conversations.values():
+                own[-1].finish = "length"
+            return False
+        turns.append(replace(observation, agent=step.agent))
+        return True
+
+    def reward(self, rewards: Mapping[str, float]) -> None:
+        """Add each reward to the last turn of its agent, or keep it for the first one."""
+        for agent, reward in rewards.items():
+            self._owed[agent] = self._owed.get(agent, 0.0) + reward
+        for agent in [agent for agent in self._owed if agent in self.conversations]:
+            last = self.conversations[agent][-1]
+            last.reward = (last.reward or 0.0) + self._owed.pop(agent)
 
 
 def room(turns: Sequence[Turn], ctx: RolloutContext) -> int:

@@ -436,7 +436,7 @@ function sampleView(sample, withPrompt = true) {
   return make("div", { class: "sample" },
     facts([
       ["sample", `${wheres(sample)}, group ${sample.group}, sample ${sample.sample}, row ${sample.row} of ${sample.source}`],
-      ["reward", sample.reward === null ? "none" : number(sample.reward)], ["by source", rewards.length ? rewards : ""],
+      ["agent", sample.agent ?? ""], ["reward", sample.reward === null ? "none" : number(sample.reward)], ["by source", rewards.length ? rewards : ""],
       ["advantage", sample.advantage === undefined ? "" : number(sample.advantage)],
       ["status", `${sample.status}, ${many(sample.length, "token")}`], ["error", sample.error], ["turns", marks.join("; ")], ["numbers", info],
     ]),
