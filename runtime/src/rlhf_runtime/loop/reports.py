@@ -145,7 +145,7 @@ def token_values(batch: Batch, annotations: Sequence[Annotation]) -> TokenValues
     count_U = torch.zeros(batch.units, dtype=torch.int64).index_add_(0, batch.unit_N, mask_N.long())
     ends, own = count_U.cumsum(0).tolist(), batch.unit["own_tokens"].tolist()
     values = {name: batch.tok[column][mask_N].float().numpy() for name, column in columns.items()}
-    result: dict[tuple[int, int], Mapping[str, FloatArray]] = {}
+    result: dict[tuple[int, int], dict[str, Any]] = {}
     for unit, index in enumerate(zip(batch.unit["group"].tolist(), batch.unit["sample"].tolist(), strict=True)):
         first, last = ends[unit] - own[unit], ends[unit]
         if own[unit] and own[unit] == int(count_U[unit]):
