@@ -55,7 +55,48 @@ class TestDice(EnvContract):
     rows = [{"prompt": "Roll."}, {"prompt": "Roll again."}]
 
 
+class Bidding(Env):
+    """The example of several agents."""
+
+    name = "bidding"
+
+    @classmethod
+    def agents(cls, config):
+        return ("first", "second")
+
+    async def reset(self, row, seed):
+        self.bid = None
+        return EnvStep("Bid.", agent="first")
+
+    async def step(self, action):
+        if self.bid is None:
+            self.bid = len(action)
+            return EnvStep("Bid more.", agent="second")
+        won = 1.0 if len(action) > self.bid else -1.0
+        return EnvStep(done=True, rewards={"first": -won, "second": won})
+
+
+class TestBidding(EnvContract):
+    env = Bidding
+    registered = False
+
+
 # ------------------------------------------------------------------------------- broken on purpose
+
+
+class BeginsWithText(Bidding):
+    """Does not say who begins."""
+
+    async def reset(self, row, seed):
+        self.bid = None
+        return "Bid."
+
+
+class NamesAStranger(Bidding):
+    """Rewards an agent that it did not name."""
+
+    async def step(self, action):
+        return EnvStep(done=True, rewards={"third": 1.0})
 
 
 class IgnoresSeed(Dice):
@@ -223,6 +264,8 @@ def suite(made, **attributes):
         (SharesState, "test_replay", "another episode open beside it"),
         (NaNReward, "test_episodes", "the reward is nan"),
         (Tuple, "test_episodes", "must be an EnvStep"),
+        (BeginsWithText, "test_episodes", r"reset\(\) must return EnvStep\(observation, agent=...\), got 'Bid.'"),
+        (NamesAStranger, "test_episodes", r"names the agent \['third'\]; agents\(\) gives \('first', 'second'\)"),
         (EditsRow, "test_episodes", "changed its data row"),
         (Mixed, "test_methods", "mixes async and plain"),
         (CloseNeedsReset, "test_closes_early", "without reset"),

@@ -160,6 +160,22 @@ def suite(made, **attributes):
     return type("Broken", (RolloutContract,), {"rollout": made, "registered": False, **attributes})()
 
 
+class ForgetsAgents(Episode):
+    """Plays a game as one agent."""
+
+    plays_agents = True
+
+
+class OneConversation(ForgetsAgents):
+    """Names the agents of a game that it plays in one conversation."""
+
+    async def run(self, row, seed, ctx):
+        turns = await super().run(row, seed, ctx)
+        for n, turn in enumerate(turns):
+            turn.agent = "ba"[n // 2 % 2] if n > 2 else "a"
+        return turns
+
+
 @pytest.mark.parametrize(
     ("made", "check", "message"),
     [
@@ -171,6 +187,9 @@ def suite(made, **attributes):
         (OneSeed, "test_token_in_token_out", "share their seed"),
         (Undeclared, "test_env_is_closed_once", "needs_env is False, but it opens"),
         (DropsRewards, "test_env_rewards", "the turns hold 0.0"),
+        (ForgetsAgents, "test_token_in_token_out", r"turns name the agents \[''\], not \['a', 'b'\]"),
+        (OneConversation, "test_token_in_token_out", "others precede it"),
+        (ForgetsAgents, "test_env_rewards", r"gave the agents 4 and 3.5 in all, their turns hold \[0, 0\]"),
         (Wasteful, "test_budget", "not a RolloutError"),
     ],
 )

@@ -168,3 +168,33 @@ def test_compress_and_expand_are_inverse():
         assert values_UA[u][mask_UA[u]].tolist() == values_N[own & (batch.unit_N == u)].tolist()
         assert not values_UA[u][~mask_UA[u]].any()
     assert torch.equal(expand(batch, values_UA), torch.where(own, values_N, 0.0))
+
+
+def played(agent, sample, *tokens, reward=1.0):
+    """A prompt, and a turn of each token after what the other agent did."""
+    turns = [seen(1, agent=agent)]
+    for token in tokens:
+        turns += [said(token, agent=agent, reward=0.5), seen(8, agent=agent)]
+    return trajectory(*turns[:-1], sample=sample, reward=reward)
+
+
+def test_the_trajectories_of_each_agent_are_a_group_of_their_own():
+    """No number of a group, of a running mean or of a state is of two agents. Only own turns are in the mask."""
+    game = group(played("x", 0, 2, 3), played("y", 0, 4), played("x", 1, 5))
+    batch = assemble([game, group(trajectory(seen(1), said(2)))], key=(), turns=True)
+    first, second, again, alone = batch.unit["group"].tolist()
+    assert first == again != second
+    assert alone == 5, "one agent without a name"
+    assert batch.unit["sample"].tolist() == [0, 0, 1, 0]
+    keys = batch.unit["key"].tolist()
+    assert (keys[0] == keys[2], len({*keys})) == (True, 3)
+    assert batch.ids_N[batch.tok["loss_mask"]].tolist() == [2, 3, 4, 5, 2]
+    states = batch.tok["state"][batch.tok["loss_mask"]].tolist()
+    assert states[0] == states[3], "the first turns of one agent"
+    assert len({*states}) == 4
+    assert {a: [t.index for t in own.trajectories] for a, own in game.by_agent().items()} == {
+        "x": [(5, 0), (5, 1)],
+        "y": [(5, 0)],
+    }
+    with pytest.raises(TrainingError, match=r"sample 0 of group 5 as 'y' .*: its reward is nan"):
+        assemble([group(played("y", 0, 4, reward=float("nan")))])

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rlhf.interfaces import Advantage
 from rlhf.ops.batch import Batch
 from rlhf.ops.sample_values import ENV
 from rlhf.ops.trajectories import assemble
 from rlhf.types import Group, Image, Row, Trajectory, Turn
-from rlhf_algorithms.advantages import GAE, GiGPO, GroupMean, GroupNorm, LeaveOneOut, Reinforce, ReinforceBaseline
+from rlhf_algorithms.advantages import (
+    GAE,
+    RAE,
+    GiGPO,
+    GroupMean,
+    GroupNorm,
+    LeaveOneOut,
+    Reinforce,
+    ReinforceBaseline,
+)
 from rlhf_algorithms.pipeline import KLPenalty, credit
 from rlhf_algorithms.policy_gradient_config import overlong_penalty
 
@@ -128,3 +138,29 @@ def test_a_reward_of_an_empty_answer_counts_at_the_turn_before_it_and_other_imag
     assert batch is not None
     assert own(batch, "turn_reward") == [0.0, 0.0, 0.0, 5.0] * 2
     assert own(batch, "state") == [0, 0, 1, 1, 0, 0, 3, 3], "2 is that of the empty answer"
+
+
+def players(sample: int, **rewards: float) -> list[Trajectory]:
+    """One token of each agent that has a reward."""
+
+    def turns(agent: str, reward: float) -> list[Turn]:
+        return [Turn([9], False, agent=agent), Turn([5], True, [-1.0], reward=reward, agent=agent)]
+
+    return [Trajectory(ROW, turns(a, r), (0, sample), reward=r) for a, r in rewards.items()]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (LeaveOneOut(), [4.0, -1.0, -2.0, 1.0, -2.0]),
+        (GroupMean(), [8 / 3, -0.5, -4 / 3, 0.5, -4 / 3]),
+        (RAE(RAE.Config(decay=0.5)), [1.5, -1.0, -1.25, 0.0, -0.625]),
+    ],
+)
+def test_each_agent_is_compared_with_itself(advantage: Advantage, expected: list[float]) -> None:
+    """Three games; x gets 3, -1 and -1, y gets -2 and -1, because the third game ended before its turn. Means of the
+    others: of x -1, 1, 1; of y -1, -2. Running means with decay 0.5: of x 1.5, 0.25, -0.375; of y -1, -1."""
+    trajectories = [*players(0, x=3.0, y=-2.0), *players(1, x=-1.0, y=-1.0), *players(2, x=-1.0)]
+    batch = assemble([Group(ROW, 0, trajectories)], key=())
+    assert batch is not None
+    assert own(credit(batch, advantage)[0]) == pytest.approx(expected)

@@ -34,7 +34,7 @@ def group(number=3, samples=2, logprob=-0.1, info=None):
                 Turn([1, 2, 3], False, text="Q: 1+1?\u2028\n", images=(Image(b"\x89\xff", 1, 2, [7]),)),
                 Turn([4, 5], True, [logprob, -1e-30], ((0, 7), (1, 8)), "stop", 0.7, 0.5, "zwei é", experts=EXPERTS),
                 Turn([6], False, text="again", fresh=True, messages=(("tool", "é\n2"), ("user", "again"))),
-                Turn([9], True, [-2.5], ((0, 8),), "length", 1.0, None, "x", score=0.25),
+                Turn([9], True, [-2.5], ((0, 8),), "length", 1.0, None, "x", score=0.25, agent="first"),
             ],
             index=(number, sample),
             status="truncated",
@@ -62,19 +62,23 @@ def test_groups_come_back_equal_with_their_rows(tmp_path):
     assert type(back[0].trajectories[0].turns[1].versions[0]) is tuple
 
 
-EARLIER = ["without experts", "without values of tokens", "without messages", "without messages and scores"]
+EARLIER = ["agents", "experts", "values of tokens", "messages", "messages and scores"]
+"""What earlier versions did not write, from the newest to the oldest."""
 
 
-@pytest.mark.parametrize("version", range(4), ids=EARLIER)
+@pytest.mark.parametrize("version", range(5), ids=EARLIER)
 def test_files_of_versions_with_fewer_values_of_turns_are_read(tmp_path, monkeypatch, version):
     path, made = tmp_path / "ready.arrow", group(samples=1)
     with monkeypatch.context() as earlier:
-        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[max(0, version - 1)])
+        earlier.setattr(sample_table, "TURN", sample_table.EARLIER_TURNS[version - (version > 1)])
         earlier.setattr(sample_table, "SCHEMA", sample_table.EARLIER_SCHEMAS[version])
         write_groups(path, [made])
     turns = made.trajectories[0].turns
-    turns[1].experts, turns[2].messages = None, turns[2].messages if version < 2 else ()
-    turns[3].score = None if version == 3 else turns[3].score
+    turns[1].experts = turns[1].experts if version < 1 else None
+    turns[2].messages = turns[2].messages if version < 3 else ()
+    turns[3].score = None if version == 4 else turns[3].score
+    for turn in turns:
+        turn.agent = ""
     assert read_groups(path, find) == [made]
 
 

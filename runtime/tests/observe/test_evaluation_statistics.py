@@ -115,3 +115,15 @@ def test_without_a_threshold_no_answer_passes_or_fails():
 
 def test_nothing_to_evaluate():
     assert evaluation_metrics([]) == {"prompts": 0.0}
+
+
+def test_a_prompt_counts_once_for_each_agent():
+    """x wins the first of two games, y the second and a third, in which x had no turn."""
+    games = group([1.0, -1.0, -1.0, 1.0, 1.0])
+    for t, (agent, sample) in zip(games.trajectories, [("x", 0), ("x", 1), ("y", 0), ("y", 1), ("y", 2)], strict=True):
+        t.turns[0].agent, t.index, t.score = agent, (0, sample), t.reward
+    metrics = evaluation_metrics([games], samples=3)
+    assert metrics["pass@1"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert metrics["reward"] == pytest.approx((0 + 1 / 3) / 2)
+    assert (metrics["agent/x/score"], metrics["agent/y/score"]) == pytest.approx((0.0, 1 / 3))
+    assert metrics["prompts"] == 1.0

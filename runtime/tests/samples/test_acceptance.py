@@ -23,6 +23,17 @@ def lost(rules: Acceptance, *samples: Trajectory) -> tuple[dict[str, float], int
     return causes, sum(t.sampled_tokens for t in kept.trajectories) if kept is not None else 0
 
 
+@pytest.mark.parametrize(("spread", "kept"), [((1.0, 0.0), 4), ((0.5, 0.5), 0)])
+def test_the_filter_compares_the_samples_of_one_agent(spread, kept) -> None:
+    """The samples of y are equal and those of x are not, or both are. The two agents' scores differ in any case. Games
+    of two agents count once in the smallest size of a group."""
+    group = [sample(game, 1, reward) for scores in (spread, (-2.0, -2.0)) for game, reward in enumerate(scores)]
+    for trajectory, agent in zip(group, "xxyy", strict=True):
+        trajectory.turns[0].agent = agent
+    assert lost(Acceptance(FilterSection(min_std=0.0), group_min=2), *group)[1] == kept
+    assert lost(Acceptance(group_min=3), *group)[1] == 0
+
+
 @pytest.mark.parametrize(
     ("rules", "causes", "trained"),
     [

@@ -282,3 +282,58 @@ def test_a_row_that_cannot_be_sent_to_a_worker_is_the_environments_failure(plain
             episodes.close()
 
     asyncio.run(scenario())
+
+
+class Seats(Env):
+    """Two agents; the row says what the environment returns wrongly."""
+
+    name = "seats"
+
+    @classmethod
+    def agents(cls, config):
+        return ("a", "b")
+
+    async def reset(self, row, seed):
+        self.step_ = row["step"]
+        return row["opening"]
+
+    async def step(self, action):
+        return self.step_
+
+
+FIRST = EnvStep("begin", agent="a")
+
+
+@pytest.mark.parametrize(
+    ("opening", "step", "message"),
+    [
+        ("begin", None, r"reset\(\) returned str 'begin'; allowed with several agents: EnvStep\(observation, agent"),
+        (EnvStep("begin"), None, r"reset\(\) returned an EnvStep that names the agent str ''; allowed: 'a', 'b'"),
+        (EnvStep(agent="a", reward=1.0), None, r"reset\(\) returned EnvStep .*allowed with several agents"),
+        (FIRST, EnvStep(agent="c"), r"step\(\) returned an EnvStep that names the agent str 'c'; allowed: 'a', 'b'"),
+        (FIRST, EnvStep(done=True, rewards={"c": 1.0}), "names the agent str 'c'; allowed: 'a', 'b'"),
+        (FIRST, EnvStep(done=True, rewards={"a": float("nan")}), r"EnvStep\(rewards=\{'a': nan\); allowed: a finite"),
+        (FIRST, EnvStep(done=True, rewards=[1.0]), r"EnvStep\(rewards=list .*allowed: \{agent: reward\}"),
+    ],
+)
+def test_what_names_no_agent_of_the_environment_is_refused(opening, step, message) -> None:
+    async def scenario():
+        episode = Episodes(in_process(Seats), None, section()).open()
+        await episode.reset(row(opening=opening, step=step), 0)
+        await episode.step("x")
+
+    with pytest.raises(EnvError, match=message):
+        asyncio.run(scenario())
+
+
+def test_an_environment_of_one_agent_names_none_and_names_differ() -> None:
+    class Named(Counter):
+        async def step(self, action):
+            return EnvStep(agent="a")
+
+    with pytest.raises(EnvError, match=r"names the agent str 'a'; Env.agents\(\) names none"):
+        play(in_process(Named), "a")
+    for names, message in (("ab", "allowed: a tuple of names"), (("a", "a"), "allowed: names that differ")):
+        wrong = type("Wrong", (Seats,), {"agents": classmethod(lambda cls, config, names=names: names)})
+        with pytest.raises(PluginInvalid, match=message):
+            Episodes(in_process(wrong), None, section())

@@ -14,6 +14,7 @@ class TestTextArena(EnvContract):
         TextArena.Config(id="GuessTheNumber-v0", kwargs={"max_number": 9}),
         TextArena.Config(id="2048-v0-3x3"),
         TextArena.Config(id="TicTacToe-v0", opponent=OPPONENT),
+        TextArena.Config(id="TicTacToe-v0", opponent="self"),
     )
     rows = ({"prompt": "Play."}, {"prompt": "Play.", "seed": 3})
     actions = ("[5]", "up", "", "\N{SNOWMAN}", "[7]")

@@ -98,6 +98,24 @@ def test_an_opponent_plays_the_other_seat_and_the_winner_gets_1() -> None:
     assert {1.0, -1.0} <= rewards <= {1.0, 0.0, -1.0}
 
 
+def test_in_self_play_each_player_reads_what_it_may_know_and_gets_its_reward() -> None:
+    """Kuhn poker: each player is told its own card, and what the other one did."""
+    game, first = begun(5, id="KuhnPoker-v0", opponent="self")
+    assert game.agents(game.config) == ("player0", "player1")
+    cards, step = {}, first
+    while not step.done:
+        if step.agent not in cards:
+            assert f"You are Player {step.agent[-1]}" in step.observation
+        cards.setdefault(step.agent, set()).update(re.findall(r"card is: '?(\w)", step.observation))
+        step = game.step("[check]")
+    assert all(
+        own and own.isdisjoint(cards["player1" if agent == "player0" else "player0"]) for agent, own in cards.items()
+    )
+    assert sorted(step.rewards) == ["player0", "player1"]
+    assert sum(step.rewards.values()) == 0
+    assert step.info["reason"]
+
+
 def test_a_failing_opponent_is_a_failed_sample(tmp_path) -> None:
     (tmp_path / "broken.py").write_text("def act(messages, seed):\n    return None\n")
     config = {"id": "TicTacToe-v0", "opponent": f"file:{tmp_path}/broken.py"}
@@ -117,7 +135,8 @@ def test_a_failing_opponent_is_a_failed_sample(tmp_path) -> None:
         ({"id": "Sudoku-v0", "opponent": FILE}, "'Sudoku-v0' cannot be played by two .* Remove 'opponent'"),
         ({"id": "Debate-v0"}, "ValueError: OpenRouter API key not found"),
         ({"id": "GuessTheNumber-v0", "kwargs": {"foo": 1}}, "unexpected keyword argument 'foo'"),
-        ({"id": "TicTacToe-v0", "opponent": "random"}, "opponent = 'random'; allowed: file:PATH"),
+        ({"id": "TicTacToe-v0", "opponent": "random"}, "opponent = 'random'; allowed: 'self', or file:PATH"),
+        ({"id": "Sudoku-v0", "opponent": "self"}, "'Sudoku-v0' cannot be played by two .* Remove 'opponent'"),
         ({"id": "TicTacToe-v0", "opponent": f"file:{__file__}"}, "defines no function act"),
     ],
 )

@@ -24,11 +24,13 @@ class Context(RolloutContext):
         self.answers, self.env = list(answers), env
         self.sampling, self.max_tokens = sampling, max_tokens
         self.asked: list[tuple[list[int], Sampling, int]] = []
+        self.followed: list[str] = []
 
     def encode_prompt(self, row):
         return self._turn(row["prompt"], sampled=False)
 
     def encode_observation(self, text, images=(), turn=None):
+        self.followed += [] if turn is None else [turn.text]
         return self._turn(text, sampled=False)
 
     async def generate(self, turns, sampling, turn_number=0):
@@ -52,7 +54,7 @@ class Context(RolloutContext):
 class Scripted(Env):
     name = "scripted"
 
-    def __init__(self, opening: str, *steps: EnvStep) -> None:
+    def __init__(self, opening: str | EnvStep, *steps: EnvStep) -> None:
         super().__init__()
         self.opening, self.steps, self.actions = opening, list(steps), []
 
@@ -135,6 +137,48 @@ def test_an_observation_that_leaves_no_room_is_left_out_whole() -> None:
     assert (turns[-1].finish, turns[-1].reward) == ("length", 0.5)
     with pytest.raises(RolloutError, match="environment's opening leaves no room"):
         run(MultiTurn, Context("a", env=Scripted("a long opening"), max_tokens=20))
+
+
+def test_each_agent_of_a_game_has_a_conversation_and_its_rewards() -> None:
+    """What x gets before its first turn is on that turn."""
+    env = Scripted(
+        EnvStep("begin y;", agent="y"),
+        EnvStep("y said a;", 0.25, agent="x", rewards={"x": 2.0}),
+        EnvStep("again;", agent="x", rewards={"y": 1.0}),
+        EnvStep("x said bc;", agent="y"),
+        EnvStep(done=True, rewards={"x": -1.0, "y": 0.5}),
+    )
+    context = Context("a", "b", "c", "d", env=env)
+    turns = run(MultiTurn, context)
+    assert [(t.agent, t.text, t.reward) for t in turns] == [
+        ("y", "prompt:", None),
+        ("y", "begin y;", None),
+        ("y", "a", 1.25),
+        ("y", "x said bc;", None),
+        ("y", "d", 0.5),
+        ("x", "prompt:", None),
+        ("x", "y said a;", None),
+        ("x", "b", 2.0),
+        ("x", "again;", None),
+        ("x", "c", -1.0),
+    ]
+    assert ["".join(map(chr, ids)) for ids, _, _ in context.asked] == [
+        "prompt:begin y;",
+        "prompt:y said a;",
+        "prompt:y said a;bagain;",
+        "prompt:begin y;ax said bc;",
+    ]
+    assert [number for _, _, number in context.asked] == [0, 1, 2, 3]
+    assert context.followed == ["b", "a"], "each observation follows the last answer of its agent"
+
+
+def test_an_observation_without_room_ends_a_game_for_all() -> None:
+    env = Scripted(EnvStep("1;", agent="x"), EnvStep("2;", 0.5, agent="y"), EnvStep("a long observation", agent="x"))
+    turns = run(MultiTurn, Context("a", "b", env=env, max_tokens=20))
+    assert [t.text for t in turns] == ["prompt:", "1;", "a", "prompt:", "2;", "b"]
+    assert [t.finish for t in turns if t.sampled] == ["length", "length"]
+    with pytest.raises(RolloutError, match="the first observation for 'x' has images"):
+        run(MultiTurn, Context("a", env=Scripted(EnvStep("1;", images=(b"x",), agent="x"))))
 
 
 def test_sampling_is_replaced_for_this_sample_from_its_next_turn() -> None:
