@@ -10,6 +10,7 @@ from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.config.sections import EnvSection
 from rlhf_runtime.rewards.scoring import ActiveReward, Scorer
 from rlhf_runtime.samples.episodes import Episodes
+from rlhf_runtime.samples.failures import Failures
 from rlhf_runtime.samples.rollout_settings import RolloutSettings
 from rlhf_runtime.samples.rollouts import Rollouts
 
@@ -87,16 +88,27 @@ class Dots:
 
 @pytest.fixture
 def play(from_file):
-    def run(*acts: str, samples: int = 3, abort: bool = False, concurrency: int = 2, text: str = ENV):
-        env, reward = from_file("env", text), from_file("reward", REWARD)
+    def run(
+        *acts: str,
+        samples: int = 3,
+        abort: bool = False,
+        concurrency: int = 2,
+        text: str = ENV,
+        reward: str = REWARD,
+        failures: Failures | None = None,
+    ):
+        env, reward = from_file("env", text), from_file("reward", reward)
         episodes = Episodes(env, None, EnvSection(use="x", concurrency=concurrency, deadline=1.0, max_turns=5))
         scorer = Scorer([ActiveReward("r", reward, reward.cls(), deadline=1.0)], workers=1)
         rollout = Plugins.discover().resolve("rollout", "multi_turn").cls()
         main = MainThread()
         try:
             main.run(scorer.setup())
-            rollouts = Rollouts(rollout, Dots(), Characters(), scorer, main, episodes.open, episodes.limit)
-            settings = RolloutSettings(Sampling(max_new_tokens=4), samples, "sample", 0, 100, 20.0, abort)
+            agents = {"agents": episodes.agents}
+            rollouts = Rollouts(rollout, Dots(), Characters(), scorer, main, episodes.open, episodes.limit, **agents)
+            settings = RolloutSettings(
+                Sampling(max_new_tokens=4), samples, "sample", 0, 100, 20.0, abort, failures=failures
+            )
             rows = [Row({"prompt": "p", "act": act}, "unit", i) for i, act in enumerate(acts)]
             return rollouts.run(rows, 0, settings)
         finally:
@@ -146,3 +158,51 @@ def test_an_environment_that_never_ends_is_ended_at_max_turns(play) -> None:
     (group,) = play("endless", samples=1)
     assert sum(t.sampled for t in group.trajectories[0].turns) == 5
     assert group.trajectories[0].reward == 3.5
+
+
+GAME = """
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+
+class Seats(Env):
+    @classmethod
+    def agents(cls, config):
+        return ("b", "a")
+
+    def reset(self, row, seed):
+        self.row, self.count = row, 0
+        return EnvStep("0", agent="a")
+
+    def step(self, action):
+        self.count += 1
+        if self.row["act"] == "raise" and self.count == 2:
+            raise ValueError("no such move")
+        if self.count == 3 or self.row["act"] == "short":
+            return EnvStep(done=True, rewards={"a": 1.0, "b": -1.0})
+        return EnvStep(str(self.count), 0.5, agent="ab"[self.count % 2])
+"""
+NAMES = """
+from rlhf.interfaces import Reward
+from rlhf.types import RewardResult
+
+class Names(Reward):
+    def score(self, group):
+        return [RewardResult(10.0 * len({t.agent for t in group.trajectories})) for _ in group.trajectories]
+"""
+
+
+def test_each_agent_of_a_game_has_a_trajectory_and_the_reward_sees_one_agent(play) -> None:
+    """In worker processes. A game that ends before the turn of b has none of b; one that fails is one failed sample."""
+    failures = Failures(0.5, lambda note: None)
+    whole, short, failed = play("ok", "short", "raise", samples=2, text=GAME, reward=NAMES, failures=failures)
+    assert [(t.agent, t.index, t.reward, "".join(u.text for u in t.turns)) for t in whole.trajectories] == [
+        ("b", (0, 0), 10.0 - 0.5, "p1."),
+        ("a", (0, 0), 10.0 + 1.5, "p0.2."),
+        ("b", (0, 1), 10.0 - 0.5, "p1."),
+        ("a", (0, 1), 10.0 + 1.5, "p0.2."),
+    ]
+    assert [(t.agent, t.reward) for t in short.trajectories] == [("a", 11.0)] * 2
+    assert [(t.agent, t.status, t.reward, t.sampled_tokens) for t in failed.trajectories] == [
+        ("", "failed", None, 2)
+    ] * 2
+    assert (failures.sample_count, failures.failed) == (6, 2), "games"
