@@ -25,6 +25,7 @@ WORDS = {
     "TERM": r"\w+",
     "KEY": r"[\w.-]+",
     "TOOL": r"[\w.-]+",
+    "AGENT": r"\w+",
     "NAME": r"[\w./-]+",
     "PART": r"\w+",
     "K": r"\d+",

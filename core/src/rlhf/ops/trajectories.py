@@ -17,9 +17,11 @@ Columns of the batch:
 ``reward``            unit   float64, ``Trajectory.reward``, before shaping (only with ``scored``)
 ``reward.SOURCE``     unit   float64, value of a source before its weight, NaN: none (only those of ``rewards``)
 ``greedy``            unit   float64, reward of the greedy answer to the same prompt (only with ``greedy``)
-``key``               unit   int64, equal for rows of one source with equal values in columns (only with ``key``)
+``key``               unit   int64, equal for one agent and rows of one source with equal values in columns (only
+                             with ``key``)
 ``score``             unit   float64, the score that the dynamic filter read (only with ``scored``)
-``group, sample``     unit   int64, the trajectory's index
+``group, sample``     unit   int64, the trajectory's index; of several agents that the policy plays, each has a group
+                             number of its own
 ``own_tokens``        unit   int64, number of tokens that the policy sampled, or of the given answer
 ``truncated``         unit   bool, the last sampled turn ended because its budget was used up
 ``given``             unit   bool, the answer comes from the data (``Needs.given``, ``Needs.given_samples``)

@@ -229,19 +229,19 @@ class RAEConfig(ReturnConfig):
     decay: float = Field(default=0.95, gt=0, lt=1)
     """Weight of the mean before a sample's reward enters it."""
     by: tuple[str, ...] = ()
-    """Columns of the data that, with its source, say which mean a sample has: the game and the player."""
+    """Columns of the data that, with its source and the agent, say which mean a sample has, such as the game."""
 
 
 class RAE(ReturnToGo):
     """Reward minus the running mean of its environment and player: b <- decay b + (1 - decay) r, A = r - b, sample by
     sample; b starts at 0. The means are in checkpoints. Works with one sample per prompt.
 
-    The environment and the player of a sample are those of its row: the name of the source in ``data.train``, and the
-    columns ``by``.
+    The environment is the source in ``data.train``, with the columns ``by``. The player is the agent, where the policy
+    plays several (:meth:`rlhf.interfaces.Env.agents`): then each game gives a trajectory for each player, as in the
+    paper.
 
-    Deviations: (1) A sample is of one player; another player is part of the environment. In the paper one policy plays
-    all, and each game gives a trajectory for each player. (2) The samples of a batch enter in the order of their
-    prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the mean before the sample enters it,
+    Deviations: (1) Where the policy plays one agent, another player is part of the environment. (2) The samples of a
+    batch enter in the order of their prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the mean before the sample enters it,
     which gives r - b before.
     """
 
