@@ -198,8 +198,8 @@ class CheckedEpisode:
 
     def _agent(self, about: str, step: EnvStep) -> None:
         """The agents that a step names are those of ``agents()``."""
-        named = [*step.rewards, *([] if step.done or (step.agent == "" and not self.agents) else [step.agent])]
-        strangers = [name for name in named if name not in self.agents]
+        names = [*step.rewards, *([] if step.done or (step.agent == "" and not self.agents) else [step.agent])]
+        strangers = [name for name in names if name not in self.agents]
         expect(not strangers, f"{about}: the step names the agent {strangers[:1]}; agents() gives {self.agents}")
         for agent, reward in step.rewards.items():
             expect(not (wrong := no_number(reward)), f"{about}: the reward of {agent!r} is {wrong}")

@@ -241,8 +241,8 @@ class RAE(ReturnToGo):
     paper.
 
     Deviations: (1) Where the policy plays one agent, another player is part of the environment. (2) The samples of a
-    batch enter in the order of their prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the mean before the sample enters it,
-    which gives r - b before.
+    batch enter in the order of their prompts. (3) A is decay (r - b before), as in the paper; prime-rl subtracts the
+    mean before the sample enters it, which gives r - b before.
     """
 
     name = "rae"

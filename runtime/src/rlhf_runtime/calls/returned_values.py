@@ -65,8 +65,8 @@ def check_step(step: object, agents: Sequence[str] = ()) -> EnvStep:
     score = None if step.score is None else _number("EnvStep(score=", step.score)
     if not isinstance(step.rewards, Mapping):
         raise InvalidResult(f"returned EnvStep(rewards={shown(step.rewards)}); allowed: {{agent: reward}}")
-    named: list[object] = [*step.rewards, *([] if step.done or (step.agent == "" and not agents) else [step.agent])]
-    if strangers := [name for name in named if name not in agents]:
+    names: list[object] = [*step.rewards, *([] if step.done or (step.agent == "" and not agents) else [step.agent])]
+    if strangers := [name for name in names if name not in agents]:
         raise InvalidResult(f"returned an EnvStep that names the agent {shown(strangers[0])}; {_allowed(agents)}")
     rewards = {agent: _number(f"EnvStep(rewards={{{agent!r}: ", value) for agent, value in step.rewards.items()}
     own = step.observation, reward, step.done, step.sampling, dict(step.info), tuple(images), score

@@ -58,7 +58,7 @@ class MultiTurn(Rollout):
         sampling = env.sampling = ctx.sampling
         opening = await env.reset(row, seed)  # type: ignore[misc]
         step = EnvStep(opening) if isinstance(opening, str) else opening
-        game = Game(row, ctx)
+        game = AgentConversations(row, ctx)
         for turn_number in itertools.count():
             if not game.observe(step):
                 return game.turns()
@@ -76,7 +76,7 @@ class MultiTurn(Rollout):
         return game.turns()
 
 
-class Game:
+class AgentConversations:
     """The conversations of the agents of one sample: one, without a name, where the policy plays no others."""
 
     def __init__(self, row: Row, ctx: RolloutContext) -> None:
