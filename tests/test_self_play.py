@@ -154,3 +154,19 @@ def test_what_cannot_be_played_by_several_agents_is_refused(
     run = shop.run_config(merged(shop.config("grpo", "run", **game(shop, "rloo")), changes))
     assert run.code == 2
     assert says in run.said
+
+
+def test_both_seats_of_a_real_game_are_played_and_trained(shop: Workshop) -> None:
+    """A negotiation of four turns, in which any text is a message to the other player."""
+    env = {"use": "textarena", "id": "SimpleNegotiation-v0", "opponent": "self", "kwargs": {"max_turns": 3}}
+    changes = {"env": env, "data": {"max_tokens": 3000, "batch_size": 1}, "run": {"steps": 1}}
+    run = shop.run_config(merged(shop.config("grpo", "run", **game(shop, "rae")), changes))
+    assert run.code == 0, run.said
+    samples = samples_of(run)
+    assert [s["agent"] for s in samples] == ["player0", "player1"] * 4
+    for first, second in zip(samples[::2], samples[1::2], strict=True):
+        assert first["index"] == second["index"]
+        own = [[t["text"] for t in s["turns"] if t["sampled"]] for s in (first, second)]
+        assert [len(texts) for texts in own] == [2, 2]
+        assert f"[Player 0] {own[0][0]}" in second["turns"][1]["text"]
+        assert f"[Player 1] {own[1][0]}" in first["turns"][3]["text"]
