@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Workshop, assert_same_run, merged
+from tests.continuous import simulated
+from tests.runs import Workshop, assert_same_run, merged, read_rows
 
 GAME = '''
 from rlhf.interfaces import Env
@@ -170,3 +171,19 @@ def test_both_seats_of_a_real_game_are_played_and_trained(shop: Workshop) -> Non
         assert [len(texts) for texts in own] == [2, 2]
         assert own[0][0] in second["turns"][1]["text"].rpartition("[Player 0]")[2]
         assert own[1][0] in first["turns"][3]["text"].rpartition("[Player 1]")[2]
+
+
+def test_unfinished_games_of_a_continuous_stream_go_on_after_a_resume(shop: Workshop) -> None:
+    """Each prompt gives its games once, with all turns of both agents."""
+    changes = {"env": {"use": f"file:{shop.file('digits.py', GAME)}", "max_turns": 9, "speed": None, "turns": None}}
+    changes["env"]["slow_share"] = None
+    config = simulated(shop, "run", **changes)
+    stopped = shop.run_config(config, "--run.stop_after", "3")
+    assert stopped.code == 0, stopped.said
+    pending = read_rows(stopped.last_checkpoint / "ready.arrow")
+    assert {t["agent"] for s in pending for t in s["turns"]} >= {"first"}
+    run = shop.run_config(config, "--resume")
+    assert run.code == 0, run.said
+    games = [(*s["index"], s["turns"][0]["agent"]) for s in run.samples()]
+    assert len(games) == len({*games})
+    assert len({game[:2] for game in games}) == 6 * 4 * 2
