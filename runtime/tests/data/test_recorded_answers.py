@@ -36,16 +36,20 @@ def test_answers_by_prompt_in_the_order_of_the_files(tmp_path):
     run = tmp_path / "run"
     (run / "rollouts").mkdir(parents=True)
     second = write(run / "rollouts" / "step-000002.arrow", sample((2, 0), "\u2028d", reward=None))
-    write(run / "rollouts" / "step-000001.arrow", sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"))
+    other = sample((1, 0), "d")
+    other.turns[0].agent = "of another agent"
+    first = sample((0, 0), "a"), sample((0, 1), "b"), sample((1, 0), "c"), other
+    write(run / "rollouts" / "step-000001.arrow", *first)
     expected = [
         [RecordedAnswer(0, "p0", "a", 0.5), RecordedAnswer(1, "p0", "b", 0.5)],
         [RecordedAnswer(0, "p1", "c", 0.5)],
+        [RecordedAnswer(1, "p1", "d", 0.5)],
         [RecordedAnswer(0, "p2", "\u2028d", None)],
     ]
     for source in (run, run / "rollouts"):
         found = read_answers([source])
-        assert (found.groups, found.answers, dict(found.left_out)) == (expected, 4, {})
-    assert read_answers([second, run]).groups == [expected[2], *expected], "groups of two files are never joined"
+        assert (found.groups, found.answers, dict(found.left_out)) == (expected, 5, {})
+    assert read_answers([second, run]).groups == [expected[3], *expected], "groups of two files are never joined"
 
 
 def test_prompts_may_be_messages(tmp_path):

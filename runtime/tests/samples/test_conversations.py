@@ -71,6 +71,10 @@ class Talk(Rollout):
         self.seen["ids"] = [answer["tool_calls"][0]["id"] for answer in answers]
         self.seen["after first"] = ctx.encode_following([ASK], answers[0], again, turn=first)
         self.seen["after last"] = ctx.encode_following([ASK], answers[1], again)
+        self.seen["told first"], self.seen["told last"] = (
+            ctx.encode_observation("x", (), first),
+            ctx.encode_observation("x"),
+        )
         if row["foreign"]:
             ctx.parse_answer(Turn([5], True))
         return [prompt, first]
@@ -93,8 +97,10 @@ def test_ids_of_calls_follow_from_the_turns_number(main, template):
 def test_an_answer_that_was_cut_off_is_closed_by_what_follows(main, template):
     trajectory, seen = run(main, template)
     assert trajectory.status == "ok"
-    shown = [template.tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
-    assert shown == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")]
+    shown = [
+        template.tokenizer.decode(seen[f"{how} {key}"].ids) for how in ("after", "told") for key in ("first", "last")
+    ]
+    assert shown == [f"{end}\n<|im_start|>user\nx<eos>\n<|im_start|>assistant\n" for end in ("", "<eos>")] * 2
 
 
 def test_an_end_token_that_opens_the_next_message_comes_once(main, template):

@@ -375,6 +375,7 @@ def test_an_environment_is_closed_even_if_closing_another_raises(main):
         ([[1], [2]], r"returned list \[1\] as turn 0; allowed: a Turn"),
         ([Turn([1], False), Turn([1], True, given=True)], r"turn 1 marked as given.*Needs\.given_samples"),
         ([Turn([-1], False)], r"turn 0 with the token -1; allowed: integers >= 0"),
+        ([Turn([1], False, agent="a")], r"turn 0 of the agent str 'a'; Env.agents\(\) names none"),
     ],
 )
 def test_malformed_turns_are_refused(main, turns, message):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.errors import CheckpointError, DataError
 
-from rlhf_runtime.checkpoint.saved_groups import recorded
+from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.row_images import with_urls
 
 Prompt = str | list[Mapping[str, Any]]
@@ -61,12 +61,12 @@ def read_answers(sources: Sequence[Path], *, truncated: bool = False) -> Recorde
     """
     record = RecordedAnswers()
     for path in (file for source in sources for file in _files(source)):
-        groups: dict[int, list[RecordedAnswer]] = {}
+        groups: dict[tuple[int, str], list[RecordedAnswer]] = {}
         where = str(path)
         try:
             for place, line in recorded(path):
                 where = place
-                members = groups.setdefault(line["group"], [])
+                members = groups.setdefault((line["group"], agent_of(line.get("turns") or ())), [])
                 if line["sample"] is None:
                     continue
                 record.answers += 1
