@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from rlhf_runtime.report.recorded_samples import read_samples
 
 from tests.continuous import simulated
 from tests.runs import Workshop, assert_same_run, merged, read_rows
@@ -84,13 +85,14 @@ def test_each_agent_is_trained_on_its_own_turns_with_its_own_running_mean(shop: 
     for agent in ("first", "second"):
         last = [s["score"] for s in run.samples_of("step-000003.arrow") if s["turns"][0]["agent"] == agent]
         assert run.lines()[-1][f"agent/{agent}/score"] == pytest.approx(statistics.mean(last))
-    said = shop.command("samples", str(run.path)).said
-    assert "as first" in said
+    assert "as first" in shop.command("samples", str(run.path)).said
+    assert "generator and trainer agree" in shop.command("doctor", str(run.path)).said
 
 
 def test_a_group_baseline_is_of_one_agent(shop: Workshop) -> None:
     """Also where the second agent has fewer games than the first. One game alone has no credit."""
-    samples = samples_of(shop.train("grpo", "run", **game(shop, "rloo")))
+    run = shop.train("grpo", "run", **game(shop, "rloo"))
+    samples = samples_of(run)
     groups = defaultdict(list)
     for s in samples:
         groups[s["group"], s["agent"]].append(s)
@@ -100,6 +102,9 @@ def test_a_group_baseline_is_of_one_agent(shop: Workshop) -> None:
             expected = s["reward"] - statistics.mean(others) if others else 0.0
             assert s["advantage"] == pytest.approx([expected], abs=1e-6)
     assert {len(own) for own in groups.values()} > {4}
+    means = {(n, a): statistics.mean(s["reward"] for s in own) for (n, a), own in groups.items()}
+    read = read_samples(run.path / "rollouts" / "step-000001.arrow", 1)
+    assert [s.group_mean for s in read] == pytest.approx([means[s.group, s.agent] for s in read])
     assert len({s["advantage"][0] for s in samples}) > 4
 
 

@@ -30,6 +30,7 @@ GROUPS = [
     sample(1, answered(7), hint=""),
     sample(2, answered(3), source="b"),
 ]
+GROUPS[2].trajectories[0].turns[0].agent = "of several"
 
 
 def teacher(run: RunOptions | None = None, **options) -> Teacher:
