@@ -79,10 +79,10 @@ def check_opening(opening: object, agents: Sequence[str] = ()) -> str | EnvStep:
     Args:
         agents: that the policy plays (:meth:`rlhf.interfaces.Env.agents`).
     """
-    if not agents and not isinstance(opening, str):
-        raise InvalidResult(f'returned {shown(opening)}; allowed: text, "" for nothing')
     if not agents:
-        return str(opening)
+        if isinstance(opening, str):
+            return opening
+        raise InvalidResult(f'returned {shown(opening)}; allowed: text, "" for nothing')
     if isinstance(opening, EnvStep):
         step = check_step(opening, agents)
         if step == EnvStep(step.observation, sampling=step.sampling, agent=step.agent):
@@ -165,7 +165,7 @@ def opening_to_json(opening: str | EnvStep) -> str | dict[str, Any]:
 
 def opening_from_json(value: object, agents: Sequence[str] = ()) -> str | EnvStep:
     """The beginning of an episode in the answer of a worker process, checked again."""
-    return step_from_json(value, agents) if isinstance(value, dict) else check_opening(value, agents)
+    return check_opening(step_from_json(value, agents) if isinstance(value, dict) else value, agents)
 
 
 def step_from_json(value: object, agents: Sequence[str] = ()) -> EnvStep:
