@@ -1,9 +1,10 @@
-"""Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out, and ``make quick``
-finds the tests that take long."""
+"""Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out, ``make quick`` finds
+the tests that take long, and no test waits for the one before."""
 
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 
@@ -72,3 +73,10 @@ def test_a_test_that_takes_more_processor_time_than_allowed_fails(tmp_path):
     assert re.findall(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE) == ["test_computes", "test_starts_a_child"]
     assert "--longest-case allows 0.4 s" in done.stdout
     assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 0
+
+
+def test_messages_about_reruns_do_not_wait_for_each_other(request):
+    database = getattr(request.config, "failures_db", None)
+    if not hasattr(database, "sock"):
+        pytest.skip("pytest-rerunfailures connects the processes of pytest -n only")
+    assert database.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
