@@ -1,8 +1,9 @@
 """Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out, ``make quick`` finds
-the tests that take long, and no test waits for the one before."""
+the tests that take long, and no test waits for the one before or for threads of another."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -80,3 +81,10 @@ def test_messages_about_reruns_do_not_wait_for_each_other(request):
     if not hasattr(database, "sock"):
         pytest.skip("pytest-rerunfailures connects the processes of pytest -n only")
     assert database.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_torch_computes_with_the_threads_of_conftest():
+    """torch reads OMP_NUM_THREADS when it is imported. Processes with a thread per core wait at each matrix product."""
+    import torch
+
+    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
