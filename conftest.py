@@ -26,11 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--longest-case", type=float, metavar="SECONDS", help=about)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    """What is frozen is not freed at exit, and libraries print that as leaks. This cleanup follows pytest's own, which
+    collects garbage."""
+    config.add_cleanup(gc.unfreeze)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
     """pytest-rerunfailures sends two small messages before each test of ``-n``. The second waited 40 ms for the system
     to acknowledge the first (Nagle's algorithm with delayed acknowledgements): four minutes of ``make test``."""
-    connection = getattr(getattr(config, "failures_db", None), "sock", None)
+    connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
     if connection is not None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -77,7 +82,3 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what is frozen is not freed at exit, and libraries print that as leaks

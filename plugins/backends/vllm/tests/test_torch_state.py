@@ -10,7 +10,6 @@ import torch
 from rlhf.weights.bucket import Bucket
 from rlhf_plugin_vllm.engine import global_state
 from rlhf_plugin_vllm.engine.global_state import engine_state
-from rlhf_plugin_vllm.worker.reload import Reload
 from torch import nn
 
 
@@ -108,6 +107,8 @@ def test_with_a_stand_in_for_streams_the_stream_is_restored_after_an_error(cuda)
 
 
 def test_with_a_stand_in_for_streams_tensors_are_hashed_on_the_stream_that_loads_them(cuda, monkeypatch):
+    from rlhf_plugin_vllm.worker.reload import Reload  # here, because it imports vLLM, which takes seconds
+
     hashed = []
 
     def received(bucket):
