@@ -24,7 +24,7 @@ class TestStored(StoredContract):
     stored = {
         "default": {},
         "whole": {"reshard_after_forward": False},
-        "muon": {"optimizer": "muon"},
+        "muon": {"optimizer": "muon", "max_grad_norm": None},
         "lora": {"lora": {"rank": 4}},
         "dora": {"lora": DORA},
     }
