@@ -17,8 +17,6 @@ import pytest
 
 from tests.members import ROOT
 
-pytestmark = pytest.mark.full
-
 DEPLOY = ROOT / "deploy"
 SUBMIT = DEPLOY / "ray" / "submit.sh"
 RUNTIME_ENV = DEPLOY / "ray" / "runtime-env.yaml"
@@ -141,6 +139,7 @@ def job_server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.full
 def test_a_real_job_is_submitted_and_stopped(job_server, tmp_path):
     address, environment = job_server
     environment = {**environment, "RAY_API_SERVER_ADDRESS": address, "RLHF_OUTPUT": "/shared/one"}
