@@ -279,6 +279,8 @@ def test_a_log_ratio_that_is_not_a_number_weighs_nothing_and_leaves_its_sequence
     assert weights(d, CorrectionConfig(preset="tis")) == pytest.approx([0.0, 2.0, 3.0])
     assert weights(d, CorrectionConfig(preset="icepop")) == pytest.approx([0.0, 2.0, 3.0])
     assert weights(d, CorrectionConfig(preset="mis", high=7.0)) == pytest.approx([0.0, 6.0, 6.0])
+    far = CorrectionConfig(level="sequence_mean", mode="mask", statistic="tv", high=0.2)  # (0 + 0.14 + 0.27) / 3 = 0.14
+    assert weights(d, far) == pytest.approx([0.0, 2.0, 3.0])
     mean = CorrectionConfig(level="sequence_mean", mode="truncate")
     assert weights([nan, LN(4.0)], mean) == pytest.approx([0.0, 2.0])
     assert weights([float("inf"), -float("inf")], CorrectionConfig(preset="mis")) == [1.0, 1.0], (

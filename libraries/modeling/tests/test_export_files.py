@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling import export_files
-from rlhf_modeling.export_files import mend_generation, read_generation_config, try_export
+from rlhf_modeling.export_files import mend_generation, read_generation_config, token_classifier, try_export
 from rlhf_modeling.pretrained import load_tokenizer
 from rlhf_testing.tiny import tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,17 @@ def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> N
         (tmp_path / "generation_config.json").write_text(content)
         with pytest.raises(ModelError, match=r"generation_config\.json .* of role 'policy' cannot be read"):
             read_generation_config(spec_of(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fresh", "cls"),
+    [
+        ("classes", True, "Qwen3ForTokenClassification"),
+        ("classes", False, None),
+        ("lm", True, None),
+    ],
+)
+def test_only_a_new_head_of_classes_is_exported_as_one_that_reads_every_token(kind, fresh, cls):
+    """One that was loaded keeps its class: in another its labels would have a new bias."""
+    module = SimpleNamespace(config=Qwen3Config(hidden_size=8, num_hidden_layers=1, vocab_size=16))
+    assert token_classifier(SimpleNamespace(kind=kind, fresh_head=fresh, module=module)) == cls

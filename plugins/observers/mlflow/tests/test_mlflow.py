@@ -101,6 +101,13 @@ def test_an_invalid_tracking_uri_is_refused(tmp_path):
     observer.run_ended("failed")  # it has not started
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="tracking_uri"):
+        MLflowObserver(MLflowConfig(tracking_uri=str(tmp_path / "file" / "runs"))).check(tmp_path)
+    MLflowObserver(MLflowConfig(tracking_uri=str(tmp_path / "runs"))).check(tmp_path)
+
+
 def test_a_tracking_uri_with_a_password_is_refused():
     with pytest.raises(ValidationError, match="MLFLOW_TRACKING_PASSWORD in the environment"):
         MLflowConfig(tracking_uri="https://me:secret@host:5000")
