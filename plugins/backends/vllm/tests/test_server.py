@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from rlhf.errors import CapabilityError, ModelError, SyncError
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
@@ -150,6 +152,37 @@ def test_samples_of_a_server_that_has_other_weights_are_not_used(generator, sour
     other.close()
     with pytest.raises(ModelError, match="does not hold the weights of version 0 any more"):
         list(generator.generate(requests))
+
+
+def test_new_weights_read_no_key_of_the_old_ones(generator, source):
+    """The prompt fills a block of the cache, which is of 128 tokens on a CPU."""
+    prompt = tuple(range(20, 90)) * 2
+    request = GenerationRequest(prompt, 1, Sampling(4, ignore_eos=True))
+    for seed in (3, 4):
+        path = str(model_path("qwen3", seed=seed, **SIZES))
+        trainer = PlainTrainer(None, ModelSpec(RoleSpec("policy"), path, dtype="fp32"))
+        load(generator, list(trainer.buckets("live", 2**20)))
+        [(_, turn)] = generator.generate([request])
+        with torch.no_grad():
+            rows = trainer.logits(torch.tensor([*prompt, *turn.ids])).log_softmax(1)[len(prompt) - 1 : -1]
+        assert turn.logprobs.tolist() == pytest.approx(
+            [float(r[t]) for r, t in zip(rows, turn.ids, strict=True)], abs=1e-5
+        )
+
+
+def test_requests_of_others_wait_while_weights_are_loaded(generator, source, url):
+    buckets = list(source.buckets("live", 2**20))
+    load(generator, buckets)
+    body = {"prompt": [20, 21], "max_tokens": 3, "temperature": 0.0}
+    with ThreadPoolExecutor(1) as beside:
+        generator.begin_load(1)
+        answer = beside.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        time.sleep(1)  # long enough for an answer
+        assert not answer.done()
+        for bucket in buckets:
+            generator.take(bucket)
+        generator.end_load()
+        assert answer.result().status_code == 200
 
 
 def test_a_server_that_does_not_answer_or_has_no_extension_is_refused_with_its_command(url, engines):

@@ -162,7 +162,7 @@ class VllmServerGenerator(TakesTensors, Generator):
             "logprobs": 0,
             "return_token_ids": True,
             "skip_special_tokens": False,
-            "cache_salt": self._load,
+            "cache_salt": self._load,  # no key of older weights is read; vLLM 0.32 drops them in a pause, too
         }
 
     def _confirm(self, servers: dict[str, VllmServer]) -> None:
