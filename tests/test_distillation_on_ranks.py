@@ -48,9 +48,9 @@ def test_two_ranks_of_student_and_teacher(shop: Workshop) -> None:
 
 def test_two_ranks_of_a_student_that_is_its_teacher(shop: Workshop) -> None:
     """The teacher's top tokens, which it reads after another prompt, are columns that go from rank to rank."""
-    given = {"run": {"steps": 5}, **self_taught(shop, {"divergence": "jsd", "top_k": 7}, weights="live")}
-    sampled = shop.train("distill_on_policy", "sampled", **given)
-    replayed = {**given, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
+    options = {"run": {"steps": 5}, **self_taught(shop, {"divergence": "jsd", "top_k": 7}, weights="live")}
+    sampled = shop.train("distill_on_policy", "sampled", **options)
+    replayed = {**options, "rollout": {"use": "replay", "path": str(sampled.path / "rollouts")}}
     again = shop.train(
         "distill_on_policy", "replayed", **replayed, **ON_RANKS | {"placement": {"policy": {"ranks": 2}}}
     )

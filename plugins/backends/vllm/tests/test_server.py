@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from rlhf.errors import CapabilityError, ModelError, SyncError
+from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
@@ -183,6 +183,12 @@ def test_requests_of_others_wait_while_weights_are_loaded(generator, source, url
             generator.take(bucket)
         generator.end_load()
         assert answer.result().status_code == 200
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_the_start(engines, tmp_path):
+    config = VllmServerConfig(urls=("http://node7:8000",), folder=str(tmp_path / "weights"))
+    with pytest.raises(ConfigError, match=r"folder = '.*weights' is not a folder of this machine. Create it"):
+        VllmServerGenerator.check(config, engines.spec(model_path("qwen3", **SIZES)), (), "cpu")
 
 
 def test_a_server_that_does_not_answer_or_has_no_extension_is_refused_with_its_command(url, engines):

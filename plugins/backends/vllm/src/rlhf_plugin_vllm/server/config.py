@@ -22,8 +22,8 @@ class VllmServerConfig(ComponentConfig):
     timeout: float = Field(600.0, gt=0)
     """Seconds for the answer to one request."""
     attempts: int = Field(3, ge=1)
-    """How often a request is asked when no connection can be made or one breaks. A sample depends on its seed only, so
-    another server may answer it."""
+    """How often a server is asked a request when no connection can be made or one breaks. Drawn again, a sample is the
+    same, because it depends on its seed."""
     token_env: str | None = None
     """Environment variable that holds the servers' API key (``--api-key``)."""
 

@@ -61,11 +61,16 @@ class VllmServerGenerator(TakesTensors, Generator):
                 f"generator 'vllm_server': token_env = {config.token_env!r}, but this environment variable is not set. "
                 "Export it, or remove token_env."
             )
+        if device is not None and config.folder is not None and not Path(config.folder).is_dir():
+            raise ConfigError(
+                f"generator 'vllm_server': folder = {config.folder!r} is not a folder of this machine. Create it, or "
+                "name another that this process and the servers see."
+            )
 
     def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
         if not isinstance(config, VllmServerConfig):
             raise ConfigError("generator 'vllm_server' needs generator.urls, the addresses of its servers")
-        self.check(config, spec, (), None)
+        self.check(config, spec, (), "cpu")  # this machine is the one that writes the files
         self.config, self.spec = config, spec
         self._folder = Path(tempfile.mkdtemp(prefix="rlhf-weights-", dir=config.folder))
         self._loop = asyncio.new_event_loop()
