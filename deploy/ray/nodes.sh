@@ -1,6 +1,6 @@
 #!/bin/bash
-# Ray over the machines of a job, for a scheduler that starts one command on each of them. On machine 0 it is the head,
-# and COMMAND once all have joined; Ray ends with COMMAND, whose exit code this is. The others serve until the head ends.
+# Ray over the machines of a job, for a scheduler that starts one command on each. Machine 0 is the head and executes
+# COMMAND once all have joined; Ray ends with COMMAND, whose exit code this is. The others serve until the head ends.
 #
 #   deploy/ray/nodes.sh RANK COUNT HEAD_IP COMMAND [ARGUMENTS]
 #

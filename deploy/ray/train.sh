@@ -20,7 +20,7 @@ done
 case ${RLHF_OUTPUT:-} in
 /*) ;;
 *)
-    echo "train.sh: RLHF_OUTPUT must be an absolute path on a file system that every node sees, got '${RLHF_OUTPUT:-}'" >&2
+    echo "train.sh: RLHF_OUTPUT must be an absolute path that every node sees, got '${RLHF_OUTPUT:-}'" >&2
     exit 2
     ;;
 esac
