@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -15,8 +16,6 @@ import yaml
 
 from tests.members import ROOT
 from tests.test_docs_commands import configure
-
-pytestmark = pytest.mark.full
 
 DEPLOY = ROOT / "deploy"
 TRAIN, STOP = DEPLOY / "ray/train.sh", DEPLOY / "ray/stop.sh"
@@ -156,6 +155,7 @@ class Scripts:
         for name, text in STANDINS.items():
             (folder / "tools" / name).write_text(f"#!/bin/bash\n{text}")
             (folder / "tools" / name).chmod(0o755)
+        self.started: list[subprocess.Popen[str]] = []
 
     @property
     def log(self) -> list[str]:
@@ -165,13 +165,13 @@ class Scripts:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("RLHF_", "RAY_"))}
         own = {"TEST_LOG": str(self._log), "RLHF_OUTPUT": str(self.output), "RAY_CLUSTER_NAME": "c"}
         path = f"{self.folder / 'tools'}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.Popen(
-            list(map(str, words)),
-            cwd=ROOT,
-            env={**kept, **own, "PATH": path, **more},
-            stderr=subprocess.PIPE,
-            text=True,
+        environment = {**kept, **own, "PATH": path, **more}
+        words = tuple(map(str, words))
+        process = subprocess.Popen(
+            words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
         )
+        self.started.append(process)
+        return process
 
     def run(self, *words: str | Path, **more: str) -> tuple[int, str]:
         process = self.start(*words, **more)
@@ -187,7 +187,12 @@ class Scripts:
 
 @pytest.fixture
 def scripts(tmp_path):
-    return Scripts(tmp_path)
+    scripts = Scripts(tmp_path)
+    yield scripts
+    for process in scripts.started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def require_valid(line: str) -> None:
