@@ -244,8 +244,8 @@ def test_a_pod_without_a_run_ends_at_once(scripts):
 @pytest.mark.parametrize(
     ("words", "more", "message"),
     [
-        ([TRAIN, "run.toml", "--output", "x"], {}, "train.sh: --output is set by this script"),
-        ([TRAIN, "run.toml", "--launcher.address=x"], {}, "train.sh: --launcher.address=x is set by this script"),
+        ([TRAIN, "run.toml", "--output", "x"], {}, "train.sh: --output is not possible here"),
+        ([TRAIN, "run.toml", "--launcher.address=x"], {}, "train.sh: --launcher.address=x is not possible"),
         ([TRAIN, "run.toml"], {"RLHF_OUTPUT": "runs/one"}, "must be an absolute path"),
         ([DEPLOY / "ray/nodes.sh", "0", "1", "127.0.0.1"], {}, "usage: nodes.sh"),
         ([DEPLOY / "ray/nodes.sh", "0", "1", "127.0.0.1", "true"], {}, "RAY_AUTH_TOKEN is not set"),

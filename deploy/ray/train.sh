@@ -12,7 +12,7 @@ set -euo pipefail
 for word in "$@"; do
     case $word in
     --output | --output=* | --run.output* | --overwrite | --launcher.address*)
-        echo "train.sh: $word is set by this script; the run directory is RLHF_OUTPUT" >&2
+        echo "train.sh: $word is not possible here: RLHF_OUTPUT is the run directory, and a run in it continues" >&2
         exit 2
         ;;
     esac
