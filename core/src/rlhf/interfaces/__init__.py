@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         HasViews,
         LendsHead,
         Offloads,
+        RestartsOptimizer,
         SendsWeights,
         SharesModule,
         Sums,
@@ -68,7 +69,9 @@ _FILES = {
     "reward": "ReadRole Reward RewardContext ScoreWithRole",
     "rollout": "Rollout RolloutContext",
     "tokens": "Tokens",
-    "trainer": "ApplyResult HasViews LendsHead Offloads SendsWeights SharesModule Sums TakesWeights Trainer",
+    "trainer": (
+        "ApplyResult HasViews LendsHead Offloads RestartsOptimizer SendsWeights SharesModule Sums TakesWeights Trainer"
+    ),
 }
 """{file: the names that are offered here}. A file is called after its kind."""
 _NO_KIND = ("component", "extension", "generator_spec", "model", "tokens")
@@ -97,7 +100,7 @@ __all__ = [
     "Check", "Command", "Component", "ComponentConfig", "Curriculum", "EnginePool", "Env", "Examination", "Extension",
     "Finding", "FinishedGroup", "Generator", "GeneratorSpec", "HasViews", "Launcher", "LendsHead", "Loss",
     "LowRankAdapters", "ModelSpec", "Observer", "Offloads", "Place", "Precision", "ProbeAnswer", "Proof", "ReadRole",
-    "Reward", "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo", "ScoreWithRole",
-    "SendsWeights", "SharesModule", "Sleeps", "Slot", "Sums", "TakesModule", "TakesTensors", "TakesWeights", "Tokens",
-    "Trainer", "TrainerFacts", "TrainingRows", "WorkerGroup", "abilities", "interface",
+    "RestartsOptimizer", "Reward", "RewardContext", "Rollout", "RolloutContext", "RowSource", "RunControl", "RunInfo",
+    "ScoreWithRole", "SendsWeights", "SharesModule", "Sleeps", "Slot", "Sums", "TakesModule", "TakesTensors",
+    "TakesWeights", "Tokens", "Trainer", "TrainerFacts", "TrainingRows", "WorkerGroup", "abilities", "interface",
 ]  # fmt: skip

@@ -39,8 +39,8 @@ class Trainer(TrainerPreflight, Component):
     """SPMD: the driver calls the same method on every rank, each with its own share of units.
 
     What only some trainers can do is a class of its own, from which the trainer derives: :class:`SharesModule`,
-    :class:`SendsWeights`, :class:`TakesWeights`, :class:`Offloads`, :class:`HasViews`, :class:`LendsHead`. A run that
-    samples from the policy needs one of the first two::
+    :class:`SendsWeights`, :class:`TakesWeights`, :class:`Offloads`, :class:`HasViews`, :class:`LendsHead`,
+    :class:`RestartsOptimizer`. A run that samples from the policy needs one of the first two::
 
         class MyTrainer(SharesModule, SendsWeights, Trainer): ...
 
@@ -249,3 +249,11 @@ class LendsHead(Ability):
     def borrow_head(self, role: str, head: OutputHead) -> None:
         """Set ``constants[role]`` of heads that name ``role`` in ``Head.lent`` to ``head``, on this trainer's
         device."""
+
+
+class RestartsOptimizer(Ability):
+    """The optimizer can begin anew with the weights as they are."""
+
+    @abstractmethod
+    def restart_optimizer(self) -> None:
+        """The state of the optimizer and of the schedule as before the first step. Every rank calls it."""

@@ -11,7 +11,15 @@ from typing import Any
 from rlhf.errors import PluginInvalid
 
 _ABILITIES = {
-    "trainer": ("SharesModule", "SendsWeights", "TakesWeights", "Offloads", "HasViews", "LendsHead"),
+    "trainer": (
+        "SharesModule",
+        "SendsWeights",
+        "TakesWeights",
+        "Offloads",
+        "HasViews",
+        "LendsHead",
+        "RestartsOptimizer",
+    ),
     "generator": ("TakesModule", "TakesTensors", "AnswersRequests", "Sleeps"),
 }
 _CAPABILITIES = {

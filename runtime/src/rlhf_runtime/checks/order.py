@@ -55,6 +55,13 @@ SCORES: Sequence[Check] = (
     sections.evaluation,
 )
 """The same of a job that scores answers from elsewhere."""
+LEARNS_FROM_CLIENTS: Sequence[Check] = (
+    sections.checkpointing,
+    sections.trainer_capabilities,
+    sampling.generator_capabilities,
+    sections.sync,
+)
+"""The same of a server whose clients send what the policy learns from."""
 IDLE: Sequence[Check] = (parts.idle_options, parts.unread_sections)
 """Options of plugins that nothing would read."""
 

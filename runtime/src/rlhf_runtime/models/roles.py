@@ -137,9 +137,21 @@ class Role:
         """The metric sums of an optimizer batch, without learning from it."""
         return add_sums(self._call("evaluate", self._with_loss(batch, loss, update)))
 
+    def accumulate(self, batch: Batch, loss: Loss, update: Update) -> Sums:
+        """The gradients of a batch, whose weight columns are already there, added to those that are there, until
+        :meth:`apply`."""
+        return add_sums(self._call("accumulate", self._with_loss(batch, loss, update)))
+
+    def apply(self) -> ApplyResult:
+        """One optimizer step with the accumulated gradients."""
+        self.changes += 1
+        self.steps_taken += 1
+        result: ApplyResult = self.every("apply")[0]
+        return result
+
     def gradients(self, batch: Batch, loss: Loss, update: Update) -> dict[str, Tensor]:
         """Gradients of one optimizer batch, without the optimizer step. They are discarded afterwards."""
-        self._call("accumulate", self._with_loss(batch, loss, update))
+        self.accumulate(batch, loss, update)
         gradients: dict[str, Tensor] = {}
         for rank in self.every("gradients"):
             for name, value in rank.items():

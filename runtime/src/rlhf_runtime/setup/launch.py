@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from rlhf.interfaces import (
 from rlhf_runtime.calls.main_thread import MainThread
 from rlhf_runtime.checks.parts import with_adapters
 from rlhf_runtime.config.placement import neighbours
+from rlhf_runtime.data.image_tokens import ImageTokens
 from rlhf_runtime.data.tokenizer import TokenDecoder, tokens_of
 from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.models.roles import Role, lend
@@ -100,38 +101,15 @@ def launch_sampler(
         stop: tells whether the run was asked to stop.
         timeline: shows samples and rewards.
     """
-    policy, config, template, episodes = roles["policy"], prepared.config, prepared.data.template, prepared.episodes
-    spec = GeneratorSpec(
-        tuple(dict.fromkeys((*policy.facts.eos_token_ids, *template.end_token_ids))),
-        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code),
-        policy.spec.path,
-        policy.facts.dtype,
-        policy.spec.trust_remote_code,
-        config.data.max_tokens,
-        config.run.seed,
-        config.sync.timeout,
-        config.sync.in_flight,
-        config.sync.keys,
-        min(template.images.limit, prepared.engine_images(policy.spec)),
-        shares_devices=_shares_devices(prepared, launcher),
-        experts=policy.facts.experts,
+    config, template, episodes = prepared.config, prepared.data.template, prepared.episodes
+    images = template.images.tokens if roles["policy"].spec.images else None
+    limit = min(template.images.limit, prepared.engine_images(roles["policy"].spec))
+    generator, weights = launch_generator(
+        prepared, roles["policy"], launcher, note, resources, template.end_token_ids, images, limit
     )
-    selected = prepared.parts.get(GENERATOR)
-    generator: Generator = NoGenerator(None, spec)
-    if selected is not None:
-        spec = with_adapters(prepared, policy.spec, spec)
-        cls, options = selected.resolved.cls, selected.config
-        # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
-        with phase(f"starting the generator {cls.name}"):
-            generator = launcher.launch_generator(cls, options, spec, policy.group, lambda: weights.refresh())
-    resources.callback(generator.close)
     pool = None
     if prepared.trains and config.stream.mode == "continuous" and config.stream.replay is None:
         pool = _require_pool(generator, launcher)
-    images = template.images.tokens if policy.spec.images else None
-    weights = WeightSync(
-        policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images, spec.adapters is not None
-    )
     main = MainThread(stop)
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))
@@ -154,10 +132,57 @@ def launch_sampler(
         phases,
         pool=pool,
         timeline=timeline,
-        experts=policy.facts.experts,
+        experts=roles["policy"].facts.experts,
         agents=episodes.agents if episodes is not None else (),
     )
     return Sampler(rollouts, weights, phases)
+
+
+def launch_generator(
+    placed: PlacedPlugins,
+    policy: Role,
+    launcher: Launcher,
+    note: Callable[[str], None],
+    resources: ExitStack,
+    end_token_ids: Sequence[int] = (),
+    images: ImageTokens | None = None,
+    image_limit: int = 0,
+) -> tuple[Generator, WeightSync]:
+    """Start the generator. Returns it, and what sends it the policy's weights.
+
+    Args:
+        end_token_ids: tokens that end an answer, beside those of the policy.
+        images: makes the tokens of images, in a run that has some; ``image_limit``: most of a request.
+    """
+    config = placed.config
+    spec = GeneratorSpec(
+        tuple(dict.fromkeys((*policy.facts.eos_token_ids, *end_token_ids))),
+        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code),
+        policy.spec.path,
+        policy.facts.dtype,
+        policy.spec.trust_remote_code,
+        config.data.max_tokens,
+        config.run.seed,
+        config.sync.timeout,
+        config.sync.in_flight,
+        config.sync.keys,
+        image_limit,
+        shares_devices=_shares_devices(placed, launcher),
+        experts=policy.facts.experts,
+    )
+    selected = placed.parts.get(GENERATOR)
+    generator: Generator = NoGenerator(None, spec)
+    if selected is not None:
+        spec = with_adapters(placed, policy.spec, spec)
+        cls, options = selected.resolved.cls, selected.config
+        # `weights` sends to the generator, so it is made after the generator. The generator calls it only later.
+        with phase(f"starting the generator {cls.name}"):
+            generator = launcher.launch_generator(cls, options, spec, policy.group, lambda: weights.refresh())
+    resources.callback(generator.close)
+    weights = WeightSync(
+        policy, generator, config.sync, config.run.seed, note, config.data.max_tokens, images, spec.adapters is not None
+    )
+    return generator, weights
 
 
 def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
@@ -171,7 +196,7 @@ def _require_pool(generator: Generator, launcher: Launcher) -> EnginePool:
     )
 
 
-def _shares_devices(prepared: Prepared, launcher: Launcher) -> bool:
+def _shares_devices(prepared: PlacedPlugins, launcher: Launcher) -> bool:
     """Whether a role is on the devices of the generator: by the placement, or because all are in one process."""
     places = prepared.places
     return GENERATOR in places and ("in_process" in launcher.capabilities or bool(neighbours(places, GENERATOR)))

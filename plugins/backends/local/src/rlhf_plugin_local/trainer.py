@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from rlhf.errors import CapabilityError, ConfigError
-from rlhf.interfaces import ApplyResult, Component, ModelSpec, SharesModule
+from rlhf.interfaces import ApplyResult, Component, ModelSpec, RestartsOptimizer, SharesModule
 from rlhf.interfaces.model import ADAPTERS, PARTS
 from rlhf.weights.fingerprint import fingerprint
 from rlhf_modeling import state
@@ -46,7 +46,7 @@ class TorchTrainerConfig(TrainingConfig):
     """Device of the model; ``auto``: a GPU if there is one."""
 
 
-class TorchTrainer(SharesModule, PackedTrainer):
+class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
     """Fused AdamW or Muon, padding-free forward and backward; bf16 is autocast on top. Weights in bf16 have fp32
     masters, which the optimizer steps. Frozen roles hold weights only."""
 
@@ -64,7 +64,7 @@ class TorchTrainer(SharesModule, PackedTrainer):
         }
     )
     learning: ClassVar[frozenset[str]] = LEARNING
-    changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
+    changeable: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "eps", "weight_decay", "max_grad_norm"})
     config: TorchTrainerConfig
 
     @classmethod
@@ -107,6 +107,20 @@ class TorchTrainer(SharesModule, PackedTrainer):
         return torch.autocast(self.device.type, enabled=False)  # copies live until the outermost context ends
 
     # ---------------------------------------------------------------------------------------- step
+
+    def change(self, config: Any) -> None:
+        super().change(config)
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["weight_decay"] = config.weight_decay if group["params"][0].ndim >= 2 else 0.0  # as they were built
+            if not group.get("muon"):
+                group |= {"betas": config.betas, "eps": config.eps}
+
+    def restart_optimizer(self) -> None:
+        self._require_trained("restart_optimizer")
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+        self.updates, self.skipped, self._coverage = 0, 0, None
+        self.zero_grad()
 
     def apply(self) -> ApplyResult:
         self._require_trained("apply")

@@ -1,0 +1,1 @@
+"""A server of the Tinker protocol: `rlhf serve-training`."""

@@ -1,0 +1,380 @@
+"""The Tinker protocol over HTTP. Computing requests get a number at once; their results are asked for by it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from pydantic import ValidationError
+from rlhf.errors import RlhfError
+from rlhf.requests import check_sampling
+from rlhf.types import Sampling
+from rlhf_runtime.calls.main_thread import MainThread
+from tinker import __version__ as VERSION
+from tinker import types
+from tinker.types.try_again_response import TryAgainResponse
+
+from rlhf_cli.serve_reward.access import Access
+from rlhf_cli.serve_training.losses import BadRequest
+from rlhf_cli.serve_training.models import BASE, Question, TrainedModels
+from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned, write_samples
+
+_LOG = logging.getLogger(__name__)
+WAIT = 20.0
+"""Seconds that a request for a result waits for it. Clients ask again."""
+KEPT = 20_000
+"""Results that are kept. A client whose connection broke asks for one again."""
+LARGEST = 64 * 2**20
+"""Bytes of a request. Clients send at most 5 MB of data at once."""
+PROTOBUF = "application/x-protobuf"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server offers."""
+
+    name: str
+    """Of the base model, as clients name it."""
+    tokenizer: str
+    """Folder or hub name."""
+    vocabulary: int
+    longest: int
+    """Tokens of a sequence, prompt and answer together."""
+    rank: int
+
+
+class Application:
+    """Handlers run on the event loop, and hand what computes to the main thread, in the order in which it came. Samples
+    of one checkpoint that wait at the same time are drawn together."""
+
+    def __init__(self, served: Served, access: Access, main: MainThread, models: TrainedModels) -> None:
+        self._served, self._access, self._main, self._models = served, access, main, models
+        self._results: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        self._samplers: dict[str, str] = {}
+        """{sampling session: checkpoint or BASE}."""
+        self._waiting: dict[str, list[tuple[Question, asyncio.Future[bytes]]]] = {}
+        """{checkpoint or BASE: questions about it that no job has taken yet}."""
+        self._guard = threading.Lock()
+        self.web = web.Application(client_max_size=LARGEST, middlewares=[self._middleware])
+        self.web.add_routes([web.get("/api/v1/healthz", self._health), web.post("/api/v1/telemetry", self._telemetry)])
+        for path, method in {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session}/finish": self._finish,
+            "create_model": self._create_model,
+            "get_info": self._info,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "weights_info": self._weights_info,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+        }.items():
+            self.web.add_routes([web.post(f"/api/v1/{path}", method)])
+        for path, method in {"get_server_capabilities": self._capabilities, "samplers/{name}": self._sampler}.items():
+            self.web.add_routes([web.get(f"/api/v1/{path}", method)])
+
+    # ------------------------------------------------------------------------------------- sessions
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json(types.HealthResponse(status="ok"))
+
+    async def _telemetry(self, request: web.Request) -> web.Response:
+        """What the client reports about itself is dropped."""
+        return web.json_response({"status": "accepted"})
+
+    async def _client_config(self, request: web.Request) -> web.Response:
+        """Parts of a batch come one after another, so that they are computed in the order of their numbers."""
+        return _json(types.ClientConfigResponse(parallel_fwdbwd_chunks=False, use_pyqwest_transport=False))
+
+    async def _dynamic_config(self, request: web.Request) -> web.Response:
+        return _json(types.ClientDynamicConfigResponse())
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        return _json(types.CreateSessionResponse(session_id=uuid.uuid4().hex[:12]))
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        return _json(types.SessionHeartbeatResponse())
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        return web.Response(status=204)
+
+    async def _capabilities(self, request: web.Request) -> web.Response:
+        model = types.SupportedModel(
+            model_name=self._served.name, max_context_length=self._served.longest, trainable=True, sampleable=True
+        )
+        return _json(types.GetServerCapabilitiesResponse(supported_models=[model]))
+
+    # ------------------------------------------------------------------------------------- training
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        asked = types.CreateModelRequest.model_validate_json(await request.read())
+        self._check_base(asked.base_model)
+        lora = asked.lora_config
+        if lora is None or lora.rank != self._served.rank:
+            raise BadRequest(
+                f"this server trains adapters of rank {self._served.rank}, got {lora and lora.rank}. Ask for rank="
+                f"{self._served.rank}, or start the server with --trainer.lora.rank"
+            )
+        if lora.seed is not None:
+            raise BadRequest("seed: all models begin with the adapters of the server's --run.seed. Leave it out")
+        if not (lora.train_attn and lora.train_mlp):
+            raise BadRequest("train_attn, train_mlp: the server's --trainer.lora.targets decides. Leave them out")
+        if asked.optimizer_config.type != "adamw":
+            raise BadRequest(f"optimizer {asked.optimizer_config.type!r}: this server has adamw only")
+        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+
+        def create() -> types.CreateModelResponse:
+            self._models.create(name)
+            return types.CreateModelResponse(model_id=name)
+
+        return self._begin(f"{name}/create", create, name)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        asked = types.GetInfoRequest.model_validate_json(await request.read())
+        served = self._served
+        data = types.ModelData(model_name=served.name, tokenizer_id=served.tokenizer)
+        return _json(
+            types.GetInfoResponse(
+                model_data=data, model_id=asked.model_id, is_lora=True, lora_rank=served.rank, model_name=served.name
+            )
+        )
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        asked = read_learning(await request.read(), self._served.vocabulary, self._served.longest)
+
+        def learn() -> bytes:
+            logprobs, total = self._models.learn(asked.model, asked.data, asked.loss, asked.learns)
+            return write_learned(logprobs, {"loss:sum": total})
+
+        return self._begin(f"{asked.model}/{asked.number}", learn, asked.model)
+
+    async def _optim_step(self, request: web.Request) -> web.Response:
+        asked = types.OptimStepRequest.model_validate_json(await request.read())
+        params = asked.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise BadRequest(f"optimizer {params.type!r}: this server has adamw only")
+        options = {
+            "lr": params.learning_rate,
+            "betas": (params.beta1, params.beta2),
+            "eps": params.eps,
+            "weight_decay": params.weight_decay,
+            "max_grad_norm": params.grad_clip_norm if params.grad_clip_norm > 0 else None,
+        }
+
+        def step() -> types.OptimStepResponse:
+            return types.OptimStepResponse(metrics=self._models.step(asked.model_id, options))
+
+        return self._begin(f"{asked.model_id}/{asked.seq_id}", step, asked.model_id)
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    async def _save_weights(self, request: web.Request) -> web.Response:
+        asked = types.SaveWeightsRequest.model_validate_json(await request.read())
+
+        def save() -> types.SaveWeightsResponse:
+            label = asked.path or f"step-{asked.seq_id}"
+            return types.SaveWeightsResponse(path=self._models.save(asked.model_id, "weights", label, asked.overwrite))
+
+        return self._begin(f"{asked.model_id}/{asked.seq_id}", save, asked.model_id)
+
+    async def _save_for_sampler(self, request: web.Request) -> web.Response:
+        asked = types.SaveWeightsForSamplerRequest.model_validate_json(await request.read())
+        if asked.kind != "snapshot":
+            raise BadRequest(f"kind {asked.kind!r}: a sampling client keeps its weights here ('snapshot')")
+
+        def save() -> types.SaveWeightsForSamplerResponseInternal:
+            label = asked.path or f"sampler-{asked.seq_id}"
+            path = self._models.save(asked.model_id, "sampler_weights", label, overwrite=False)
+            if asked.path is not None:
+                return types.SaveWeightsForSamplerResponseInternal(path=path)
+            session = asked.model_id.partition(":")[0]
+            sampler = self._add_sampler(session, asked.sampling_session_seq_id, path)
+            return types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler)
+
+        return self._begin(f"{asked.model_id}/{asked.seq_id}", save, asked.model_id)
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        asked = types.LoadWeightsRequest.model_validate_json(await request.read())
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        new = asked.session_id is not None
+        name = f"{asked.session_id}:train:{asked.model_seq_id}" if new else str(asked.model_id)
+
+        def load() -> types.LoadWeightsResponse:
+            self._models.facts(asked.path)
+            if new:
+                self._models.create(name)
+            self._models.load(name, asked.path, asked.optimizer)
+            return types.LoadWeightsResponse(path=asked.path, model_id=name)
+
+        return self._begin(f"{name}/{'load' if new else asked.seq_id}", load, name)
+
+    async def _weights_info(self, request: web.Request) -> web.Response:
+        facts = self._models.facts(str((await request.json()).get("tinker_path")))
+        return _json(types.WeightsInfoResponse(**facts, is_lora=True))
+
+    # ------------------------------------------------------------------------------------- sampling
+
+    async def _create_sampler(self, request: web.Request) -> web.Response:
+        asked = types.CreateSamplingSessionRequest.model_validate_json(await request.read())
+        source = asked.model_path or BASE
+        if asked.model_path is not None:
+            self._models.facts(asked.model_path)
+        else:
+            self._check_base(asked.base_model)
+        sampler = self._add_sampler(asked.session_id, asked.sampling_session_seq_id, source)
+        return _json(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
+
+    def _add_sampler(self, session: str, number: int | None, source: str) -> str:
+        sampler = f"{session}:sample:{number}"
+        self._samplers[sampler] = source
+        return sampler
+
+    async def _sampler(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        source = self._source(name)
+        path = None if source == BASE else source
+        return _json(types.GetSamplerResponse(sampler_id=name, base_model=self._served.name, model_path=path))
+
+    def _source(self, sampler: str) -> str:
+        if sampler not in self._samplers:
+            raise BadRequest(f"there is no sampling session {sampler!r}")
+        return self._samplers[sampler]
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        asked = types.SampleRequest.model_validate_json(await request.read())
+        if asked.sampling_session_id is not None:
+            source = self._source(asked.sampling_session_id)
+        else:
+            source = asked.model_path or BASE
+        question = self._question(asked)
+        name = f"{asked.sampling_session_id or uuid.uuid4().hex}/{asked.seq_id}"
+        ids = [f"{name}/{n}" for n in range(asked.num_samples)]
+        return self._begin_task(name, self._answer(source, question), sample_sequence_ids=ids)
+
+    def _question(self, asked: types.SampleRequest) -> Question:
+        served, params = self._served, asked.sampling_params
+        for option in (
+            "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
+            "prompt_logprobs_last_n",
+        ):  # fmt: skip
+            if getattr(asked, option):
+                raise BadRequest(f"{option}: this server does not give it. Leave it out")
+        try:
+            prompt = asked.prompt.to_ints()
+        except ValueError:
+            raise BadRequest("the prompt has images or sound; this server takes tokens only") from None
+        room = served.longest - len(prompt)
+        tokens = params.max_tokens if params.max_tokens is not None else room
+        if not prompt or tokens > room or room < 1:
+            raise BadRequest(
+                f"a prompt of {len(prompt)} tokens and max_tokens = {tokens}: together they must be at most "
+                f"{served.longest} (data.max_tokens), with a prompt of one token or more"
+            )
+        check_ids(np.asarray(prompt), served.vocabulary, "the prompt")
+        stop = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        texts, stop_ids = [s for s in stop if isinstance(s, str)], [s for s in stop if isinstance(s, int)]
+        sampling = Sampling(
+            tokens, params.temperature, params.top_p, max(params.top_k, 0), stop_token_ids=tuple(stop_ids),
+            stop=tuple(texts), ignore_eos=params.stop is not None,
+        )  # fmt: skip
+        check_sampling(sampling)
+        return Question(prompt, sampling, asked.num_samples, params.seed, bool(asked.prompt_logprobs))
+
+    async def _answer(self, source: str, question: Question) -> bytes:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        with self._guard:
+            self._waiting.setdefault(source, []).append((question, answer))
+        for waiting, result in await self._main.call(partial(self._draw, source)):
+            if isinstance(result, bytes):
+                waiting.set_result(result)
+            else:
+                waiting.set_exception(result)
+        return await answer
+
+    def _draw(self, source: str) -> list[tuple[asyncio.Future[bytes], bytes | Exception]]:
+        """On the main thread: answers to all questions about a checkpoint that wait. The first of their jobs draws all
+        of them, the others none."""
+        with self._guard:
+            waiting = self._waiting.pop(source, [])
+        if not waiting:
+            return []
+        try:
+            results = self._models.sample(source, [question for question, _ in waiting])
+            return [(answer, write_samples(*r)) for (_, answer), r in zip(waiting, results, strict=True)]
+        except Exception as error:
+            return [(answer, error) for _, answer in waiting]
+
+    def _check_base(self, name: str | None) -> None:
+        if name != self._served.name:
+            raise BadRequest(f"the base model here is {self._served.name!r}, got {name!r}. Ask for it by this name")
+
+    # -------------------------------------------------------------------------------------- results
+
+    def _begin(self, name: str, compute: Callable[[], Any], model: str) -> web.Response:
+        """Let the main thread compute, and answer with the number of the result. A request that is sent again, after
+        its connection broke, gets the same number and computes nothing."""
+        return self._begin_task(name, self._main.call(compute), model_id=model)
+
+    def _begin_task(self, name: str, coroutine: Coroutine[Any, Any, Any], **facts: Any) -> web.Response:
+        if name in self._results:
+            coroutine.close()
+        else:
+            self._results[name] = asyncio.ensure_future(coroutine)
+            while len(self._results) > KEPT:
+                self._results.popitem(last=False)
+        return _json(types.UntypedAPIFuture(request_id=name, **facts))
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        asked = types.FutureRetrieveRequest.model_validate_json(await request.read())
+        task = self._results.get(asked.request_id)
+        if task is None:
+            return web.json_response({"error": f"there is no request {asked.request_id!r}"}, status=404)
+        await asyncio.wait({task}, timeout=WAIT)
+        if not task.done():
+            return _json(TryAgainResponse(request_id=asked.request_id, queue_state="active"))
+        error = task.exception()
+        if error is None:
+            result = task.result()
+            if isinstance(result, bytes):
+                return web.Response(body=result, content_type=PROTOBUF)
+            return _json(result)
+        of_user = isinstance(error, BadRequest | RlhfError)
+        if not of_user:
+            _LOG.error("a request failed", exc_info=error)
+        text = str(error) if of_user else f"{type(error).__name__}: {error}"
+        return web.json_response({"error": text, "category": "user" if of_user else "server"})
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._access.allows(f"Bearer {request.headers.get('X-API-Key', '')}"):
+            return web.json_response({"error": "the API key is not the server's token (--token-env)"}, status=401)
+        try:
+            return await handler(request)
+        except ValidationError as error:
+            return web.json_response({"error": f"the request is not one of tinker {VERSION}: {error}"}, status=422)
+        except (BadRequest, RlhfError) as error:
+            return web.json_response({"error": str(error)}, status=422)
+        except web.HTTPException as error:
+            text = f"{error.reason}: {request.method} {request.path} is not served by `rlhf serve-training`"
+            return web.json_response({"error": text}, status=error.status)
+
+
+def _json(answer: Any) -> web.Response:
+    return web.json_response(text=answer.model_dump_json())

@@ -1,0 +1,67 @@
+"""Serve a policy to clients of the Tinker protocol."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from rlhf import hookimpl
+from rlhf.errors import ConfigError
+from rlhf.interfaces import Command
+from rlhf_runtime.config.command_line import add_run_file, overrides
+
+NOT_HERE = ("algo", "data", "eval-data", "reward", "output", "steps", "resume", "overwrite")
+ADAPTERS = (("trainer.lora.rank", "32"), ("trainer.lora.alpha", "32"))
+"""Defaults, those of the protocol."""
+
+
+class ServeTrainingCommand(Command):
+    """Let clients train a model: `rlhf serve-training --model MODEL`. Programs for Tinker (`pip install tinker`) run
+    against it with TINKER_BASE_URL set to its address.
+
+    Each client trains an adapter of its own. The server listens on this machine only, unless --host says otherwise;
+    then it needs a token (--token-env), which clients send as TINKER_API_KEY.
+    """
+
+    name = "serve_training"
+    run_file_flags = True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run_file(parser, without=NOT_HERE)
+        parser.add_argument("--name", help="how clients name the base model (default: as --model has it)")
+        parser.add_argument("--checkpoints", default="runs/served", metavar="FOLDER", help="default: %(default)s")
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+        parser.add_argument("--port", type=int, default=8100, help="0: any free port (default: %(default)s)")
+        parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
+
+    def run(self, args: argparse.Namespace) -> int:
+        if importlib.util.find_spec("tinker") is None:
+            raise ConfigError("the protocol is that of the package tinker: pip install 'rlhf-cli[tinker]'")
+        from rlhf.plugins import Plugins
+        from rlhf_runtime.config.load import load
+        from rlhf_runtime.jobs.training import place_policy
+
+        from rlhf_cli.serve_reward.access import Access
+        from rlhf_cli.serve_training.serving import serve
+
+        access = Access.checked(args.host, args.port, args.token_env)
+        flags = overrides(args)
+        if args.run_file is None and not any(name.startswith("trainer.lora") for name, _ in flags):
+            flags = [*ADAPTERS, *flags]
+        config = load(args.run_file, flags, algorithm="serve_training")
+        access.hide()
+        placed = place_policy(config, Plugins.discover())
+        serve(placed, access, args.name or str(config.policy.model), Path(args.checkpoints), announce=_say)
+        return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+@hookimpl
+def rlhf_register_command() -> list[type[Command]]:
+    return [ServeTrainingCommand]

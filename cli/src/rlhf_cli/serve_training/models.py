@@ -1,0 +1,291 @@
+"""The models that clients train: adapters of one base, of which the trainer holds one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rlhf.errors import TrainingError
+from rlhf.ops.batch import Batch
+from rlhf.ops.heads import resolve_head
+from rlhf.ops.packing import SequenceData, UnitData, pack
+from rlhf.ops.reduce import weigh
+from rlhf.seeds import derive_seed
+from rlhf.types import GenerationRequest, Sampling, Update
+from rlhf_runtime.checkpoint.atomic_files import publish_folder
+from rlhf_runtime.jobs.training import TrainedPolicy
+
+from rlhf_cli.serve_training.losses import READS, TARGETS, BadRequest, LossChoice, ProtocolLoss, head, values
+from rlhf_cli.serve_training.wire import Array, Datum, Drawn
+
+FACTS = "served.json"
+PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights)/([\w.-]+)")
+BASE = "base"
+"""What samples are drawn from where a client names the base model."""
+
+
+@dataclass
+class Model:
+    """The adapters of one client. ``state``: the folder with its training state, as of when the trainer last held it;
+    ``changed``: whether it has learnt since."""
+
+    folder: Path
+    state: Path
+    changed: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """Samples to draw from one prompt."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    samples: int
+    seed: int | None
+    prompt_logprobs: bool
+
+
+class TrainedModels:
+    """All methods compute, and are called one at a time.
+
+    The gradient of a batch is computed by :meth:`step`, not by :meth:`learn`, which only computes the loss. Between
+    the two the trainer may hold another model, or other weights to sample from, and no gradient is lost.
+
+    Args:
+        base: name of the model that adapters are trained for; checkpoints are of this model only.
+        folder: of all checkpoints.
+    """
+
+    def __init__(self, policy: TrainedPolicy, base: str, folder: Path) -> None:
+        self._policy, self._base, self._folder = policy, base, folder
+        self._role = policy.role
+        self._models: dict[str, Model] = {}
+        self._pending: dict[str, list[tuple[Batch, LossChoice]]] = {}
+        self._held: Model | None = None
+        self._equal: set[Path] = set()
+        """Folders with the weights that the trainer holds."""
+        self._weights, self._sent, self._drawn = 0, "", 0
+        self._new = folder / "new-model"
+        self._write(self._new)
+
+    # ------------------------------------------------------------------------------------- training
+
+    def create(self, name: str) -> None:
+        """A new model. The first training state is the same for all: that of ``run.seed``."""
+        self._models.setdefault(name, Model(self._folder / _folder_name(name), self._new))
+        self._pending.setdefault(name, [])
+
+    def learn(self, name: str, data: Sequence[Datum], loss: LossChoice, learns: bool) -> tuple[list[Array], float]:
+        """Log-probs of the targets of each datum, [n] or [n, K], and the loss, a sum. With ``learns`` the next step
+        follows the gradient of it."""
+        self._hold(name)
+        batch = _batch_of(data, loss)
+        logprobs_N = self._role.forward(batch, [head()])["target_logprobs"]
+        mask_N = batch.tok["loss_mask"]
+        columns = {column: batch.tok[column][mask_N] for column in READS[loss.name]}
+        total = float(values(loss, logprobs_N[mask_N], columns).double().sum())
+        if learns:
+            self._pending[name].append((batch, loss))
+        ends = np.cumsum([len(datum.ids) for datum in data])[:-1]
+        return np.split(logprobs_N[mask_N].numpy(), ends), total
+
+    def step(self, name: str, options: Mapping[str, Any]) -> dict[str, float]:
+        """One optimizer step with the gradients of all batches since the last one.
+
+        Args:
+            options: of the trainer, for this step.
+
+        Raises BadRequest, also for a gradient that is not finite: then the weights are as before.
+        """
+        model, pending = self._hold(name), self._pending[name]
+        if not pending:
+            raise BadRequest("optim_step without forward_backward before it: there is no gradient")
+        trainer, config = self._policy.trainer.resolved.cls, self._policy.trainer.config
+        changes = {key: value for key, value in options.items() if value != getattr(config, key)}
+        if fixed := changes.keys() - trainer.changeable:
+            raise BadRequest(f"trainer {trainer.name!r} cannot change {sorted(fixed)} between two steps")
+        config = type(config).model_validate({**config.model_dump(), **changes})
+        self._pending[name] = []
+        try:
+            self._role.every("change", config)
+            for batch, loss in pending:
+                sequences = len(torch.unique(batch.seq_N[batch.tok["trained"]]))
+                weighed = ProtocolLoss(loss, sequences)
+                self._role.accumulate(weigh(batch, weighed.reduce()), weighed, Update("policy", "loss"))
+            result = self._role.apply()
+        except BaseException:
+            self._role.every("zero_grad")
+            raise
+        if result.skipped:
+            raise BadRequest(f"the step was not taken: {result.skipped}")
+        model.changed = True
+        self._weights += 1
+        self._equal = set()
+        return {"grad_norm": result.grad_norm, "lr": result.lr}
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def save(self, name: str, kind: str, label: str, overwrite: bool) -> str:
+        """Write a checkpoint, and return its address. ``kind``: ``weights`` | ``sampler_weights``; both hold the
+        optimizer's state."""
+        path = f"tinker://{name}/{kind}/{label}"
+        folder = self.folder_of(path)
+        if folder.exists() and not overwrite:
+            raise BadRequest(f"{path} exists. Choose another name, or set overwrite")
+        self._hold(name)
+        self._write(folder)
+        return path
+
+    def load(self, name: str, path: str, optimizer: bool) -> None:
+        """Replace the weights of a model by those of a checkpoint; ``optimizer``: and the optimizer's state."""
+        self.facts(path)
+        model = self._hold(name)
+        self._read(self.folder_of(path))
+        self._held, model.changed = model, True
+        self._pending[name] = []
+        if not optimizer:
+            self._role.every("restart_optimizer")
+
+    def facts(self, path: str) -> dict[str, Any]:
+        """What a checkpoint says of itself. Raises BadRequest where there is none, or it is of another base."""
+        try:
+            facts: dict[str, Any] = json.loads((self.folder_of(path) / FACTS).read_text())
+        except OSError:
+            raise BadRequest(f"there is no checkpoint {path}") from None
+        ours = self._own_facts()
+        if facts != ours:
+            raise BadRequest(f"{path} is of {facts}; this server trains {ours}")
+        return facts
+
+    def folder_of(self, path: str) -> Path:
+        match = PATH.fullmatch(path)
+        if match is None or set(match[3]) == {"."}:
+            raise BadRequest(f"{path!r} is no checkpoint: names have letters, digits, '.', '_' and '-'")
+        return self._folder / _folder_name(match[1]) / match[2] / match[3]
+
+    # ------------------------------------------------------------------------------------- sampling
+
+    def sample(self, source: str, questions: Sequence[Question]) -> list[tuple[list[Drawn], Array | None]]:
+        """Samples of each question, and the log-probs of its prompt, float32, NaN for the first token.
+
+        Args:
+            source: a checkpoint, or :data:`BASE`.
+        """
+        if source == BASE:
+            self._role.every("use_view", "base")  # without the adapters that the trainer holds
+        else:
+            self._show(self.folder_of(source))
+        try:
+            prompts = [self._prompt_logprobs(each.ids) if each.prompt_logprobs else None for each in questions]
+            return list(zip(self._draw(source, questions), prompts, strict=True))
+        finally:
+            if source == BASE:
+                self._role.every("use_view", "live")
+
+    def _draw(self, source: str, questions: Sequence[Question]) -> list[list[Drawn]]:
+        weights = BASE if source == BASE else str(self._weights)
+        if weights != self._sent:
+            self._policy.weights.push(self._policy.weights.version + 1)
+            self._sent = weights
+        requests, owners = [], []
+        for owner, each in enumerate(questions):
+            seed = derive_seed(self._policy.config.run.seed, "served", self._drawn) if each.seed is None else each.seed
+            self._drawn += 1
+            for n in range(each.samples):
+                requests.append(GenerationRequest(each.ids, derive_seed(seed, "sample", n), each.sampling))
+                owners.append(owner)
+        drawn: list[Drawn | None] = [None] * len(requests)
+        for position, turn in self._policy.generator.generate(requests):
+            drawn[position] = Drawn(turn.ids, turn.logprobs or (), turn.finish == "stop")
+        answers: list[list[Drawn]] = [[] for _ in questions]
+        for owner, sample in zip(owners, drawn, strict=True):
+            if sample is None:
+                raise TrainingError(f"generator {self._policy.generator.name!r} gave no sample for a request")
+            answers[owner].append(sample)
+        return answers
+
+    def _prompt_logprobs(self, ids: Sequence[int]) -> Array:
+        if len(ids) == 1:
+            return np.full(1, np.nan, np.float32)
+        batch = pack([UnitData([SequenceData(array("i", ids), {"loss_mask": [True] * len(ids)})])])
+        output = self._role.forward(batch, [resolve_head("logprobs", "loss_mask")])["logprobs"]
+        return np.concatenate([[np.float32(np.nan)], output[1:].numpy()])
+
+    # ----------------------------------------------------------------------------- what is held
+
+    def _hold(self, name: str) -> Model:
+        """Let the trainer hold a model, and keep the training state of the one that it held."""
+        if name not in self._models:
+            raise BadRequest(f"there is no model {name!r}. Create it first")
+        model = self._models[name]
+        if self._held is not model:
+            self._put_aside()
+            self._read(model.state)
+            self._held, model.changed = model, False
+        return model
+
+    def _put_aside(self) -> None:
+        held = self._held
+        if held is not None and held.changed:
+            state = held.folder / "state"
+            self._write(state)
+            held.state, held.changed = state, False
+        self._held = None
+
+    def _show(self, folder: Path) -> None:
+        """Let the trainer hold the weights of a checkpoint."""
+        if folder not in self._equal:
+            self._put_aside()
+            self._read(folder)
+
+    def _read(self, folder: Path) -> None:
+        self._weights += 1
+        self._role.every("load", folder)
+        self._equal = {folder}
+
+    def _write(self, folder: Path) -> None:
+        def write(new: Path) -> None:
+            self._role.every("save", new)
+            (new / FACTS).write_text(json.dumps(self._own_facts()))
+
+        publish_folder(folder, write)
+        self._equal.add(folder)
+
+    def _own_facts(self) -> dict[str, Any]:
+        return {"base_model": self._base, "lora_rank": self._policy.adapter_rank}
+
+
+def _folder_name(model: str) -> str:
+    return model.replace(":", "_")
+
+
+def _batch_of(data: Sequence[Datum], loss: LossChoice) -> Batch:
+    """A unit for each datum: its tokens and one more, so that every token predicts the next. Columns are at the token
+    that is predicted.
+
+    ``loss_mask``: all of these. ``trained``: those with a gradient, or all where there is none.
+    """
+    batch = pack(
+        [
+            UnitData(
+                [SequenceData(array("i", [*d.ids.tolist(), int(d.ids[-1])]), {"loss_mask": [True] * (len(d.ids) + 1)})]
+            )
+            for d in data
+        ]
+    )
+    for name in (TARGETS, *READS[loss.name]):
+        rows = [np.concatenate([np.zeros_like(d.inputs[name][:1]), d.inputs[name]]) for d in data]
+        batch = batch.with_column("tok", name, torch.from_numpy(np.concatenate(rows)), over=None)
+    mask_N = batch.tok["loss_mask"]
+    trained_N = mask_N
+    if loss.name != "dro":  # its second term does not depend on the advantage
+        factor_N = batch.tok[READS[loss.name][-1]]
+        trained_N = mask_N & (factor_N.reshape(len(factor_N), -1) != 0).any(1)
+    return batch.with_column("tok", "trained", trained_N if bool(trained_N.any()) else mask_N, over=None)

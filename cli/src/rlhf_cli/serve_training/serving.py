@@ -1,0 +1,77 @@
+"""Loads the policy, and serves it until the process is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+from rlhf.errors import ConfigError
+from rlhf_runtime.calls.main_thread import MainThread
+from rlhf_runtime.jobs.training import trained_policy
+from rlhf_runtime.loop.signals import StopRequest
+from rlhf_runtime.setup.prepare import PlacedPlugins
+
+from rlhf_cli.serve_reward.access import Access
+from rlhf_cli.serve_training.application import Application, Served
+from rlhf_cli.serve_training.models import TrainedModels
+
+
+def serve(
+    placed: PlacedPlugins,
+    access: Access,
+    name: str,
+    folder: Path,
+    *,
+    announce: Callable[[str], None],
+    stop: StopRequest | None = None,
+) -> None:
+    """Returns after a stop was asked for and the computation under way has ended.
+
+    Args:
+        name: how clients name the base model.
+        folder: of checkpoints; those of earlier servers can be loaded.
+        announce: told where the server listens, when it is ready.
+
+    Raises ConfigError where the address cannot be used.
+    """
+    stop = stop or StopRequest("ending after the computation under way; what was not saved is lost")
+    with stop, trained_policy(placed, note=_note) as policy:
+        models = TrainedModels(policy, name, folder)
+        longest = placed.config.data.max_tokens
+        path = policy.role.spec.path
+        tokenizer = str(Path(path).absolute()) if Path(path).is_dir() else path
+        served = Served(name, tokenizer, policy.role.facts.vocabulary, longest, policy.adapter_rank)
+        main = MainThread(stop)
+        try:
+            main.run(_serve(Application(served, access, main, models), access, stop, announce, main))
+        finally:
+            main.close()
+
+
+async def _serve(
+    application: Application, access: Access, stop: StopRequest, announce: Callable[[str], None], main: MainThread
+) -> None:
+    ended = asyncio.Event()
+    stop.then = lambda: main.from_main(ended.set)
+    runner = web.AppRunner(application.web, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, access.host, access.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {access.host} port {access.port}: {error.strerror or error}") from None
+        host = f"[{access.host}]" if ":" in access.host else access.host
+        port = runner.addresses[0][1]
+        announce(f"training at http://{host}:{port} (TINKER_BASE_URL)")
+        if not stop.requested:
+            await ended.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)  # noqa: T201

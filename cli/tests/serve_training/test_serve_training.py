@@ -1,0 +1,361 @@
+"""`rlhf serve-training` with the client of Tinker, against plain torch with PEFT."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
+from rlhf_cli.serve_reward.access import Access
+from rlhf_runtime.config.load import load
+from rlhf_runtime.jobs.training import place_policy
+from rlhf_runtime.loop.signals import StopRequest
+from rlhf_testing.tiny import tiny_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+tinker = pytest.importorskip("tinker")
+from rlhf_cli.serve_training.serving import serve  # noqa: E402
+from tinker import types  # noqa: E402
+
+LORA = (("trainer.lora.rank", "4"), ("trainer.lora.alpha", "32"))
+ADAM = types.AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
+TOLERANCE = 1e-4
+"""Of log-probs in fp32: sums are in another order than in the plain statement, and Adam magnifies the difference."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model") / "base")
+
+
+@contextmanager
+def serving(model: Path, folder: Path, *flags: tuple[str, str], token: str | None = None) -> Iterator[str]:
+    """The address of a server of ``model``."""
+    options = [("policy.model", str(model)), ("data.max_tokens", "64"), ("policy.dtype", "fp32"), *LORA, *flags]
+    placed = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
+    ready: Future[str] = Future()
+    stop = StopRequest()
+
+    def run() -> None:
+        try:
+            serve(placed, Access("127.0.0.1", 0, token), "tiny", folder, announce=ready.set_result, stop=stop)
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield ready.result(60).split()[2]
+    finally:
+        stop.request("the end of the test")
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, folder: Path) -> Iterator[str]:
+    with serving(model, folder) as address:
+        yield address
+
+
+@pytest.fixture
+def service(url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    return tinker.ServiceClient(base_url=url)
+
+
+def trained(service: Any) -> Any:
+    return service.create_lora_training_client(base_model="tiny", rank=4).result()
+
+
+def datum(seed: int, loss: str, targets: int = 1) -> Any:
+    """Random tokens and inputs of a loss; every third position has no weight or advantage."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, 90, (9 + seed % 5,), generator=random)
+    n = len(ids) - 1
+    shape = (n,) if targets == 1 else (n, targets)
+    following = ids[1:] if targets == 1 else torch.randint(4, 90, shape, generator=random)
+    factor = torch.randn(shape, generator=random)
+    factor[::3] = 0
+    inputs = {"target_tokens": following}
+    if loss == "cross_entropy":
+        inputs["weights"] = factor
+    else:
+        inputs |= {"advantages": factor, "logprobs": -4.5 + 0.3 * torch.randn(shape, generator=random)}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
+
+
+class Plain:
+    """The same in torch with PEFT: one sequence at a time, AdamW of torch, the formulas of the protocol."""
+
+    def __init__(self, model: Path, state: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+        tensors = load_file(state / "model.safetensors")
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        assert len(parameters) == len(tensors) > 0
+        for name, p in parameters.items():
+            ours = name.removeprefix("base_model.model.")
+            p.data.copy_(next(t for key, t in tensors.items() if key.endswith(ours)))
+        self.parameters = list(parameters.values())
+        self.optimizer = torch.optim.AdamW(self.parameters)
+
+    def logprobs(self, each: Any) -> Tensor:
+        logits = self.model(torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)
+        targets = each.loss_fn_inputs["target_tokens"].to_torch()
+        return logits.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+
+    def loss(self, each: Any, loss: str, config: dict[str, float]) -> Tensor:
+        logp = self.logprobs(each)
+        inputs = {name: value.to_torch() for name, value in each.loss_fn_inputs.items()}
+        if loss == "cross_entropy":
+            return -(logp * inputs["weights"]).sum()
+        advantages, old = inputs["advantages"], inputs["logprobs"]
+        ratio = torch.exp(logp - old)
+        if loss == "dro":
+            return -(logp * advantages - 0.5 * config["beta"] * (logp - old) ** 2).sum()
+        if loss == "importance_sampling":
+            return -(ratio * advantages).sum()
+        clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+        if loss == "ppo":
+            return -torch.minimum(ratio * advantages, clipped * advantages).sum()
+        return -(clipped.detach() * logp * advantages).sum()
+
+    def step(self, adam: Any) -> float:
+        clip = adam.grad_clip_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, clip))
+        for group in self.optimizer.param_groups:
+            group |= {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+            group["weight_decay"] = adam.weight_decay
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+
+def state_of(folder: Path, path: str) -> Path:
+    name, kind, label = path.removeprefix("tinker://").split("/")
+    return folder / name.replace(":", "_") / kind / label
+
+
+CASES: Sequence[tuple[str, dict[str, float], int]] = [
+    ("cross_entropy", {}, 1),
+    ("cross_entropy", {}, 3),
+    ("importance_sampling", {}, 1),
+    ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, 1),
+    ("cispo", {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}, 1),
+    ("dro", {"beta": 0.3}, 1),
+]
+
+
+@pytest.mark.parametrize(("loss", "config", "targets"), CASES, ids=[f"{loss}-{k}" for loss, _, k in CASES])
+def test_two_steps_are_those_of_plain_torch(model, tmp_path, monkeypatch, loss, config, targets) -> None:
+    """Each step follows the sum over two requests; between them another model learns and samples."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with serving(model, tmp_path, ("policy.micro_tokens", "24")) as address:
+        service = tinker.ServiceClient(base_url=address)
+        client, other = trained(service), trained(service)
+        plain = Plain(model, state_of(tmp_path, client.save_state("begin").result().path))
+        for step in range(2):
+            for request in range(2):
+                data = [datum(10 * step + 5 * request + k, loss, targets) for k in range(3)]
+                result = client.forward_backward(data, loss, config).result()
+                expected = [plain.loss(each, loss, config) for each in data]
+                sum(expected).backward()
+                assert result.metrics["loss:sum"] == pytest.approx(float(sum(expected)), rel=1e-4, abs=1e-4)
+                for output, each in zip(result.loss_fn_outputs, data, strict=True):
+                    torch.testing.assert_close(
+                        output["logprobs"].to_torch(), plain.logprobs(each).detach(), atol=TOLERANCE, rtol=0
+                    )
+                other.forward_backward(data, loss, config).result()
+                other.optim_step(ADAM).result()
+            metrics = client.optim_step(ADAM).result().metrics
+            assert metrics["grad_norm"] == pytest.approx(plain.step(ADAM), rel=1e-4)
+
+
+def greedy(client: Any, prompt: Sequence[int], **options: Any) -> Any:
+    params = types.SamplingParams(max_tokens=6, temperature=0)
+    return client.sample(types.ModelInput.from_ints(list(prompt)), 1, params, **options).result()
+
+
+def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) -> None:
+    client, prompt = trained(service), [20, 30, 40]
+    data = [datum(k, "cross_entropy") for k in range(4)]
+
+    def learn() -> None:
+        client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+
+    learn()
+    first = client.save_weights_and_get_sampling_client().result()
+    before = greedy(first, prompt, include_prompt_logprobs=True)
+    learn()
+    second = client.save_weights_and_get_sampling_client().result()
+    base = service.create_sampling_client(base_model="tiny").result()
+    again = greedy(first, prompt, include_prompt_logprobs=True)
+    later, of_base = (greedy(c, prompt, include_prompt_logprobs=True) for c in (second, base))
+    assert again.prompt_logprobs == before.prompt_logprobs
+    assert again.sequences[0].tokens == before.sequences[0].tokens
+    logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    plain = [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
+    assert of_base.prompt_logprobs[0] is None
+    assert of_base.prompt_logprobs[1:] == pytest.approx(plain, abs=TOLERANCE)
+    for other in (later, of_base):
+        assert other.prompt_logprobs[1:] != pytest.approx(before.prompt_logprobs[1:], abs=1e-3)
+    # The log-prob of a token that was drawn is that of a prompt with it.
+    token, logprob = later.sequences[0].tokens[0], later.sequences[0].logprobs[0]
+    scored = second.compute_logprobs(types.ModelInput.from_ints([*prompt, token])).result()
+    assert scored[-1] == pytest.approx(logprob, abs=TOLERANCE)
+
+
+def test_samples_stop_and_seeds_repeat(service) -> None:
+    base = service.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([20, 30, 40])
+
+    def draw(samples: int = 1, **params: Any) -> Any:
+        chosen = types.SamplingParams(max_tokens=30, **params)
+        return base.sample(prompt, samples, chosen).result().sequences
+
+    drawn = draw(8, seed=3)
+    assert [s.tokens for s in drawn] == [s.tokens for s in draw(8, seed=3)]
+    assert len({tuple(s.tokens) for s in drawn}) == 8
+    assert all(s.stop_reason == "length" and len(s.tokens) == 30 for s in draw(4, stop=[]))
+    first = draw(1, seed=3, stop=[])[0].tokens
+    stopped = draw(1, seed=3, stop=[first[4]])[0]
+    assert stopped.stop_reason == "stop"
+    assert stopped.tokens == first[: first.index(first[4]) + 1]
+
+
+def test_a_state_continues_exactly_and_weights_alone_begin_a_new_optimizer(model, folder, service) -> None:
+    client, data = trained(service), [datum(k, "cross_entropy") for k in range(3)]
+
+    def step(of: Any) -> list[list[float]]:
+        of.forward_backward(data, "cross_entropy").result()
+        of.optim_step(ADAM).result()
+        return [o["logprobs"].tolist() for o in of.forward(data, "cross_entropy").result().loss_fn_outputs]
+
+    step(client)
+    path = client.save_state("middle").result().path
+    expected = step(client)
+    whole = service.create_training_client_from_state_with_optimizer(path).result()
+    weights = service.create_training_client_from_state(path).result()
+    assert step(whole) == expected
+    plain = Plain(model, state_of(folder, path))
+    sum(plain.loss(each, "cross_entropy", {}) for each in data).backward()
+    plain.step(ADAM)
+    for ours, each in zip(step(weights), data, strict=True):
+        assert ours == pytest.approx(plain.logprobs(each).tolist(), abs=TOLERANCE)
+    with pytest.raises(tinker.RequestFailedError, match="exists"):
+        client.save_state("middle").result()
+    assert client.save_state("middle", overwrite=True).result().path == path
+
+
+def test_a_repeated_request_computes_nothing(url, service) -> None:
+    """As a client sends it whose connection broke."""
+    import httpx
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+    from tinker.types.forward_backward_input import ForwardBackwardInput
+    from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+    norms = []
+    for times in (1, 3):
+        client = trained(service)
+        inputs = ForwardBackwardInput(data=[datum(1, "cross_entropy")], loss_fn="cross_entropy")
+        request = ForwardBackwardRequest(forward_backward_input=inputs, model_id=client.model_id, seq_id=77)
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        for _ in range(times):
+            httpx.post(f"{url}/api/v1/forward_backward", content=body, headers={"X-API-Key": "tml-any"})
+        norms.append(client.optim_step(ADAM).result().metrics["grad_norm"])
+    assert norms[0] == norms[1]
+
+
+def _bad(**inputs: Any) -> Any:
+    good = datum(1, "cross_entropy")
+    return types.Datum(model_input=good.model_input, loss_fn_inputs={**good.loss_fn_inputs, **inputs})
+
+
+N = datum(1, "cross_entropy").model_input.length
+REFUSED: Sequence[tuple[str, Callable[[Any], Any], str]] = [
+    ("loss", lambda c: c.forward_backward([datum(1, "ppo")], "gspo"), "'gspo' is not known here"),
+    ("option", lambda c: c.forward_backward([datum(1, "ppo")], "ppo", {"beta": 1.0}), "no option 'beta'"),
+    ("input", lambda c: c.forward_backward([datum(1, "ppo")], "cross_entropy"), r"lacks \['weights'\]"),
+    ("unread", lambda c: c.forward_backward([_bad(mask=torch.ones(N))], "cross_entropy"), "reads nothing of .*mask"),
+    ("shape", lambda c: c.forward_backward([_bad(weights=torch.ones(2))], "cross_entropy"), "weights must be finite"),
+    (
+        "finite",
+        lambda c: c.forward_backward([_bad(weights=torch.full((N,), math.nan))], "cross_entropy"),
+        "weights must be finite",
+    ),
+    (
+        "token",
+        lambda c: c.forward_backward([_bad(target_tokens=torch.full((N,), 999))], "cross_entropy"),
+        "the model's are 0 to",
+    ),
+    ("step", lambda c: c.optim_step(ADAM), "there is no gradient"),
+    ("label", lambda c: c.save_state("../x"), "is no checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("call", "cause"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_a_wrong_request_is_refused_and_the_client_goes_on(service, call, cause) -> None:
+    client = trained(service)
+    with pytest.raises(tinker.TinkerError, match=cause):
+        call(client).result()
+    other = trained(service)
+    other.forward_backward([datum(1, "cross_entropy")], "cross_entropy").result()
+    assert other.optim_step(ADAM).result().metrics["lr"] == ADAM.learning_rate
+
+
+def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
+    with pytest.raises(tinker.TinkerError, match="adapters of rank 4, got 8"):
+        service.create_lora_training_client(base_model="tiny", rank=8).result()
+    with pytest.raises(tinker.TinkerError, match="the base model here is 'tiny', got 'big'"):
+        service.create_lora_training_client(base_model="big", rank=4).result()
+    with pytest.raises(tinker.TinkerError, match="there is no checkpoint"):
+        service.create_training_client_from_state("tinker://a:train:0/weights/none").result()
+    base = service.create_sampling_client(base_model="tiny").result()
+    prompt = types.ModelInput.from_ints([20] * 60)
+    with pytest.raises(tinker.TinkerError, match="must be at most 64"):
+        base.sample(prompt, 1, types.SamplingParams(max_tokens=9)).result()
+
+
+def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with serving(model, tmp_path, token="tml-secret") as address:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-other")
+        with pytest.raises(tinker.TinkerError, match="not the server's token"):
+            trained(tinker.ServiceClient(base_url=address))
+        monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+        assert trained(tinker.ServiceClient(base_url=address)).get_info is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        ([("trainer.lr", "1e-3")], "trainer.lr: clients decide it"),
+        ([("reward", "math")], "rewards and environments are the clients' own"),
+        ([("trainer.use", "fsdp"), ("generator.use", "vllm")], "cannot change between models"),
+    ],
+)
+def test_options_that_no_client_could_follow_are_refused_before_the_start(model, flags, cause) -> None:
+    options = [("policy.model", str(model)), *LORA, *flags]
+    with pytest.raises(ConfigError, match=cause):
+        place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())

@@ -1,0 +1,107 @@
+"""The policy of a run file with an optimizer and a generator, for what clients send: `rlhf serve-training`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.interfaces import GENERATOR, Generator, HasViews, RestartsOptimizer
+from rlhf.plugins import Plugins
+from rlhf.types import Needs, RoleSpec
+
+from rlhf_runtime.checks.order import LEARNS_FROM_CLIENTS, check
+from rlhf_runtime.checks.parts import check_parts
+from rlhf_runtime.checks.run import Job, device_here, job_plugins
+from rlhf_runtime.config.components import Selection
+from rlhf_runtime.config.problems import raise_problems
+from rlhf_runtime.config.runfile import RunFile
+from rlhf_runtime.data.tokenizer import check_ids, load_tokenizer
+from rlhf_runtime.loop.schedule import UpdateSchedule
+from rlhf_runtime.models.roles import Role
+from rlhf_runtime.models.weight_sync import WeightSync
+from rlhf_runtime.setup.launch import launch_generator, launch_roles
+from rlhf_runtime.setup.prepare import PlacedPlugins, on_processor
+
+CLIENTS_DECIDE = (
+    "lr", "betas", "eps", "weight_decay", "max_grad_norm", "optimizer", "muon_lr", "muon_momentum", "schedule",
+    "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio", "ema_decay",
+)  # fmt: skip
+"""Options of the trainer that clients send with each optimizer step, or that go with a run of known length."""
+
+
+class ServeTrainingJob(Job):
+    """Trains the policy on what clients send."""
+
+    name = "serve_training"
+
+    def needs(self) -> Needs:
+        return Needs((RoleSpec("policy", trained=True),))
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A policy with adapters, ready to learn and to sample."""
+
+    config: RunFile
+    role: Role
+    trainer: Selection
+    generator: Generator
+    weights: WeightSync
+    """Sends the policy's weights to the generator."""
+    adapter_rank: int
+
+
+def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
+    """Check everything that needs no model. No data is read.
+
+    Raises ConfigError, PluginError, CapabilityError or ModelError saying what to change.
+    """
+    run = job_plugins(config, plugins, ServeTrainingJob(), ("launcher", "trainer", "rollout", GENERATOR), scored=False)
+    check(run, LEARNS_FROM_CLIENTS)
+    trainer = run.trainer("policy")
+    raise_problems("this cannot be served for training", _problems(config, trainer))
+    path = run.model("policy")
+    tokenizer = load_tokenizer(path, config.policy.trust_remote_code)
+    check_ids(path, config.policy.trust_remote_code)
+    places = run.places_on(device_here())
+    specs = on_processor({"policy": run.spec("policy", ranks=places["policy"].ranks)}, run.trainer_class)
+    check_parts(run, places, specs, here=True)
+    return PlacedPlugins(
+        **vars(run),
+        tokenizer=tokenizer,
+        specs=specs,
+        schedule=UpdateSchedule(),
+        plugins=[part.resolved for part in run.parts.values()],
+        places=places,
+    )
+
+
+def _problems(config: RunFile, trainer: Selection) -> list[str]:
+    cls, options = trainer.resolved.cls, trainer.config
+    problems = [
+        f"trainer.{name}: clients decide it, with each optimizer step. Remove it"
+        for name in CLIENTS_DECIDE
+        if name in config.trainer.options
+    ]
+    if config.reward or config.env is not None:
+        problems.append("rewards and environments are the clients' own. Remove them")
+    if getattr(options, "lora", None) is None:
+        problems.append("clients train adapters on one base. Set --trainer.lora.rank")
+    if not issubclass(cls, RestartsOptimizer) or not issubclass(cls, HasViews):
+        problems.append(f"trainer {cls.name!r} cannot change between models (RestartsOptimizer, HasViews). Use torch")
+    return problems
+
+
+@contextmanager
+def trained_policy(placed: PlacedPlugins, note: Callable[[str], None]) -> Iterator[TrainedPolicy]:
+    """Load the policy and start its generator."""
+    launcher = placed.parts["launcher"].build()
+    with ExitStack() as resources:
+        resources.callback(launcher.shutdown)
+        role = launch_roles(placed, launcher)["policy"]
+        generator, weights = launch_generator(placed, role, launcher, note, resources)
+        trainer = placed.trainer("policy")
+        options: Any = trainer.config
+        yield TrainedPolicy(placed.config, role, trainer, generator, weights, options.lora.rank)
