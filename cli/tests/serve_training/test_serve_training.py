@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 tinker = pytest.importorskip("tinker")
-from rlhf_cli.serve_training.serving import serve  # noqa: E402
+from rlhf_cli.serve_training.serving import export, serve  # noqa: E402
 from tinker import types  # noqa: E402
 
 LORA = (("trainer.lora.rank", "4"), ("trainer.lora.alpha", "32"))
@@ -352,10 +352,26 @@ def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None
     [
         ([("trainer.lr", "1e-3")], "trainer.lr: clients decide it"),
         ([("reward", "math")], "rewards and environments are the clients' own"),
-        ([("trainer.use", "fsdp"), ("generator.use", "vllm")], "cannot change between models"),
     ],
 )
 def test_options_that_no_client_could_follow_are_refused_before_the_start(model, flags, cause) -> None:
     options = [("policy.model", str(model)), *LORA, *flags]
     with pytest.raises(ConfigError, match=cause):
         place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
+
+
+def test_a_checkpoint_becomes_a_model_that_transformers_loads(model, folder, service, tmp_path) -> None:
+    client, data = trained(service), [datum(k, "cross_entropy") for k in range(3)]
+    client.forward_backward(data, "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    path = client.save_state("done").result().path
+    options = [("policy.model", str(model)), *LORA]
+    placed = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
+    export(placed, "tiny", folder, path, tmp_path / "model")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for output, each in zip(client.forward(data, "cross_entropy").result().loss_fn_outputs, data, strict=True):
+        logits = exported(torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)
+        plain = logits.gather(1, each.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
+        torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), atol=TOLERANCE, rtol=0)
+    with pytest.raises(ConfigError, match="exists. Choose another folder"):
+        export(placed, "tiny", folder, path, tmp_path / "model")

@@ -36,6 +36,10 @@ class ServeTrainingCommand(Command):
         parser.add_argument("--port", type=int, default=8100, help="0: any free port (default: %(default)s)")
         parser.add_argument("--token-env", metavar="NAME", help="environment variable with the token of the clients")
 
+        parser.add_argument(
+            "--export", nargs=2, metavar=("CHECKPOINT", "FOLDER"), help="write the model of tinker://... and end"
+        )
+
     def run(self, args: argparse.Namespace) -> int:
         if importlib.util.find_spec("tinker") is None:
             raise ConfigError("the protocol is that of the package tinker: pip install 'rlhf-cli[tinker]'")
@@ -44,7 +48,7 @@ class ServeTrainingCommand(Command):
         from rlhf_runtime.jobs.training import place_policy
 
         from rlhf_cli.serve_reward.access import Access
-        from rlhf_cli.serve_training.serving import serve
+        from rlhf_cli.serve_training.serving import export, serve
 
         access = Access.checked(args.host, args.port, args.token_env)
         flags = overrides(args)
@@ -53,7 +57,12 @@ class ServeTrainingCommand(Command):
         config = load(args.run_file, flags, algorithm="serve_training")
         access.hide()
         placed = place_policy(config, Plugins.discover())
-        serve(placed, access, args.name or str(config.policy.model), Path(args.checkpoints), announce=_say)
+        name, folder = args.name or str(config.policy.model), Path(args.checkpoints)
+        if args.export is not None:
+            export(placed, name, folder, args.export[0], Path(args.export[1]))
+            _say(f"the model of {args.export[0]} is in {args.export[1]}")
+        else:
+            serve(placed, access, name, folder, announce=_say)
         return 0
 
 

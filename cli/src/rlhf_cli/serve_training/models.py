@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from rlhf.errors import TrainingError
+from rlhf.interfaces import RestartsOptimizer
 from rlhf.ops.batch import Batch
 from rlhf.ops.heads import resolve_head
 from rlhf.ops.packing import SequenceData, UnitData, pack
@@ -146,12 +147,24 @@ class TrainedModels:
     def load(self, name: str, path: str, optimizer: bool) -> None:
         """Replace the weights of a model by those of a checkpoint; ``optimizer``: and the optimizer's state."""
         self.facts(path)
+        trainer = self._policy.trainer.resolved.cls
+        if not optimizer and not issubclass(trainer, RestartsOptimizer):
+            raise BadRequest(f"trainer {trainer.name!r} loads weights with the optimizer's state only")
         model = self._hold(name)
         self._read(self.folder_of(path))
         self._held, model.changed = model, True
         self._pending[name] = []
         if not optimizer:
             self._role.every("restart_optimizer")
+
+    def export(self, path: str, folder: Path) -> None:
+        """Write the model of a checkpoint, and its adapter in PEFT's form in ``adapter/``. Raises BadRequest where the
+        folder exists."""
+        self.facts(path)
+        if folder.exists():
+            raise BadRequest(f"{folder} exists. Choose another folder, or delete it")
+        self._show(self.folder_of(path))
+        publish_folder(folder, lambda new: self._role.every("export", new))
 
     def facts(self, path: str) -> dict[str, Any]:
         """What a checkpoint says of itself. Raises BadRequest where there is none, or it is of another base."""

@@ -16,6 +16,7 @@ from rlhf_runtime.setup.prepare import PlacedPlugins
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_training.application import Application, Served
+from rlhf_cli.serve_training.losses import BadRequest
 from rlhf_cli.serve_training.models import TrainedModels
 
 
@@ -49,6 +50,15 @@ def serve(
             main.run(_serve(Application(served, access, main, models), access, stop, announce, main))
         finally:
             main.close()
+
+
+def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, target: Path) -> None:
+    """Write the model of a checkpoint in ``folder``. Raises ConfigError where there is none."""
+    with trained_policy(placed, note=_note) as policy:
+        try:
+            TrainedModels(policy, name, folder).export(checkpoint, target)
+        except BadRequest as error:
+            raise ConfigError(str(error)) from None
 
 
 async def _serve(

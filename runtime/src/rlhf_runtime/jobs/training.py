@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf.interfaces import GENERATOR, Generator, HasViews, RestartsOptimizer
+from rlhf.interfaces import GENERATOR, Generator
 from rlhf.plugins import Plugins
 from rlhf.types import Needs, RoleSpec
 
@@ -79,7 +79,6 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
 
 
 def _problems(config: RunFile, trainer: Selection) -> list[str]:
-    cls, options = trainer.resolved.cls, trainer.config
     problems = [
         f"trainer.{name}: clients decide it, with each optimizer step. Remove it"
         for name in CLIENTS_DECIDE
@@ -87,10 +86,8 @@ def _problems(config: RunFile, trainer: Selection) -> list[str]:
     ]
     if config.reward or config.env is not None:
         problems.append("rewards and environments are the clients' own. Remove them")
-    if getattr(options, "lora", None) is None:
+    if getattr(trainer.config, "lora", None) is None:
         problems.append("clients train adapters on one base. Set --trainer.lora.rank")
-    if not issubclass(cls, RestartsOptimizer) or not issubclass(cls, HasViews):
-        problems.append(f"trainer {cls.name!r} cannot change between models (RestartsOptimizer, HasViews). Use torch")
     return problems
 
 
