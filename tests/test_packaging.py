@@ -165,7 +165,7 @@ def test_pip_installs_where_uv_fails(monkeypatch, capsys, failing, tools, code):
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():
     extras = ROOT_PROJECT["optional-dependencies"]
-    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "gguf", "mcp"}, {"cluster"}
+    third_parties, together = {"dev", "test", "lora", "qlora", "liger", "gguf", "tinker", "mcp"}, {"cluster"}
     own = [t for name, extra in extras.items() if name not in third_parties | together for t in extra]
     requirements = [Requirement(text) for text in (*ROOT_PROJECT["dependencies"], *own)]
     named = [r.name for r in requirements]

@@ -373,5 +373,5 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model, folder, ser
         logits = exported(torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)
         plain = logits.gather(1, each.loss_fn_inputs["target_tokens"].to_torch()[:, None])[:, 0]
         torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), atol=TOLERANCE, rtol=0)
-    with pytest.raises(ConfigError, match="exists. Choose another folder"):
+    with pytest.raises(ConfigError, match=r"exists\. Choose another folder"):
         export(placed, "tiny", folder, path, tmp_path / "model")

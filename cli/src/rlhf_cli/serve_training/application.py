@@ -1,4 +1,4 @@
-"""The Tinker protocol over HTTP. Computing requests get a number at once; their results are asked for by it."""
+"""The Tinker protocol over HTTP. Computing requests get a number at once; their results are body for by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_training.losses import BadRequest
-from rlhf_cli.serve_training.models import BASE, Question, TrainedModels
+from rlhf_cli.serve_training.models import BASE, SampleQuestion, TrainedModels
 from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned, write_samples
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Served:
     rank: int
 
 
-class Application:
+class TrainingApplication:
     """Handlers run on the event loop, and hand what computes to the main thread, in the order in which it came. Samples
     of one checkpoint that wait at the same time are drawn together."""
 
@@ -62,7 +62,7 @@ class Application:
         self._results: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
         self._samplers: dict[str, str] = {}
         """{sampling session: checkpoint or BASE}."""
-        self._waiting: dict[str, list[tuple[Question, asyncio.Future[bytes]]]] = {}
+        self._waiting: dict[str, list[tuple[SampleQuestion, asyncio.Future[bytes]]]] = {}
         """{checkpoint or BASE: questions about it that no job has taken yet}."""
         self._guard = threading.Lock()
         self.web = web.Application(client_max_size=LARGEST, middlewares=[self._middleware])
@@ -123,9 +123,9 @@ class Application:
     # ------------------------------------------------------------------------------------- training
 
     async def _create_model(self, request: web.Request) -> web.Response:
-        asked = types.CreateModelRequest.model_validate_json(await request.read())
-        self._check_base(asked.base_model)
-        lora = asked.lora_config
+        body = types.CreateModelRequest.model_validate_json(await request.read())
+        self._check_base(body.base_model)
+        lora = body.lora_config
         if lora is None or lora.rank != self._served.rank:
             raise BadRequest(
                 f"this server trains adapters of rank {self._served.rank}, got {lora and lora.rank}. Ask for rank="
@@ -135,9 +135,9 @@ class Application:
             raise BadRequest("seed: all models begin with the adapters of the server's --run.seed. Leave it out")
         if not (lora.train_attn and lora.train_mlp):
             raise BadRequest("train_attn, train_mlp: the server's --trainer.lora.targets decides. Leave them out")
-        if asked.optimizer_config.type != "adamw":
-            raise BadRequest(f"optimizer {asked.optimizer_config.type!r}: this server has adamw only")
-        name = f"{asked.session_id}:train:{asked.model_seq_id}"
+        if body.optimizer_config.type != "adamw":
+            raise BadRequest(f"optimizer {body.optimizer_config.type!r}: this server has adamw only")
+        name = f"{body.session_id}:train:{body.model_seq_id}"
 
         def create() -> types.CreateModelResponse:
             self._models.create(name)
@@ -146,27 +146,27 @@ class Application:
         return self._begin(f"{name}/create", create, name)
 
     async def _info(self, request: web.Request) -> web.Response:
-        asked = types.GetInfoRequest.model_validate_json(await request.read())
+        body = types.GetInfoRequest.model_validate_json(await request.read())
         served = self._served
         data = types.ModelData(model_name=served.name, tokenizer_id=served.tokenizer)
         return _json(
             types.GetInfoResponse(
-                model_data=data, model_id=asked.model_id, is_lora=True, lora_rank=served.rank, model_name=served.name
+                model_data=data, model_id=body.model_id, is_lora=True, lora_rank=served.rank, model_name=served.name
             )
         )
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
-        asked = read_learning(await request.read(), self._served.vocabulary, self._served.longest)
+        body = read_learning(await request.read(), self._served.vocabulary, self._served.longest)
 
         def learn() -> bytes:
-            logprobs, total = self._models.learn(asked.model, asked.data, asked.loss, asked.learns)
+            logprobs, total = self._models.learn(body.model, body.data, body.loss, body.learns)
             return write_learned(logprobs, {"loss:sum": total})
 
-        return self._begin(f"{asked.model}/{asked.number}", learn, asked.model)
+        return self._begin(f"{body.model}/{body.number}", learn, body.model)
 
     async def _optim_step(self, request: web.Request) -> web.Response:
-        asked = types.OptimStepRequest.model_validate_json(await request.read())
-        params = asked.optim_params
+        body = types.OptimStepRequest.model_validate_json(await request.read())
+        params = body.optim_params
         if not isinstance(params, types.AdamParams):
             raise BadRequest(f"optimizer {params.type!r}: this server has adamw only")
         options = {
@@ -178,52 +178,52 @@ class Application:
         }
 
         def step() -> types.OptimStepResponse:
-            return types.OptimStepResponse(metrics=self._models.step(asked.model_id, options))
+            return types.OptimStepResponse(metrics=self._models.step(body.model_id, options))
 
-        return self._begin(f"{asked.model_id}/{asked.seq_id}", step, asked.model_id)
+        return self._begin(f"{body.model_id}/{body.seq_id}", step, body.model_id)
 
     # ---------------------------------------------------------------------------------- checkpoints
 
     async def _save_weights(self, request: web.Request) -> web.Response:
-        asked = types.SaveWeightsRequest.model_validate_json(await request.read())
+        body = types.SaveWeightsRequest.model_validate_json(await request.read())
 
         def save() -> types.SaveWeightsResponse:
-            label = asked.path or f"step-{asked.seq_id}"
-            return types.SaveWeightsResponse(path=self._models.save(asked.model_id, "weights", label, asked.overwrite))
+            label = body.path or f"step-{body.seq_id}"
+            return types.SaveWeightsResponse(path=self._models.save(body.model_id, "weights", label, body.overwrite))
 
-        return self._begin(f"{asked.model_id}/{asked.seq_id}", save, asked.model_id)
+        return self._begin(f"{body.model_id}/{body.seq_id}", save, body.model_id)
 
     async def _save_for_sampler(self, request: web.Request) -> web.Response:
-        asked = types.SaveWeightsForSamplerRequest.model_validate_json(await request.read())
-        if asked.kind != "snapshot":
-            raise BadRequest(f"kind {asked.kind!r}: a sampling client keeps its weights here ('snapshot')")
+        body = types.SaveWeightsForSamplerRequest.model_validate_json(await request.read())
+        if body.kind != "snapshot":
+            raise BadRequest(f"kind {body.kind!r}: a sampling client keeps its weights here ('snapshot')")
 
         def save() -> types.SaveWeightsForSamplerResponseInternal:
-            label = asked.path or f"sampler-{asked.seq_id}"
-            path = self._models.save(asked.model_id, "sampler_weights", label, overwrite=False)
-            if asked.path is not None:
+            label = body.path or f"sampler-{body.seq_id}"
+            path = self._models.save(body.model_id, "sampler_weights", label, overwrite=False)
+            if body.path is not None:
                 return types.SaveWeightsForSamplerResponseInternal(path=path)
-            session = asked.model_id.partition(":")[0]
-            sampler = self._add_sampler(session, asked.sampling_session_seq_id, path)
+            session = body.model_id.partition(":")[0]
+            sampler = self._add_sampler(session, body.sampling_session_seq_id, path)
             return types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler)
 
-        return self._begin(f"{asked.model_id}/{asked.seq_id}", save, asked.model_id)
+        return self._begin(f"{body.model_id}/{body.seq_id}", save, body.model_id)
 
     async def _load_weights(self, request: web.Request) -> web.Response:
-        asked = types.LoadWeightsRequest.model_validate_json(await request.read())
-        if asked.base_model is not None:
-            self._check_base(asked.base_model)
-        new = asked.session_id is not None
-        name = f"{asked.session_id}:train:{asked.model_seq_id}" if new else str(asked.model_id)
+        body = types.LoadWeightsRequest.model_validate_json(await request.read())
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        new = body.session_id is not None
+        name = f"{body.session_id}:train:{body.model_seq_id}" if new else str(body.model_id)
 
         def load() -> types.LoadWeightsResponse:
-            self._models.facts(asked.path)
+            self._models.facts(body.path)
             if new:
                 self._models.create(name)
-            self._models.load(name, asked.path, asked.optimizer)
-            return types.LoadWeightsResponse(path=asked.path, model_id=name)
+            self._models.load(name, body.path, body.optimizer)
+            return types.LoadWeightsResponse(path=body.path, model_id=name)
 
-        return self._begin(f"{name}/{'load' if new else asked.seq_id}", load, name)
+        return self._begin(f"{name}/{'load' if new else body.seq_id}", load, name)
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         facts = self._models.facts(str((await request.json()).get("tinker_path")))
@@ -232,13 +232,13 @@ class Application:
     # ------------------------------------------------------------------------------------- sampling
 
     async def _create_sampler(self, request: web.Request) -> web.Response:
-        asked = types.CreateSamplingSessionRequest.model_validate_json(await request.read())
-        source = asked.model_path or BASE
-        if asked.model_path is not None:
-            self._models.facts(asked.model_path)
+        body = types.CreateSamplingSessionRequest.model_validate_json(await request.read())
+        source = body.model_path or BASE
+        if body.model_path is not None:
+            self._models.facts(body.model_path)
         else:
-            self._check_base(asked.base_model)
-        sampler = self._add_sampler(asked.session_id, asked.sampling_session_seq_id, source)
+            self._check_base(body.base_model)
+        sampler = self._add_sampler(body.session_id, body.sampling_session_seq_id, source)
         return _json(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
     def _add_sampler(self, session: str, number: int | None, source: str) -> str:
@@ -258,26 +258,26 @@ class Application:
         return self._samplers[sampler]
 
     async def _sample(self, request: web.Request) -> web.Response:
-        asked = types.SampleRequest.model_validate_json(await request.read())
-        if asked.sampling_session_id is not None:
-            source = self._source(asked.sampling_session_id)
+        body = types.SampleRequest.model_validate_json(await request.read())
+        if body.sampling_session_id is not None:
+            source = self._source(body.sampling_session_id)
         else:
-            source = asked.model_path or BASE
-        question = self._question(asked)
-        name = f"{asked.sampling_session_id or uuid.uuid4().hex}/{asked.seq_id}"
-        ids = [f"{name}/{n}" for n in range(asked.num_samples)]
+            source = body.model_path or BASE
+        question = self._question(body)
+        name = f"{body.sampling_session_id or uuid.uuid4().hex}/{body.seq_id}"
+        ids = [f"{name}/{n}" for n in range(body.num_samples)]
         return self._begin_task(name, self._answer(source, question), sample_sequence_ids=ids)
 
-    def _question(self, asked: types.SampleRequest) -> Question:
-        served, params = self._served, asked.sampling_params
+    def _question(self, body: types.SampleRequest) -> SampleQuestion:
+        served, params = self._served, body.sampling_params
         for option in (
             "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
             "prompt_logprobs_last_n",
         ):  # fmt: skip
-            if getattr(asked, option):
+            if getattr(body, option):
                 raise BadRequest(f"{option}: this server does not give it. Leave it out")
         try:
-            prompt = asked.prompt.to_ints()
+            prompt = body.prompt.to_ints()
         except ValueError:
             raise BadRequest("the prompt has images or sound; this server takes tokens only") from None
         room = served.longest - len(prompt)
@@ -295,9 +295,9 @@ class Application:
             stop=tuple(texts), ignore_eos=params.stop is not None,
         )  # fmt: skip
         check_sampling(sampling)
-        return Question(prompt, sampling, asked.num_samples, params.seed, bool(asked.prompt_logprobs))
+        return SampleQuestion(prompt, sampling, body.num_samples, params.seed, bool(body.prompt_logprobs))
 
-    async def _answer(self, source: str, question: Question) -> bytes:
+    async def _answer(self, source: str, question: SampleQuestion) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         with self._guard:
             self._waiting.setdefault(source, []).append((question, answer))
@@ -342,13 +342,13 @@ class Application:
         return _json(types.UntypedAPIFuture(request_id=name, **facts))
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        asked = types.FutureRetrieveRequest.model_validate_json(await request.read())
-        task = self._results.get(asked.request_id)
+        body = types.FutureRetrieveRequest.model_validate_json(await request.read())
+        task = self._results.get(body.request_id)
         if task is None:
-            return web.json_response({"error": f"there is no request {asked.request_id!r}"}, status=404)
+            return web.json_response({"error": f"there is no request {body.request_id!r}"}, status=404)
         await asyncio.wait({task}, timeout=WAIT)
         if not task.done():
-            return _json(TryAgainResponse(request_id=asked.request_id, queue_state="active"))
+            return _json(TryAgainResponse(request_id=body.request_id, queue_state="active"))
         error = task.exception()
         if error is None:
             result = task.result()

@@ -29,7 +29,7 @@ from rlhf_cli.serve_training.wire import Array, Datum, Drawn
 FACTS = "served.json"
 PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights)/([\w.-]+)")
 BASE = "base"
-"""What samples are drawn from where a client names the base model."""
+"""What samples are samples from where a client names the base model."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Question:
+class SampleQuestion:
     """Samples to draw from one prompt."""
 
     ids: Sequence[int]
@@ -164,7 +164,11 @@ class TrainedModels:
         if folder.exists():
             raise BadRequest(f"{folder} exists. Choose another folder, or delete it")
         self._show(self.folder_of(path))
-        publish_folder(folder, lambda new: self._role.every("export", new))
+
+        def write(new: Path) -> None:
+            self._role.every("export", new)
+
+        publish_folder(folder, write)
 
     def facts(self, path: str) -> dict[str, Any]:
         """What a checkpoint says of itself. Raises BadRequest where there is none, or it is of another base."""
@@ -185,7 +189,7 @@ class TrainedModels:
 
     # ------------------------------------------------------------------------------------- sampling
 
-    def sample(self, source: str, questions: Sequence[Question]) -> list[tuple[list[Drawn], Array | None]]:
+    def sample(self, source: str, questions: Sequence[SampleQuestion]) -> list[tuple[list[Drawn], Array | None]]:
         """Samples of each question, and the log-probs of its prompt, float32, NaN for the first token.
 
         Args:
@@ -202,7 +206,7 @@ class TrainedModels:
             if source == BASE:
                 self._role.every("use_view", "live")
 
-    def _draw(self, source: str, questions: Sequence[Question]) -> list[list[Drawn]]:
+    def _draw(self, source: str, questions: Sequence[SampleQuestion]) -> list[list[Drawn]]:
         weights = BASE if source == BASE else str(self._weights)
         if weights != self._sent:
             self._policy.weights.push(self._policy.weights.version + 1)
@@ -214,11 +218,11 @@ class TrainedModels:
             for n in range(each.samples):
                 requests.append(GenerationRequest(each.ids, derive_seed(seed, "sample", n), each.sampling))
                 owners.append(owner)
-        drawn: list[Drawn | None] = [None] * len(requests)
+        samples: list[Drawn | None] = [None] * len(requests)
         for position, turn in self._policy.generator.generate(requests):
-            drawn[position] = Drawn(turn.ids, turn.logprobs or (), turn.finish == "stop")
+            samples[position] = Drawn(turn.ids, turn.logprobs or (), turn.finish == "stop")
         answers: list[list[Drawn]] = [[] for _ in questions]
-        for owner, sample in zip(owners, drawn, strict=True):
+        for owner, sample in zip(owners, samples, strict=True):
             if sample is None:
                 raise TrainingError(f"generator {self._policy.generator.name!r} gave no sample for a request")
             answers[owner].append(sample)
@@ -245,11 +249,11 @@ class TrainedModels:
         return model
 
     def _put_aside(self) -> None:
-        held = self._held
-        if held is not None and held.changed:
-            state = held.folder / "state"
+        model = self._held
+        if model is not None and model.changed:
+            state = model.folder / "state"
             self._write(state)
-            held.state, held.changed = state, False
+            model.state, model.changed = state, False
         self._held = None
 
     def _show(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from rlhf_runtime.loop.signals import StopRequest
 from rlhf_runtime.setup.prepare import PlacedPlugins
 
 from rlhf_cli.serve_reward.access import Access
-from rlhf_cli.serve_training.application import Application, Served
+from rlhf_cli.serve_training.application import Served, TrainingApplication
 from rlhf_cli.serve_training.losses import BadRequest
 from rlhf_cli.serve_training.models import TrainedModels
 
@@ -47,7 +47,7 @@ def serve(
         served = Served(name, tokenizer, policy.role.facts.vocabulary, longest, policy.adapter_rank)
         main = MainThread(stop)
         try:
-            main.run(_serve(Application(served, access, main, models), access, stop, announce, main))
+            main.run(_serve(TrainingApplication(served, access, main, models), access, stop, announce, main))
         finally:
             main.close()
 
@@ -62,7 +62,11 @@ def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, targ
 
 
 async def _serve(
-    application: Application, access: Access, stop: StopRequest, announce: Callable[[str], None], main: MainThread
+    application: TrainingApplication,
+    access: Access,
+    stop: StopRequest,
+    announce: Callable[[str], None],
+    main: MainThread,
 ) -> None:
     ended = asyncio.Event()
     stop.then = lambda: main.from_main(ended.set)
