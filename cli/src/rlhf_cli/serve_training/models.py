@@ -110,7 +110,8 @@ class TrainedModels:
             raise BadRequest("optim_step without forward_backward before it: there is no gradient")
         trainer, config = self._policy.trainer.resolved.cls, self._policy.trainer.config
         changes = {key: value for key, value in options.items() if value != getattr(config, key)}
-        if fixed := changes.keys() - trainer.changeable:
+        allowed = trainer.changeable | (trainer.per_step if issubclass(trainer, RestartsOptimizer) else frozenset())
+        if fixed := changes.keys() - allowed:
             raise BadRequest(f"trainer {trainer.name!r} cannot change {sorted(fixed)} between two steps")
         config = type(config).model_validate({**config.model_dump(), **changes})
         self._pending[name] = []

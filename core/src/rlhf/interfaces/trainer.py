@@ -252,7 +252,11 @@ class LendsHead(Ability):
 
 
 class RestartsOptimizer(Ability):
-    """The optimizer can begin anew with the weights as they are."""
+    """The optimizer can begin anew with the weights as they are, for a caller that is no run."""
+
+    per_step: ClassVar[frozenset[str]] = frozenset()
+    """Options beside :attr:`Trainer.changeable` that such a caller may change between two steps
+    (:meth:`Trainer.change`)."""
 
     @abstractmethod
     def restart_optimizer(self) -> None:

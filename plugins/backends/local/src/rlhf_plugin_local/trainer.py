@@ -64,7 +64,8 @@ class TorchTrainer(SharesModule, RestartsOptimizer, PackedTrainer):
         }
     )
     learning: ClassVar[frozenset[str]] = LEARNING
-    changeable: ClassVar[frozenset[str]] = frozenset({"lr", "betas", "eps", "weight_decay", "max_grad_norm"})
+    changeable: ClassVar[frozenset[str]] = frozenset({"lr"})
+    per_step: ClassVar[frozenset[str]] = frozenset({"betas", "eps", "weight_decay", "max_grad_norm"})
     config: TorchTrainerConfig
 
     @classmethod
