@@ -226,6 +226,14 @@ def test_a_sampling_client_keeps_its_weights_and_the_base_stays(model, service) 
     assert scored[-1] == pytest.approx(logprob, abs=TOLERANCE)
 
 
+def test_weights_without_a_name_are_kept_for_the_last_eight_sampling_clients(service) -> None:
+    client, prompt = trained(service), [20, 30]
+    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(9)]
+    with pytest.raises(tinker.TinkerError, match="the last 8 of a model are kept"):
+        greedy(samplers[0], prompt)
+    assert greedy(samplers[1], prompt).sequences[0].tokens == greedy(samplers[-1], prompt).sequences[0].tokens
+
+
 def test_samples_stop_and_seeds_repeat(service) -> None:
     base = service.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([20, 30, 40])

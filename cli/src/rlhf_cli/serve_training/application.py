@@ -31,8 +31,8 @@ from rlhf_cli.serve_training.wire import check_ids, read_learning, write_learned
 _LOG = logging.getLogger(__name__)
 WAIT = 20.0
 """Seconds that a request for a result waits for it. Clients ask again."""
-KEPT = 20_000
-"""Results that are kept. A client whose connection broke asks for one again."""
+KEPT = 1000
+"""Results that are kept after a client got them. Where its connection broke, it asks again."""
 LARGEST = 64 * 2**20
 """Bytes of a request. Clients send at most 5 MB of data at once."""
 PROTOBUF = "application/x-protobuf"
@@ -59,7 +59,9 @@ class TrainingApplication:
 
     def __init__(self, served: Served, access: Access, main: MainThread, models: TrainedModels) -> None:
         self._served, self._access, self._main, self._models = served, access, main, models
-        self._results: OrderedDict[str, asyncio.Task[Any]] = OrderedDict()
+        self._results: dict[str, asyncio.Task[Any]] = {}
+        self._sent: OrderedDict[str, None] = OrderedDict()
+        """The results that a client got, the oldest first."""
         self._samplers: dict[str, str] = {}
         """{sampling session: checkpoint or BASE}."""
         self._waiting: dict[str, list[tuple[SampleQuestion, asyncio.Future[bytes]]]] = {}
@@ -199,10 +201,10 @@ class TrainingApplication:
             raise BadRequest(f"kind {body.kind!r}: a sampling client keeps its weights here ('snapshot')")
 
         def save() -> types.SaveWeightsForSamplerResponseInternal:
-            label = body.path or f"sampler-{body.seq_id}"
-            path = self._models.save(body.model_id, "sampler_weights", label, overwrite=False)
             if body.path is not None:
+                path = self._models.save(body.model_id, "sampler_weights", body.path, overwrite=False)
                 return types.SaveWeightsForSamplerResponseInternal(path=path)
+            path = self._models.save_unnamed(body.model_id, f"unnamed-{body.seq_id}")
             session = body.model_id.partition(":")[0]
             sampler = self._add_sampler(session, body.sampling_session_seq_id, path)
             return types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler)
@@ -337,8 +339,6 @@ class TrainingApplication:
             coroutine.close()
         else:
             self._results[name] = asyncio.ensure_future(coroutine)
-            while len(self._results) > KEPT:
-                self._results.popitem(last=False)
         return _json(types.UntypedAPIFuture(request_id=name, **facts))
 
     async def _retrieve(self, request: web.Request) -> web.Response:
@@ -349,6 +349,9 @@ class TrainingApplication:
         await asyncio.wait({task}, timeout=WAIT)
         if not task.done():
             return _json(TryAgainResponse(request_id=body.request_id, queue_state="active"))
+        self._sent[body.request_id] = None
+        while len(self._sent) > KEPT:
+            self._results.pop(self._sent.popitem(last=False)[0])
         error = task.exception()
         if error is None:
             result = task.result()

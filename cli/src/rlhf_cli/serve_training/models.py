@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from rlhf_cli.serve_training.wire import Array, Datum, Drawn
 
 FACTS = "served.json"
 PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights)/([\w.-]+)")
+UNNAMED = 8
+"""Weights of sampling clients without a name that are kept, of each model. A run of many steps makes one a step."""
 BASE = "base"
 """What samples are samples from where a client names the base model."""
 
@@ -40,6 +43,8 @@ class Model:
     folder: Path
     state: Path
     changed: bool = False
+    unnamed: list[str] = field(default_factory=list)
+    """Checkpoints that :meth:`TrainedModels.save_unnamed` wrote, the oldest first."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,16 @@ class TrainedModels:
         self._write(folder)
         return path
 
+    def save_unnamed(self, name: str, label: str) -> str:
+        """Write a checkpoint for one sampling client. Those of earlier clients are deleted, but for :data:`UNNAMED`."""
+        path, model = self.save(name, "sampler_weights", label, overwrite=False), self._models[name]
+        model.unnamed.append(path)
+        while len(model.unnamed) > UNNAMED:
+            folder = self.folder_of(model.unnamed.pop(0))
+            self._equal.discard(folder)
+            shutil.rmtree(folder)
+        return path
+
     def load(self, name: str, path: str, optimizer: bool) -> None:
         """Replace the weights of a model by those of a checkpoint; ``optimizer``: and the optimizer's state."""
         self.facts(path)
@@ -176,7 +191,9 @@ class TrainedModels:
         try:
             facts: dict[str, Any] = json.loads((self.folder_of(path) / FACTS).read_text())
         except OSError:
-            raise BadRequest(f"there is no checkpoint {path}") from None
+            raise BadRequest(
+                f"there is no checkpoint {path}. Of those without a name the last {UNNAMED} of a model are kept"
+            ) from None
         ours = self._own_facts()
         if facts != ours:
             raise BadRequest(f"{path} is of {facts}; this server trains {ours}")
@@ -199,6 +216,7 @@ class TrainedModels:
         if source == BASE:
             self._role.every("use_view", "base")  # without the adapters that the trainer holds
         else:
+            self.facts(source)
             self._show(self.folder_of(source))
         try:
             prompts = [self._prompt_logprobs(each.ids) if each.prompt_logprobs else None for each in questions]
