@@ -18,7 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # figures of the tests are those of a processor
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
-CLUSTER = tuple(Path(__file__).parent / "plugins" / "backends" / name for name in ("ray", "vllm", "deepspeed", "fsdp"))
+BACKENDS = str(Path(__file__).parent / "plugins" / "backends")
+CLUSTER = tuple(f"{BACKENDS}/{name}/" for name in ("ray", "vllm", "deepspeed", "fsdp"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,8 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """What is frozen is not freed at exit, and libraries print that as leaks. This cleanup follows pytest's own, which
-    collects garbage."""
+    collects garbage.
+
+    A run writes through to the disk some forty times, which takes as long as half of a tiny run and changes nothing
+    that a test can see: no test cuts the power. The processes that tests start do it."""
     config.add_cleanup(gc.unfreeze)
+    os.fsync = lambda descriptor: os.fstat(descriptor) and None  # fstat refuses what fsync would
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -63,7 +68,7 @@ def processor_seconds() -> float:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """The tests of the cluster runtime carry ``cluster`` by their folder; elsewhere a test that starts it says so."""
-    if any(folder in item.path.parents for folder in CLUSTER):
+    if str(item.path).startswith(CLUSTER):
         item.add_marker("cluster")
 
 
