@@ -90,7 +90,8 @@ def model_step(
         batch = poisoned(batch, over)
     credited = algorithm.credit(batch)
     pair = isinstance(credited, tuple) and len(credited) == 2 and isinstance(credited[0], Batch)
-    expect(pair, f"credit() must return (batch, metrics), got {_shown(credited)}")
+    if not pair:  # to show a batch takes as long as the step
+        raise Nonconformance(f"credit() must return (batch, metrics), got {_shown(credited)}")
     batch, metrics = credited
     updates = algorithm.updates(number, batch)
     listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
@@ -118,9 +119,11 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
     result = algorithm.assemble(data)
     pair = isinstance(result, tuple) and len(result) == 2
     fits = pair and (result[0] is None or isinstance(result[0], Batch)) and isinstance(result[1], Mapping)
-    expect(
-        fits, f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {_shown(result)}"
-    )
+    if not fits:
+        shown = _shown(result)
+        raise Nonconformance(
+            f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {shown}"
+        )
     return result[0], dict(result[1])
 
 
