@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 
 import pytest
@@ -98,6 +99,14 @@ def test_stop_strings_with_special_tokens_are_refused(tmp_path):
         assert TokenDecoder(str(tmp_path))(tokenizer.encode(stop)) == stop.replace(token, "")
         with pytest.raises(ConfigError, match=re.escape(f"{stop!r} holds the special token {token!r}.")):
             check_stops((stop,), tokenizer)
+
+
+def test_a_decoder_uses_the_tokenizer_that_is_loaded_and_another_process_loads_its_own(tmp_path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer(tmp_path, chars="ab")))
+    assert TokenDecoder("no folder", tokenizer=tokenizer)([3, 4, 1]) == "ab"
+    sent = pickle.loads(pickle.dumps(TokenDecoder(str(tmp_path), tokenizer=tokenizer)))
+    assert sent.tokenizer is None
+    assert sent([3, 4, 1]) == "ab"
 
 
 def test_plugins_can_encode_and_decode(tmp_path):

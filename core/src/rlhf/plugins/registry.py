@@ -37,7 +37,7 @@ class Plugins:
     """The plugins of this process. A run makes one object with :meth:`discover` and passes it on."""
 
     def __init__(self, entries: Iterable[Entry] = (), path: Sequence[str] | None = None) -> None:
-        self._entries = list(entries)
+        self._entries = sorted(entries, key=_order)
         self._path = path
         self._registered: dict[tuple[str, str, str], type[Any]] = {}
         self._classes: dict[tuple[str, str], Classes] = {}
@@ -143,7 +143,7 @@ class Plugins:
 
     def _all(self) -> Entries:
         added = [Entry(k, n, d, "", cls.__module__) for (k, n, d), cls in self._registered.items()]
-        return sorted(self._entries + added, key=_order)
+        return sorted(self._entries + added, key=_order) if added else self._entries
 
     def _named(self, kind: str, name: str) -> Entries:
         return [e for e in self._all() if e.kind == kind and e.name == name]

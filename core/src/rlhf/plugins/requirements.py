@@ -30,11 +30,19 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
         return rlhf.__version__
     if path is not None:
         for match in importlib.metadata.distributions(name=distribution, path=[*path]):
-            return match.version
+            return _version(match)
     try:
-        return importlib.metadata.version(distribution)
+        return _version(importlib.metadata.distribution(distribution))
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _version(distribution: importlib.metadata.Distribution) -> str:
+    """``distribution.version`` parses all metadata, in milliseconds for a large package; its version is at the top."""
+    for line in (distribution.read_text("METADATA") or "").splitlines():
+        if line.startswith("Version:"):
+            return line.removeprefix("Version:").strip()
+    return distribution.version
 
 
 def published(path: Sequence[str] | None = None) -> frozenset[str]:

@@ -83,6 +83,8 @@ class LoadedModel:
     comparisons (:mod:`rlhf_modeling.probe`, kernels)."""
     part: RowPart | None = None
     """This rank's part of the latest row; None if rows are whole."""
+    image_text: bool = False
+    """transformers has an image-text model with the folder's config, also where this one is its language model only."""
     images: ImageInputs | None = None
     """Set where the model reads images."""
     device: torch.device | None = None

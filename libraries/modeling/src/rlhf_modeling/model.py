@@ -16,7 +16,14 @@ from rlhf_modeling.adapter_files import adapter_headers, continue_adapter, merge
 from rlhf_modeling.adapters import add_adapters, saved_modules
 from rlhf_modeling.config import Kernels, LoraOptions
 from rlhf_modeling.export_files import read_generation_config
-from rlhf_modeling.images.architecture import auto_classes, classifier, has_vision, language_model, require_images
+from rlhf_modeling.images.architecture import (
+    auto_classes,
+    classifier,
+    has_vision,
+    language_model,
+    reads_images,
+    require_images,
+)
 from rlhf_modeling.kernels import use_kernels
 from rlhf_modeling.loaded import LoadedModel
 from rlhf_modeling.precision import precision_of
@@ -62,13 +69,14 @@ def load_model(
     is of a kind that the separate head cannot represent, or not causal.
     """
     kind = spec.role.head
-    auto, from_lm = model_class(spec, read_config(spec))
+    config = read_config(spec)
+    auto, from_lm = model_class(spec, config)
     options: dict[str, Any] = {"dtype": DTYPES[spec.storage], "output_loading_info": True, "use_safetensors": True}
     adapter = adapter_of(spec.path)
     if from_lm:
         options["num_labels"] = _outputs(kind)
-    elif adapter is not None:
-        options["config"] = read_config(spec)
+    else:
+        options["config"] = config
     with torch.random.fork_rng(devices=[]), quiet():  # draws what the checkpoint lacks
         module, info = read(spec, "model", auto.from_pretrained, **options)
     require_weights(spec, type(module), info, from_lm, adapter)
@@ -76,7 +84,7 @@ def load_model(
     if adapter is not None:
         use_adapter_folder(module, spec, adapter, merge=lora is None and not adapters)
     loaded = take_apart(module, kind, spec)
-    loaded.fresh_head = from_lm
+    loaded.fresh_head, loaded.image_text = from_lm, reads_images(config, True)
     loaded.positions, loaded.rope = _learned_positions(module), length_rope(module)
     if spec.storage == "bf16":
         widen(module)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhf.errors import CheckpointError
+from rlhf.plugins.requirements import installed_version
 from rlhf.saved import Saved
 
 from rlhf_runtime.checkpoint import json_values
@@ -92,7 +92,11 @@ def describe(
     return {
         "config": json_values.encode(dict(config), "config"),
         "plugins": {f"{p['kind']}:{p['name']}": _identity(p) for p in plugins},
-        "environment": {"threads": threads, "device": device, **{n: _version(n) for n in ("torch", "transformers")}},
+        "environment": {
+            "threads": threads,
+            "device": device,
+            **{name: installed_version(name) for name in ("torch", "transformers")},
+        },
         "content": dict(content),
     }
 
@@ -207,10 +211,3 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _identity(plugin: Mapping[str, Any]) -> str:
     return f"{plugin['distribution']} {plugin['version'] or plugin.get('sha256', '')[:12]}".strip()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

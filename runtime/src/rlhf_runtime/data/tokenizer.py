@@ -148,18 +148,17 @@ class TokenDecoder:
 
     path: str
     trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        self._tokenizer: Any = None
+    tokenizer: Any = None
+    """The path's, where this process has loaded it."""
 
     def __call__(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.path, self.trust_remote_code)
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self.tokenizer is None:
+            self.tokenizer = load_tokenizer(self.path, self.trust_remote_code)
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "trust_remote_code": self.trust_remote_code, "_tokenizer": None}
+        return {**vars(self), "tokenizer": None}
 
 
 def check_vocabularies(policy: ModelSpec, tokenizer: Any, others: Iterable[ModelSpec]) -> None:

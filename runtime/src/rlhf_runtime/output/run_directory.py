@@ -12,11 +12,11 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.errors import CheckpointError, shown
+from rlhf.plugins.requirements import installed_version
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
 
@@ -307,7 +307,7 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: installed_version(name) for name in _PACKAGES},
         "code": {
             "rlhf": git_revision(Path(__file__).parent),
             "working_directory": git_revision(Path.cwd()),
@@ -348,13 +348,6 @@ def _gpus() -> list[str]:
     """Names and memory as the driver reports them; asking torch would start CUDA in this process."""
     text = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def _output(*command: str) -> str:

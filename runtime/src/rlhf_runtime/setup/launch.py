@@ -157,7 +157,7 @@ def launch_generator(
     config = placed.config
     spec = GeneratorSpec(
         tuple(dict.fromkeys((*policy.facts.eos_token_ids, *end_token_ids))),
-        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code),
+        TokenDecoder(policy.spec.path, policy.spec.trust_remote_code, placed.tokenizer),
         policy.spec.path,
         policy.facts.dtype,
         policy.spec.trust_remote_code,

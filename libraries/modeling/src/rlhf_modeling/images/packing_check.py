@@ -7,7 +7,6 @@ The reference is the model's own statement, with a mask of its own: models whose
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 
 import torch
 from rlhf.errors import ModelError
@@ -16,7 +15,7 @@ from rlhf.types import Image
 from rlhf_hub.processors import load_processor
 from torch import Tensor
 
-from rlhf_modeling.images.architecture import has_vision, is_image_text
+from rlhf_modeling.images.architecture import has_vision
 from rlhf_modeling.images.pixels import joined
 from rlhf_modeling.images.row import ImageInputs
 from rlhf_modeling.loaded import LoadedModel
@@ -26,7 +25,7 @@ def attach_images(loaded: LoadedModel, spec: ModelSpec) -> None:
     """Set :attr:`LoadedModel.images` where the model reads images and its folder has an image processor."""
     loaded.images, loaded.no_images = None, "reads text only"
     if not has_vision(loaded.module):
-        if is_image_text(replace(spec, images=True)):
+        if loaded.image_text:
             loaded.no_images = "was loaded without its vision tower: set data.max_images, and it is loaded with it"
         return
     try:
