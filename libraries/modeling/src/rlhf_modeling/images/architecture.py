@@ -109,11 +109,12 @@ class Scored:
         return _scored_class(config.__class__)._from_config(config)
 
     @staticmethod
-    def from_pretrained(place: str, *, trust_remote_code: bool, num_labels: int | None = None, **options: Any) -> Any:
+    def from_pretrained(place: str, *, trust_remote_code: bool, config: Any = None, **options: Any) -> Any:
         from transformers import AutoConfig
 
-        labels = {} if num_labels is None else {"num_labels": num_labels}
-        config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **labels)
+        if config is None:
+            labels = {"num_labels": options.pop("num_labels")}
+            config = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **labels)
         return _scored_class(config.__class__).from_pretrained(place, config=config, **options)
 
 
