@@ -231,7 +231,8 @@ class EmbeddingTrainer(PlainTrainer):
         if outputs is None:
             outputs = int(self.spec.role.head.split(":")[1])
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.spec.seed)
+            # torch.manual_seed formats the call stack for each kind of device
+            torch.default_generator.manual_seed(self.spec.seed)
             return _Embedding(fabricate.VOCABULARY, outputs)
 
     def logits(self, ids_T: Tensor) -> Tensor:
