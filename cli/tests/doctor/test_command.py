@@ -135,19 +135,17 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
 
 
 def test_a_wrong_run_file(light, run_file):
-    found = report("run.toml", "--run.sed", "3", cwd=run_file, env=light)
+    found = report("run.toml", "--run.sed", "3", "--nonsense", "3", cwd=run_file, env=light)
     assert found["run file"]["status"] == "fail"
     assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in found["run file"]["found"]
+    assert "no flag --nonsense" in found["run file"]["found"]
     assert "data" not in found
     assert found["plugins"], "the installation is examined all the same"
 
 
-def test_wrong_usage(light):
+def test_wrong_usage():
     code, _, err = doctor("--timeout", "0")
     assert (code, err) == (2, "rlhf: --timeout 0: seconds, more than 0\n")
-    found = report("--nonsense", "3", env=light)["run file"]
-    assert found["status"] == "fail"
-    assert "no flag --nonsense" in found["found"]
 
 
 def test_help_is_quick_and_imports_no_torch():
