@@ -120,9 +120,9 @@ def assemble(algorithm: Any, data: Sequence[Any]) -> tuple[Batch | None, dict[st
     pair = isinstance(result, tuple) and len(result) == 2
     fits = pair and (result[0] is None or isinstance(result[0], Batch)) and isinstance(result[1], Mapping)
     if not fits:
-        shown = _shown(result)
+        text = _shown(result)
         raise Nonconformance(
-            f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {shown}"
+            f"assemble() must return (batch, metrics), the batch None for nothing to learn from, got {text}"
         )
     return result[0], dict(result[1])
 
