@@ -1,4 +1,4 @@
-"""What an embedded run imports, and when."""
+"""What an embedded run imports, and when, and how often it loads what a step does not need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+
+import pytest
+from transformers import AutoTokenizer
 
 from tests.runs import Workshop
 
@@ -48,3 +51,12 @@ def test_a_step_imports_no_large_package_and_the_run_none_that_it_does_not_use(s
     before, after, at_end = ({name.partition(".")[0] for name in modules} for modules in json.loads(output.read_text()))
     assert (after - before) & HEAVY == set(), "imported inside the first step"
     assert at_end & UNUSED == set()
+
+
+def test_the_tokenizer_is_loaded_once_for_prompts_and_answers_and_once_for_exports(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, loads = AutoTokenizer.from_pretrained, []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *a, **k: loads.append(a) or load(*a, **k))
+    shop.train("grpo", "run", run={"steps": 1})
+    assert len(loads) == 2
