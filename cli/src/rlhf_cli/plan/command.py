@@ -14,6 +14,7 @@ from rlhf.errors import ConfigError
 from rlhf.interfaces import Command
 from rlhf_runtime.config.command_line import add_run_file, overrides
 
+from rlhf_cli.plan.speeds import FLAGS
 from rlhf_cli.plan.units import parse, text
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rlhf_cli.plan.nearest_change import Nearest
     from rlhf_cli.plan.phases import GroupPlan
     from rlhf_cli.plan.shortages import Plan
+    from rlhf_cli.plan.step_time import StepTimes
 
 
 class PlanCommand(Command):
@@ -32,7 +34,7 @@ class PlanCommand(Command):
     The run file and flags are those of `rlhf train`. The rows are tokenised for their lengths, if their files are on
     this machine. Of a model only its config.json is read, and its processor if the run has images; nothing is loaded or
     started. If the run does not fit, the exit code is 1, and the output shows why, with the arithmetic, and the nearest
-    change that makes the run fit.
+    change that makes the run fit. With the speeds of a short run (--speeds) it shows step times too.
     """
 
     name = "plan"
@@ -55,6 +57,11 @@ class PlanCommand(Command):
             "--devices-per-node", type=int, default=8, metavar="N", help="GPUs of one node (default: 8)"
         )
         parser.add_argument("--json", action="store_true", help="one JSON object, sizes in bytes")
+        parser.add_argument(
+            "--speeds", metavar="RUN", type=Path, help="also show step times, from what the run in this folder measured"
+        )
+        for name, (metavar, meaning) in FLAGS.items():
+            parser.add_argument(f"--{name}", metavar=metavar, help=f"step times: {meaning}")
         parser.add_argument("--summary", action="store_true", help="the few lines that `rlhf train --dry-run` shows")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -64,11 +71,14 @@ class PlanCommand(Command):
         from rlhf_cli.plan.from_run_file import planned_run
         from rlhf_cli.plan.nearest_change import nearest
         from rlhf_cli.plan.report import as_json
+        from rlhf_cli.plan.step_time import step_times
 
         flags, plugins = overrides(args), Plugins.discover()
         machine = target(args.device, args.device_memory, args.host_memory, args.devices_per_node)
         config = load(args.run_file, flags)
-        plan, notes = planned(planned_run(config, plugins, machine.device), machine)
+        run = planned_run(config, plugins, machine.device)
+        times = step_times(args, run, run.places_on(machine.device))
+        plan, notes = planned(run, machine)
         if args.summary:
             show_summary(plan, notes)
             return 1 if plan.fits is False else 0
@@ -76,9 +86,10 @@ class PlanCommand(Command):
         if plan.fits is False:
             change = nearest(plan, plugins, lambda more: load(args.run_file, [*flags, *more.items()]))
         if args.json:
-            sys.stdout.write(json.dumps(as_json(plan, change, notes), indent=2) + "\n")
+            figures = as_json(plan, change, notes) | ({} if times is None else {"step_time": times.as_json()})
+            sys.stdout.write(json.dumps(figures, indent=2) + "\n")
         else:
-            _show(plan, change, notes)
+            _show(plan, change, notes, times)
         return 1 if plan.fits is False else 0
 
 
@@ -153,7 +164,7 @@ def cpu_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/
     return total
 
 
-def _show(plan: Plan, change: Nearest | None, notes: Iterable[str]) -> None:
+def _show(plan: Plan, change: Nearest | None, notes: Iterable[str], times: StepTimes | None) -> None:
     from rich.console import Console
 
     from rlhf_cli.plan.report import verdict
@@ -168,6 +179,10 @@ def _show(plan: Plan, change: Nearest | None, notes: Iterable[str]) -> None:
     console.print(verdict(plan), style=style)
     for line in [*notes, *_reasons(plan, change)]:
         console.print(line, markup=False, soft_wrap=True)
+    if times is not None:
+        console.print(times.table())
+        for line in times.lines():
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _placement(plan: Plan) -> Table:

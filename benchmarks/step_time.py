@@ -1,0 +1,150 @@
+"""Step times of real runs, waves and continuous, compared with those that `rlhf plan --speeds` says from one of them.
+
+    python benchmarks/step_time.py [--steps 14] [--output results/NAME.json]
+
+A tiny model, sampled by a vLLM engine in a process of its own. Environments and optimizer steps sleep, so most of a
+step does not depend on the processor. The plan is made from the timeline of the run in waves and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rlhf_cli.main import main as rlhf
+from rlhf_runtime.output.metrics import read_metrics
+from rlhf_testing.tiny import tiny_model
+from stream import machine
+
+PARTS = """
+import asyncio
+import random
+import time
+
+from rlhf.interfaces import Env
+from rlhf.types import EnvStep
+from rlhf_plugin_local.trainer import TorchTrainer
+
+
+class Slow(Env):
+    '''Each step takes a log-normal time.'''
+
+    name = "slow"
+
+    async def reset(self, row, seed):
+        self.steps = 0
+        return ""
+
+    async def step(self, action):
+        await asyncio.sleep(random.lognormvariate({location}, 0.8))
+        self.steps += 1
+        return EnvStep("more", random.random(), self.steps == {turns})
+
+
+class SlowTrainer(TorchTrainer):
+    '''Each optimizer step takes {learn} seconds more.'''
+
+    name = "slow"
+
+    def apply(self):
+        time.sleep({learn})
+        return super().apply()
+"""
+WARM_UP = 4
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "3 turns of 0.5 s, learning 2 s": {"location": -1.0, "turns": 3, "learn": 2.0},
+    "1 turn of 1.4 s, learning 1 s": {"location": 0.0, "turns": 1, "learn": 1.0},
+}
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "waves": (),
+    "waves, staleness 1": ("--stream.staleness", "1"),
+    "continuous, staleness 0": ("--stream.mode", "continuous"),
+    "continuous, staleness 1": ("--stream.mode", "continuous", "--stream.staleness", "1"),
+    "continuous, staleness 2": ("--stream.mode", "continuous", "--stream.staleness", "2"),
+    "continuous, staleness 2, completion": (
+        *("--stream.mode", "continuous", "--stream.staleness", "2", "--stream.order", "completion"),
+    ),
+}
+
+
+def flags(folder: Path) -> list[str]:
+    values = {
+        "algo": "grpo",
+        "model": folder / "model",
+        "data": folder / "data.jsonl",
+        "policy.dtype": "fp32",
+        "launcher.use": "processes",
+        "launcher.cpus": 2,
+        "trainer.use": f"file:{folder / 'parts.py'}:SlowTrainer",
+        "generator.use": "vllm",
+        "generator.kv_cache_gib": 0.25,
+        "rollout.use": "multi_turn",
+        "env.use": f"file:{folder / 'parts.py'}:Slow",
+        "sampling.samples_per_prompt": 4,
+        "sampling.max_new_tokens": 40,
+        "data.batch_size": 8,
+        "data.max_tokens": 400,
+        "algorithm.loss.correction.preset": "tis",
+    }
+    return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def measure(folder: Path, layout: str, steps: int) -> dict[str, float]:
+    """Means over the steps after the warm-up."""
+    run = ["--run.steps", str(steps), "--run.timeline", str(steps), "--run.output", str(folder / layout)]
+    command = [sys.executable, "-m", "rlhf_cli.main", "train", *flags(folder), *LAYOUTS[layout], *run]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    lines = read_metrics(folder / layout / "metrics.jsonl")[WARM_UP:-2]  # the last ones have no further prompts
+    step = statistics.fmean(line["time/step"] for line in lines)
+    idle = [line["stream/idle"] for line in lines if "stream/idle" in line]
+    learn = statistics.fmean(line["time/learn"] for line in lines)
+    return {"step": step, "trainer idle": 1 - learn / step} | ({"engines idle": statistics.fmean(idle)} if idle else {})
+
+
+def planned(folder: Path) -> dict[str, dict[str, Any]]:
+    """The layouts of the plan that is made from the run in waves."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        rlhf(["plan", *flags(folder), "--speeds", str(folder / "waves"), "--json"])
+    return {layout["name"]: layout for layout in json.loads(text.getvalue())["step_time"]["layouts"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=14, help=f"of each run; the first {WARM_UP} are not counted")
+    parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine() | {"load_before": os.getloadavg()[0]}}
+    print("| workload | layout | run, s/step | plan, s/step | plan / run | trainer idle, run | plan |")
+    print("|---|---|---|---|---|---|---|")
+    for name, values in WORKLOADS.items():
+        with tempfile.TemporaryDirectory() as text:
+            folder = Path(text)
+            tiny_model(folder / "model", hidden=32, heads=2, kv_heads=1, head_dim=32)
+            rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(1000)]
+            (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (folder / "parts.py").write_text(PARTS.format(**values))
+            runs = {layout: measure(folder, layout, options.steps) for layout in LAYOUTS}
+            plan = planned(folder)
+        results[name] = {layout: {"run": runs[layout], "plan": plan[layout]} for layout in LAYOUTS}
+        for layout, run in runs.items():
+            of_plan = plan[layout]
+            print(
+                f"| {name} | {layout} | {run['step']:.2f} | {of_plan['step']:.2f} | {of_plan['step'] / run['step']:.2f} "
+                f"| {run['trainer idle']:.0%} | {of_plan['trainer_idle']:.0%} |"
+            )
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

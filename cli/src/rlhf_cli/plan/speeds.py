@@ -1,0 +1,154 @@
+"""How long the parts of a run take: measured in a short run with a timeline, or given by flags."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist, fmean
+
+from rlhf.errors import ConfigError
+
+FLAGS = {
+    "answer-tokens": ("MEAN[,P95]", "tokens of an answer (of each turn)"),
+    "tokens-per-second": ("N", "of one answer, however many its engine samples at once"),
+    "env-seconds": ("MEAN[,P95]", "of the environment after a turn"),
+    "reward-seconds": ("MEAN[,P95]", "of scoring a group"),
+    "learn-seconds": ("S", "of learning from a batch"),
+    "sync-seconds": ("S", "of a weight sync"),
+    "turns": ("N", "of a sample, without --speeds (default: 1)"),
+}
+NEEDED = ("answer-tokens", "tokens-per-second", "learn-seconds")
+"""Flags without which there is no step time, unless a run was measured."""
+GROUPS = 512
+"""Groups that are drawn where lengths or delays are given as a distribution."""
+STEPS, SAMPLES = 40, 20_000
+"""Steps that are planned, at most; samples that are planned, at most, where they are more than those of 8 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    tokens: int
+    """Sampled tokens."""
+    after: float
+    """Seconds until the next turn is asked for, or the sample ends: the environment's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTimes:
+    turns: tuple[TurnTimes, ...]
+    before: float = 0.0
+    """Seconds until the first turn is asked for: the environment opens."""
+    context: int = 0
+    """Tokens that are not sampled."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTimes:
+    samples: Sequence[SampleTimes]
+    reward: float = 0.0
+    """Seconds of scoring."""
+
+    def sample(self, index: tuple[int, int], count: int) -> SampleTimes:
+        """A sample of a group of ``count``: its own, if this group has as many, else one of them."""
+        if count == len(self.samples):
+            return self.samples[index[1]]
+        return random.Random(f"sample {index}").choice(self.samples)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    groups: Sequence[GroupTimes]
+    token: float
+    """An answer gets a token in ``token + beside * n`` seconds; n: answers that its engine samples at that moment."""
+    learn_a_token: float
+    """Seconds of learning for a token of the batch, prompts included."""
+    beside: float = 0.0
+    request: float = 0.0
+    """Seconds from a request to its first token."""
+    sync: float = 0.0
+    pause: float = 0.0
+    """The part of ``sync`` in which nothing is sampled."""
+    other: float = 0.0
+    """Seconds of a step that belong to no phase: sleeping and waking of engines, the controller."""
+    rejected: float = 0.0
+    """Share of the groups that ``stream.filter`` rejects, or whose samples fail."""
+
+    def group(self, number: int) -> GroupTimes:
+        return random.Random(f"group {number}").choice(self.groups)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Mean of a sample, prompt included."""
+        return fmean(s.tokens + s.context for group in self.groups for s in group.samples)
+
+    def learn(self, samples: int) -> float:
+        """Seconds for a batch."""
+        return self.learn_a_token * samples * self.tokens
+
+    def steps_to_plan(self, samples: int) -> int:
+        return max(8, min(STEPS, SAMPLES // samples))
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A log-normal distribution, or one value if ``p95`` is the mean."""
+
+    mean: float
+    p95: float
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> Distribution:
+        """``MEAN`` or ``MEAN,P95``. Raises ConfigError if ``text`` is neither, or no log-normal distribution has both."""
+        try:
+            mean, *more = (float(part) for part in text.split(","))
+            [p95] = more or [mean]
+        except ValueError:
+            raise ConfigError(f"{option} is {text!r}; give MEAN or MEAN,P95, e.g. 300 or 300,800") from None
+        most = math.exp(_Z95**2 / 2) * mean
+        if not (0 < mean < math.inf and mean <= p95 <= most):
+            raise ConfigError(
+                f"{option} is {text!r}: the mean must be above 0, and P95 from the mean to {most:g}, which is the "
+                "largest of a log-normal distribution with this mean"
+            )
+        return cls(mean, p95)
+
+    def draw(self, source: random.Random) -> float:
+        sigma = _Z95 - math.sqrt(max(0.0, _Z95**2 - 2 * math.log(self.p95 / self.mean)))
+        return math.exp(source.gauss(math.log(self.mean) - sigma * sigma / 2, sigma))
+
+
+_Z95 = NormalDist().inv_cdf(0.95)
+
+
+def changed(
+    speeds: Speeds, answer: Distribution | None, env: Distribution | None, reward: Distribution | None, longest: int
+) -> Speeds:
+    """``speeds`` with drawn lengths of answers, seconds of environments after a turn, and seconds of rewards of a
+    group; None: as they are.
+
+    Args:
+        longest: tokens of a turn, at most.
+    """
+    if answer is env is reward is None:
+        return speeds
+    source = random.Random(0)
+
+    def turn(times: TurnTimes) -> TurnTimes:
+        tokens = times.tokens if answer is None else max(1, round(answer.draw(source)))
+        return TurnTimes(min(tokens, longest), times.after if env is None else env.draw(source))
+
+    groups = [
+        GroupTimes(
+            [replace(sample, turns=tuple(turn(times) for times in sample.turns)) for sample in group.samples],
+            group.reward if reward is None else reward.draw(source),
+        )
+        for group in (speeds.groups[n % len(speeds.groups)] for n in range(max(GROUPS, len(speeds.groups))))
+    ]
+    return replace(speeds, groups=groups)

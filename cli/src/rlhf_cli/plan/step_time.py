@@ -1,0 +1,256 @@
+"""Step times of a run in waves and with a continuous stream, for ``rlhf plan --speeds``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlhf.errors import ConfigError
+from rlhf.interfaces import GENERATOR, Place
+from rlhf_runtime.checks import sampling, sections
+from rlhf_runtime.checks.run import RunPlugins
+from rlhf_runtime.report.run_record import RunRecord
+from rlhf_runtime.samples.episodes import Episodes
+from rlhf_runtime.samples.rollout_settings import RolloutSettings
+from rlhf_runtime.samples.sampling import training_sampling
+
+from rlhf_cli.plan.measured_speeds import Measured, mean_time, measured_speeds, other_time, step_lines
+from rlhf_cli.plan.speeds import FLAGS, NEEDED, Distribution, GroupTimes, SampleTimes, Speeds, TurnTimes, changed
+from rlhf_cli.plan.virtual_run import StepTime, virtual_run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LAYOUTS = [("waves", 0), ("waves", 1), *(("continuous", staleness) for staleness in (0, 1, 2, 4))]
+SAMPLING = ("policy.model", "generator.use")
+LEARNING = ("policy.model", "algorithm.use", "trainer.use", "placement.policy.ranks")
+"""Options on which the speed depends, so that the measured run must have the same."""
+
+
+@dataclass(frozen=True)
+class LayoutTime:
+    name: str
+    options: Mapping[str, str]
+    """Of the layout, as flags of the run file."""
+    time: StepTime
+    batch: int
+    """Samples, or rows of given data, of a step."""
+    devices_idle: float | None = None
+    """Share of the time in which neither engines nor trainer work, where they share devices."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    layouts: Sequence[LayoutTime]
+    notes: Sequence[str]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """{name of a layout: why this run file cannot have it}."""
+
+    def as_json(self) -> dict[str, Any]:
+        layouts = [
+            {"name": each.name, "options": dict(each.options), **asdict(each.time), "devices_idle": each.devices_idle}
+            | {"per_second": each.batch / each.time.step}
+            for each in self.layouts
+        ]
+        return {"layouts": layouts, "left_out": dict(self.left_out), "notes": list(self.notes)}
+
+    def table(self) -> Table:
+        from rich.table import Table
+
+        table = Table(title="Step time", title_justify="left")
+        shared = any(each.devices_idle is not None for each in self.layouts)
+        numbers = ["s/step", "samples/s", "waits [s]", "learns [s]", "syncs [s]", "trainer idle", "engines idle"]
+        table.add_column("layout")
+        table.add_column("options", overflow="fold")
+        for column in [*numbers, *(["devices idle"] if shared else [])]:
+            table.add_column(column, justify="right")
+        for each in self.layouts:
+            time = each.time
+            row = [f"{time.step:.2f}", f"{each.batch / time.step:.3g}"]
+            row += [f"{seconds:.2f}" for seconds in (time.generate, time.learn, time.sync)]
+            idle = (time.trainer_idle, time.engines_idle, each.devices_idle)
+            row += ["" if share is None else f"{share:.0%}" for share in idle]
+            flags = " ".join(f"--{path} {value}" for path, value in each.options.items())
+            table.add_row(each.name, flags, *row[: len(table.columns) - 2])
+        return table
+
+    def lines(self) -> Iterator[str]:
+        yield from self.notes
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            yield f"not possible: {'; '.join(names)}. {why}"
+
+
+def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, Place]) -> StepTimes | None:
+    """What the flags ask for; None: no step times.
+
+    Raises ConfigError where the speeds are not known, or are those of another kind of run.
+    """
+    given = {name: value for name in FLAGS if (value := getattr(args, name.replace("-", "_"))) is not None}
+    if args.speeds is None and not given:
+        return None
+    if not run.online:
+        return _offline(args.speeds, given, run)
+    if run.config.stream.replay is not None:
+        raise ConfigError("stream.replay is set, so nothing is sampled and there is no step time to plan. Remove it.")
+    measured = None if args.speeds is None else _measured(args.speeds, given, run)
+    speeds = _with_flags(measured, given, run)
+    engines = places.get(GENERATOR, Place())
+    layouts, left_out = [], {}
+    batch = run.config.data.batch_size * run.config.sampling.samples_per_prompt
+    one_place = engines.share is not None or "in_process" in run.parts["launcher"].resolved.cls.capabilities
+    for name, options, each in _layouts(run):
+        if problems := [*sampling.stream(each), *sections.curriculum(each)]:
+            left_out[name] = problems[0]
+            continue
+        if each.config.sync.in_flight != "continue":
+            left_out[name] = f"sync.in_flight = {each.config.sync.in_flight!r} is not planned; 'continue' is."
+            continue
+        stream = each.config.stream
+        time = virtual_run(speeds, stream, _settings(run), run.config.data.batch_size, engines.ranks, _limit(run))
+        idle = max(0.0, time.trainer_idle + time.engines_idle - 1) if one_place and stream.mode == "waves" else None
+        layouts.append(LayoutTime(name, options, time, batch, idle))
+    return StepTimes(layouts, list(_notes(args.speeds, measured, speeds, batch)), left_out)
+
+
+def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]]:
+    """(name, options as flags, the run with them), the run file's own first."""
+    own = run.config.stream
+    yield "this run file", {}, run
+    for mode, staleness in LAYOUTS:
+        only_continuous: dict[str, Any] = {} if mode == "continuous" else {"order": "submission", "oversample": None}
+        changes = {"mode": mode, "staleness": staleness, "round": 1, "oversample": None, **only_continuous}
+        stream = own.model_copy(update=changes)
+        if stream == own:
+            continue
+        sync: dict[str, Any] = {} if mode == "continuous" else {"in_flight": "continue", "keys": "recompute"}
+        update = {"stream": stream, "sync": run.config.sync.model_copy(update=sync)}
+        options = {"stream.mode": mode, "stream.staleness": str(staleness)}
+        yield f"{mode}, staleness {staleness}", options, replace(run, config=run.config.model_copy(update=update))
+
+
+def _settings(run: RunPlugins) -> RolloutSettings:
+    config, needs = run.config, run.algorithm.needs()
+    return RolloutSettings(
+        training_sampling(config),
+        config.sampling.samples_per_prompt,
+        "sample",
+        config.run.seed,
+        config.data.max_tokens,
+        config.stream.rollout_deadline,
+        given_share=needs.given,
+        greedy=needs.greedy,
+    )
+
+
+def _limit(run: RunPlugins) -> int | None:
+    """Samples that may be under way at once."""
+    env, section = run.parts.get("env"), run.config.env
+    limits = [None if run.rollout is None else run.rollout.concurrency]
+    if env is not None and section is not None:
+        limits.append(Episodes(env.resolved, env.config, section).limit)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _measured(folder: Path, given: Mapping[str, str], run: RunPlugins) -> Measured:
+    record = _record(folder, run, () if "tokens-per-second" in given else SAMPLING)
+    _record(folder, run, () if "learn-seconds" in given else LEARNING)
+    if record.option("sync.in_flight") not in (None, "continue"):
+        raise ConfigError(
+            f"--speeds {folder}: with its sync.in_flight = {record.option('sync.in_flight')!r} the time of its syncs "
+            "depends on unfinished answers. Give a run with 'continue', or one in waves."
+        )
+    batch = record.option("data.batch_size", 1) * record.option("sampling.samples_per_prompt", 1)
+    waves = record.option("stream.mode", "waves") == "waves"
+    return measured_speeds(folder, waves, batch, record.option("placement.generator.ranks", 1))
+
+
+def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
+    """The run in ``folder``. Raises ConfigError if one of the options has another value there."""
+    record, config = RunRecord.read(folder), run.config.model_dump(mode="json")
+    for path in options:
+        own: Any = config
+        for part in path.split("."):
+            own = own.get(part) if isinstance(own, Mapping) else None
+        default = 1 if path.endswith("ranks") else None
+        theirs = record.option(path, default)
+        if (own if own is not None else default) != theirs:
+            flag = "--tokens-per-second" if options is SAMPLING else "--learn-seconds"
+            raise ConfigError(
+                f"--speeds {folder}: its {path} is {theirs!r}, here it is {own!r}, so its speeds are not those of this "
+                f"run. Give a short run with the same value, or {flag}."
+            )
+    return record
+
+
+def _with_flags(measured: Measured | None, given: Mapping[str, str], run: RunPlugins) -> Speeds:
+    missing = [f"--{name}" for name in NEEDED if name not in given]
+    if measured is None and missing:
+        raise ConfigError(f"the step time is not known without {', '.join(missing)}; give them, or --speeds RUN")
+    if measured is not None and "turns" in given:
+        raise ConfigError("--turns goes without --speeds: the turns are those of the measured run")
+    numbers = {name: _number(given[name], name) for name in given if "P95" not in FLAGS[name][0]}
+    count = run.config.sampling.samples_per_prompt
+    if measured is None:
+        turns = (TurnTimes(1, 0.0),) * int(numbers.get("turns", 1))
+        speeds = Speeds([GroupTimes([SampleTimes(turns)] * count)], 0.0, 0.0)
+    else:
+        speeds = measured.speeds
+    answer, env, reward = (
+        Distribution.parse(given[name], f"--{name}") if name in given else None
+        for name in ("answer-tokens", "env-seconds", "reward-seconds")
+    )
+    speeds = changed(speeds, answer, env, reward, run.config.sampling.max_new_tokens)
+    if "tokens-per-second" in given:
+        speeds = replace(speeds, token=1 / numbers["tokens-per-second"], beside=0.0, request=0.0)
+    if "learn-seconds" in given:
+        batch_tokens = run.config.data.batch_size * count * speeds.tokens
+        speeds = replace(speeds, learn_a_token=numbers["learn-seconds"] / batch_tokens)
+    if "sync-seconds" in given:
+        speeds = replace(speeds, sync=numbers["sync-seconds"], pause=numbers["sync-seconds"])
+    return speeds
+
+
+def _number(text: str, flag: str) -> float:
+    try:
+        number = int(text) if flag == "turns" else float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"--{flag} is {text!r}; give a number above 0{', without a fraction' * (flag == 'turns')}")
+    return number
+
+
+def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch: int) -> Iterator[str]:
+    yield (
+        f"counts with {speeds.token * 1000:.3g} ms a token of an answer and {speeds.beside * 1000:.3g} ms for each answer "
+        f"that its engine samples at once, {speeds.request:.3g} s a request; {speeds.learn(batch):.3g} s of learning for "
+        f"{batch * speeds.tokens:,.0f} tokens of a batch; {speeds.sync:.3g} s a sync; {speeds.other:.3g} s a step of the rest"
+    )
+    if measured is not None:
+        fewest, most = measured.answers
+        yield (
+            f"measured in {folder}: {measured.steps} steps, {fewest:.0f} to {most:.0f} answers at once on an engine; what "
+            "layouts with more at once add to this is extrapolated"
+        )
+
+
+def _offline(folder: Path | None, given: Mapping[str, str], run: RunPlugins) -> StepTimes:
+    """An algorithm that learns from given rows has the times of its training step only."""
+    if folder is None or given:
+        raise ConfigError(
+            f"algorithm {run.algorithm.name!r} samples nothing: give --speeds RUN, and none of "
+            f"{', '.join(f'--{name}' for name in FLAGS)}"
+        )
+    record, lines = _record(folder, run, LEARNING), step_lines(folder)
+    ratio = run.config.data.batch_size / record.option("data.batch_size", 1)
+    learn = mean_time(lines, "learn") * ratio
+    step = learn + mean_time(lines, "data") * ratio + other_time(lines)
+    time = StepTime(step, 0.0, learn, 0.0, 1 - learn / step, 0.0)
+    layout = LayoutTime("training step", {}, time, run.config.data.batch_size)
+    return StepTimes([layout], [f"measured in {folder}: {len(lines)} steps; nothing is sampled"])
