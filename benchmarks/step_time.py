@@ -60,19 +60,19 @@ class SlowTrainer(TorchTrainer):
         return super().apply()
 """
 WARM_UP = 4
+MEASURED = "waves, staleness 0"
+"""The run that the plan is made from."""
 WORKLOADS: dict[str, dict[str, Any]] = {
     "3 turns of 0.5 s, learning 2 s": {"location": -1.0, "turns": 3, "learn": 2.0},
     "1 turn of 1.4 s, learning 1 s": {"location": 0.0, "turns": 1, "learn": 1.0},
 }
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "waves": (),
+    "waves, staleness 0": (),
     "waves, staleness 1": ("--stream.staleness", "1"),
     "continuous, staleness 0": ("--stream.mode", "continuous"),
     "continuous, staleness 1": ("--stream.mode", "continuous", "--stream.staleness", "1"),
     "continuous, staleness 2": ("--stream.mode", "continuous", "--stream.staleness", "2"),
-    "continuous, staleness 2, completion": (
-        *("--stream.mode", "continuous", "--stream.staleness", "2", "--stream.order", "completion"),
-    ),
+    "continuous, staleness 4": ("--stream.mode", "continuous", "--stream.staleness", "4"),
 }
 
 
@@ -114,7 +114,7 @@ def planned(folder: Path) -> dict[str, dict[str, Any]]:
     """The layouts of the plan that is made from the run in waves."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        rlhf(["plan", *flags(folder), "--speeds", str(folder / "waves"), "--json"])
+        rlhf(["plan", *flags(folder), "--speeds", str(folder / MEASURED), "--json"])
     return {layout["name"]: layout for layout in json.loads(text.getvalue())["step_time"]["layouts"]}
 
 
@@ -138,10 +138,9 @@ def main() -> None:
         results[name] = {layout: {"run": runs[layout], "plan": plan[layout]} for layout in LAYOUTS}
         for layout, run in runs.items():
             of_plan = plan[layout]
-            print(
-                f"| {name} | {layout} | {run['step']:.2f} | {of_plan['step']:.2f} | {of_plan['step'] / run['step']:.2f} "
-                f"| {run['trainer idle']:.0%} | {of_plan['trainer_idle']:.0%} |"
-            )
+            steps = f"{run['step']:.2f} | {of_plan['step']:.2f} | {of_plan['step'] / run['step']:.2f}"
+            idle = f"{run['trainer idle']:.0%} | {of_plan['trainer_idle']:.0%}"
+            print(f"| {name} | {layout} | {steps} | {idle} |")
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -58,8 +58,8 @@ def mean_time(lines: Sequence[Mapping[str, float]], phase: str) -> float:
 
 
 def other_time(lines: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of a step outside its phases. (``annotate`` is a part of ``learn``; ``save`` and ``export`` are not in the
-    step.)"""
+    """Seconds of a step between its phases. ``annotate`` is a part of ``learn``; ``save`` and ``export`` are after the
+    step."""
     phases = ("generate", "learn", "sync", "data", "evaluate")
     return max(0.0, mean_time(lines, "step") - sum(mean_time(lines, phase) for phase in phases))
 
@@ -151,7 +151,11 @@ def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int
 
 
 def _sampling_speed(
-    turns: Sequence[_Slice], counted: Sequence[_Slice], starts: Mapping[int, float], syncs: Sequence[_Slice], engines: int
+    turns: Sequence[_Slice],
+    counted: Sequence[_Slice],
+    starts: Mapping[int, float],
+    syncs: Sequence[_Slice],
+    engines: int,
 ) -> tuple[float, float, float, tuple[float, float]]:
     """``Speeds.token``, ``Speeds.beside`` and ``Speeds.request`` with the smallest squared errors of the seconds of
     turns, none below 0; fewest and most answers at once on an engine. Of terms that explain the times alike, the first

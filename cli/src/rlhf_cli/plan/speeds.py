@@ -105,7 +105,7 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str, option: str) -> Distribution:
-        """``MEAN`` or ``MEAN,P95``. Raises ConfigError if ``text`` is neither, or no log-normal distribution has both."""
+        """``MEAN`` or ``MEAN,P95``. Raises ConfigError if ``text`` is neither, or no such distribution has both."""
         try:
             mean, *more = (float(part) for part in text.split(","))
             [p95] = more or [mean]

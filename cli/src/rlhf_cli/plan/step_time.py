@@ -24,6 +24,7 @@ from rlhf_cli.plan.virtual_run import StepTime, virtual_run
 if TYPE_CHECKING:
     from rich.table import Table
 
+PLAIN = {"order": "submission", "oversample": None, "round": 1}
 LAYOUTS = [("waves", 0), ("waves", 1), *(("continuous", staleness) for staleness in (0, 1, 2, 4))]
 SAMPLING = ("policy.model", "generator.use")
 LEARNING = ("policy.model", "algorithm.use", "trainer.use", "placement.policy.ranks")
@@ -74,7 +75,7 @@ class StepTimes:
             idle = (time.trainer_idle, time.engines_idle, each.devices_idle)
             row += ["" if share is None else f"{share:.0%}" for share in idle]
             flags = " ".join(f"--{path} {value}" for path, value in each.options.items())
-            table.add_row(each.name, flags, *row[: len(table.columns) - 2])
+            table.add_row(each.name, flags or "as in this run file", *row[: len(table.columns) - 2])
         return table
 
     def lines(self) -> Iterator[str]:
@@ -91,15 +92,15 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
 
     Raises ConfigError where the speeds are not known, or are those of another kind of run.
     """
-    given = {name: value for name in FLAGS if (value := getattr(args, name.replace("-", "_"))) is not None}
-    if args.speeds is None and not given:
+    values = {name: value for name in FLAGS if (value := getattr(args, name.replace("-", "_"))) is not None}
+    if args.speeds is None and not values:
         return None
     if not run.online:
-        return _offline(args.speeds, given, run)
+        return _offline(args.speeds, values, run)
     if run.config.stream.replay is not None:
         raise ConfigError("stream.replay is set, so nothing is sampled and there is no step time to plan. Remove it.")
-    measured = None if args.speeds is None else _measured(args.speeds, given, run)
-    speeds = _with_flags(measured, given, run)
+    measured = None if args.speeds is None else _measured(args.speeds, values, run)
+    speeds = _with_flags(measured, values, run)
     engines = places.get(GENERATOR, Place())
     layouts, left_out = [], {}
     batch = run.config.data.batch_size * run.config.sampling.samples_per_prompt
@@ -119,13 +120,12 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
 
 
 def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]]:
-    """(name, options as flags, the run with them), the run file's own first."""
+    """(name, options as flags, the run with them); the run file's own is the first, and has no flags."""
     own = run.config.stream
-    yield "this run file", {}, run
+    more = [f"{option} {value}" for option, plain in PLAIN.items() if (value := getattr(own, option)) != plain]
+    yield ", ".join([own.mode, f"staleness {own.staleness}", *more]), {}, run
     for mode, staleness in LAYOUTS:
-        only_continuous: dict[str, Any] = {} if mode == "continuous" else {"order": "submission", "oversample": None}
-        changes = {"mode": mode, "staleness": staleness, "round": 1, "oversample": None, **only_continuous}
-        stream = own.model_copy(update=changes)
+        stream = own.model_copy(update={"mode": mode, "staleness": staleness, **PLAIN})
         if stream == own:
             continue
         sync: dict[str, Any] = {} if mode == "continuous" else {"in_flight": "continue", "keys": "recompute"}
@@ -143,7 +143,7 @@ def _settings(run: RunPlugins) -> RolloutSettings:
         config.run.seed,
         config.data.max_tokens,
         config.stream.rollout_deadline,
-        given_share=needs.given,
+        given_share=needs.values,
         greedy=needs.greedy,
     )
 
@@ -157,9 +157,9 @@ def _limit(run: RunPlugins) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _measured(folder: Path, given: Mapping[str, str], run: RunPlugins) -> Measured:
-    record = _record(folder, run, () if "tokens-per-second" in given else SAMPLING)
-    _record(folder, run, () if "learn-seconds" in given else LEARNING)
+def _measured(folder: Path, values: Mapping[str, str], run: RunPlugins) -> Measured:
+    record = _record(folder, run, () if "tokens-per-second" in values else SAMPLING)
+    _record(folder, run, () if "learn-seconds" in values else LEARNING)
     if record.option("sync.in_flight") not in (None, "continue"):
         raise ConfigError(
             f"--speeds {folder}: with its sync.in_flight = {record.option('sync.in_flight')!r} the time of its syncs "
@@ -188,13 +188,13 @@ def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
     return record
 
 
-def _with_flags(measured: Measured | None, given: Mapping[str, str], run: RunPlugins) -> Speeds:
-    missing = [f"--{name}" for name in NEEDED if name not in given]
+def _with_flags(measured: Measured | None, values: Mapping[str, str], run: RunPlugins) -> Speeds:
+    missing = [f"--{name}" for name in NEEDED if name not in values]
     if measured is None and missing:
         raise ConfigError(f"the step time is not known without {', '.join(missing)}; give them, or --speeds RUN")
-    if measured is not None and "turns" in given:
+    if measured is not None and "turns" in values:
         raise ConfigError("--turns goes without --speeds: the turns are those of the measured run")
-    numbers = {name: _number(given[name], name) for name in given if "P95" not in FLAGS[name][0]}
+    numbers = {name: _number(values[name], name) for name in values if "P95" not in FLAGS[name][0]}
     count = run.config.sampling.samples_per_prompt
     if measured is None:
         turns = (TurnTimes(1, 0.0),) * int(numbers.get("turns", 1))
@@ -202,16 +202,16 @@ def _with_flags(measured: Measured | None, given: Mapping[str, str], run: RunPlu
     else:
         speeds = measured.speeds
     answer, env, reward = (
-        Distribution.parse(given[name], f"--{name}") if name in given else None
+        Distribution.parse(values[name], f"--{name}") if name in values else None
         for name in ("answer-tokens", "env-seconds", "reward-seconds")
     )
     speeds = changed(speeds, answer, env, reward, run.config.sampling.max_new_tokens)
-    if "tokens-per-second" in given:
+    if "tokens-per-second" in values:
         speeds = replace(speeds, token=1 / numbers["tokens-per-second"], beside=0.0, request=0.0)
-    if "learn-seconds" in given:
+    if "learn-seconds" in values:
         batch_tokens = run.config.data.batch_size * count * speeds.tokens
         speeds = replace(speeds, learn_a_token=numbers["learn-seconds"] / batch_tokens)
-    if "sync-seconds" in given:
+    if "sync-seconds" in values:
         speeds = replace(speeds, sync=numbers["sync-seconds"], pause=numbers["sync-seconds"])
     return speeds
 
@@ -228,21 +228,24 @@ def _number(text: str, flag: str) -> float:
 
 def _notes(folder: Path | None, measured: Measured | None, speeds: Speeds, batch: int) -> Iterator[str]:
     yield (
-        f"counts with {speeds.token * 1000:.3g} ms a token of an answer and {speeds.beside * 1000:.3g} ms for each answer "
-        f"that its engine samples at once, {speeds.request:.3g} s a request; {speeds.learn(batch):.3g} s of learning for "
-        f"{batch * speeds.tokens:,.0f} tokens of a batch; {speeds.sync:.3g} s a sync; {speeds.other:.3g} s a step of the rest"
+        f"counts with {speeds.token * 1000:.3g} ms a token and {speeds.beside * 1000:.3g} ms more for each answer that "
+        f"an engine samples at once, {speeds.request:.3g} s a request"
+    )
+    yield (
+        f"counts with {speeds.learn(batch):.3g} s of learning for the {batch * speeds.tokens:,.0f} tokens of a batch, "
+        f"{speeds.sync:.3g} s a sync, {speeds.other:.3g} s a step between the phases"
     )
     if measured is not None:
         fewest, most = measured.answers
         yield (
-            f"measured in {folder}: {measured.steps} steps, {fewest:.0f} to {most:.0f} answers at once on an engine; what "
-            "layouts with more at once add to this is extrapolated"
+            f"measured in {folder}: {measured.steps} steps, with {fewest:.0f} to {most:.0f} answers at once on an "
+            "engine. How fast more at once are is extrapolated"
         )
 
 
-def _offline(folder: Path | None, given: Mapping[str, str], run: RunPlugins) -> StepTimes:
+def _offline(folder: Path | None, values: Mapping[str, str], run: RunPlugins) -> StepTimes:
     """An algorithm that learns from given rows has the times of its training step only."""
-    if folder is None or given:
+    if folder is None or values:
         raise ConfigError(
             f"algorithm {run.algorithm.name!r} samples nothing: give --speeds RUN, and none of "
             f"{', '.join(f'--{name}' for name in FLAGS)}"

@@ -177,7 +177,7 @@ class VirtualRollouts(Rollouts):
     def __init__(self, speeds: Speeds, engines: VirtualEngines, main: VirtualMain, limit: int | None, pool: bool):
         self._speeds, self.concurrency = speeds, limit
         parts: dict[str, Any] = {"rollout": self, "generator": engines, "template": self, "scorer": self, "main": main}
-        super().__init__(**parts, pool=engines if pool else None)
+        super().__init__(**parts | {"pool": engines if pool else None})
 
     def encode_answer(self, row: Row) -> list[Any]:
         """Of the template: an answer of the data takes no time."""
@@ -272,4 +272,6 @@ def virtual_run(
     finally:
         asyncio.set_event_loop(None)
         main.loop.close()
-    return StepTime(seconds / count, generate / count, learn, sync / count, 1 - learn * count / seconds, 1 - busy / seconds)
+    return StepTime(
+        seconds / count, generate / count, learn, sync / count, 1 - learn * count / seconds, 1 - busy / seconds
+    )
