@@ -1,6 +1,6 @@
 """Step times of real runs, waves and continuous, compared with those that `rlhf plan --speeds` says from one of them.
 
-    python benchmarks/step_time.py [--steps 14] [--output results/NAME.json]
+    python benchmarks/step_time.py [--steps 24] [--folder FOLDER] [--output results/NAME.json]
 
 A tiny model, sampled by a vLLM engine in a process of its own. Environments and optimizer steps sleep, so most of a
 step does not depend on the processor. The plan is made from the timeline of the run in waves and nothing else.
@@ -59,7 +59,8 @@ class SlowTrainer(TorchTrainer):
         time.sleep({learn})
         return super().apply()
 """
-WARM_UP = 4
+WARM_UP, ENDING = 5, 4
+"""Steps that are not counted: the stream is filled, and no further prompts are drawn for the last ones."""
 MEASURED = "waves, staleness 0"
 """The run that the plan is made from."""
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -99,11 +100,12 @@ def flags(folder: Path) -> list[str]:
 
 
 def measure(folder: Path, layout: str, steps: int) -> dict[str, float]:
-    """Means over the steps after the warm-up."""
+    """Means over the counted steps. A run that ``folder`` holds is not made again."""
     run = ["--run.steps", str(steps), "--run.timeline", str(steps), "--run.output", str(folder / layout)]
     command = [sys.executable, "-m", "rlhf_cli.main", "train", *flags(folder), *LAYOUTS[layout], *run]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = read_metrics(folder / layout / "metrics.jsonl")[WARM_UP:-2]  # the last ones have no further prompts
+    if not (folder / layout / "model").exists():
+        subprocess.run([*command, "--run.overwrite"], check=True, stdout=subprocess.DEVNULL)
+    lines = read_metrics(folder / layout / "metrics.jsonl")[WARM_UP:-ENDING]
     step = statistics.fmean(line["time/step"] for line in lines)
     idle = [line["stream/idle"] for line in lines if "stream/idle" in line]
     learn = statistics.fmean(line["time/learn"] for line in lines)
@@ -120,15 +122,17 @@ def planned(folder: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=14, help=f"of each run; the first {WARM_UP} are not counted")
+    parser.add_argument("--steps", type=int, default=24, help=f"of each run; {WARM_UP + ENDING} are not counted")
+    parser.add_argument("--folder", type=Path, help="keep the runs here; those that are here are not made again")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine() | {"load_before": os.getloadavg()[0]}}
     print("| workload | layout | run, s/step | plan, s/step | plan / run | trainer idle, run | plan |")
     print("|---|---|---|---|---|---|---|")
-    for name, values in WORKLOADS.items():
+    for number, (name, values) in enumerate(WORKLOADS.items()):
         with tempfile.TemporaryDirectory() as text:
-            folder = Path(text)
+            folder = (options.folder or Path(text)) / str(number)
+            folder.mkdir(parents=True, exist_ok=True)
             tiny_model(folder / "model", hidden=32, heads=2, kv_heads=1, head_dim=32)
             rows = [{"prompt": f"{n}=", "answer": str(n)} for n in range(1000)]
             (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
