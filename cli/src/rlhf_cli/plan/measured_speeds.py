@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +141,7 @@ def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int
     for turn in [*sorted(turns, key=lambda turn: turn.begin), None]:
         first_end = min((t.end for t in wave), default=math.inf)
         if wave and (turn is None or turn.begin >= first_end):
-            ended = bisect_right(sample_ends, first_end)
+            ended = bisect_left(sample_ends, first_end)
             start = max(wave[-1].begin, sample_ends[ended - 1] if ended else 0.0)
             starts |= dict.fromkeys(map(id, wave), start)
             wave = []
@@ -163,22 +163,30 @@ def _sampling_speed(
     moments = np.sort([*starts.values(), *(turn.end for turn in turns)])
     begins, ends = np.sort(list(starts.values())), np.sort([turn.end for turn in turns])
     under_way = np.searchsorted(begins, moments, "right") - np.searchsorted(ends, moments, "right")
-    integral = np.concatenate([[0.0], np.cumsum(under_way[:-1] * np.diff(moments))])
+    beside, durations = np.maximum(under_way[:-1] / engines, 1.0), np.diff(moments)
     begin = np.array([starts[id(turn)] for turn in counted])
     end = np.array([turn.end for turn in counted])
-    seconds = np.maximum(end - begin, 1e-6)
-    beside = np.interp(end, moments, integral) - np.interp(begin, moments, integral)
-    beside = np.maximum(beside / seconds / engines, 1.0)
+    seconds = end - begin
     for sync in syncs:  # nothing is sampled meanwhile
         seconds -= np.clip(np.minimum(end, sync.end) - np.maximum(begin, sync.begin), 0.0, None)
     tokens = np.array([float(turn.arguments["tokens"]) for turn in counted])
-    terms = np.stack([tokens, tokens * beside, np.ones_like(tokens)], axis=1)
-    best, least = np.zeros(3), math.inf
-    for columns in ([0], [1], [0, 2], [1, 2], [0, 1], [0, 1, 2]):
-        values = np.linalg.lstsq(terms[:, columns], seconds, rcond=None)[0]
-        error = float(((terms[:, columns] @ values - seconds) ** 2).sum())
-        if (values >= 0).all() and error < 0.95 * least:
-            best, least = np.zeros(3), error
-            best[columns] = values
+
+    def integral(values: Any) -> Any:
+        """Over the time of each turn."""
+        whole = np.concatenate([[0.0], np.cumsum(values * durations)])
+        return np.interp(end, moments, whole) - np.interp(begin, moments, whole)
+
+    point = best = np.array([1.0, 0.0, 0.0])
+    for step in range(8):  # n is the mean over a turn's tokens, and when these were sampled the result says
+        rates = 1 / np.maximum(point[0] + point[1] * beside, 1e-12)
+        mean = integral(beside * rates) / np.maximum(integral(rates), 1e-12)
+        terms, least = np.stack([tokens, tokens * mean, np.ones_like(tokens)], axis=1), math.inf
+        for columns in ([0], [1], [0, 2], [1, 2], [0, 1], [0, 1, 2]):
+            values = np.linalg.lstsq(terms[:, columns], seconds, rcond=None)[0]
+            error = float(((terms[:, columns] @ values - seconds) ** 2).sum())
+            if (values >= 0).all() and error < 0.95 * least:
+                best, least = np.zeros(3), error
+                best[columns] = values
+        point = (point + best) / 2 if step else best  # half of the way: a whole one alternates
     token, more, request = map(float, best)
-    return token, more, request, (float(beside.min()), float(beside.max()))
+    return token, more, request, (float(mean.min()), float(mean.max()))

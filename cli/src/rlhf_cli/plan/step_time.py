@@ -14,8 +14,7 @@ from rlhf_runtime.checks import sampling, sections
 from rlhf_runtime.checks.run import RunPlugins
 from rlhf_runtime.report.run_record import RunRecord
 from rlhf_runtime.samples.episodes import Episodes
-from rlhf_runtime.samples.rollout_settings import RolloutSettings
-from rlhf_runtime.samples.sampling import training_sampling
+from rlhf_runtime.samples.sampling import training_failures, training_settings
 
 from rlhf_cli.plan.measured_speeds import Measured, mean_time, measured_speeds, other_time, step_lines
 from rlhf_cli.plan.speeds import FLAGS, NEEDED, Distribution, GroupTimes, SampleTimes, Speeds, TurnTimes, changed
@@ -105,6 +104,8 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
     layouts, left_out = [], {}
     batch = run.config.data.batch_size * run.config.sampling.samples_per_prompt
     one_place = engines.share is not None or "in_process" in run.parts["launcher"].resolved.cls.capabilities
+    failures = training_failures(run.config, lambda note: None)
+    settings = training_settings(run.config, failures, run.algorithm.needs())
     for name, options, each in _layouts(run):
         if problems := [*sampling.stream(each), *sections.curriculum(each)]:
             left_out[name] = problems[0]
@@ -113,7 +114,7 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
             left_out[name] = f"sync.in_flight = {each.config.sync.in_flight!r} is not planned; 'continue' is."
             continue
         stream = each.config.stream
-        time = virtual_run(speeds, stream, _settings(run), run.config.data.batch_size, engines.ranks, _limit(run))
+        time = virtual_run(speeds, stream, settings, run.config.data.batch_size, engines.ranks, _limit(run))
         idle = max(0.0, time.trainer_idle + time.engines_idle - 1) if one_place and stream.mode == "waves" else None
         layouts.append(LayoutTime(name, options, time, batch, idle))
     return StepTimes(layouts, list(_notes(args.speeds, measured, speeds, batch)), left_out)
@@ -132,20 +133,6 @@ def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]
         update = {"stream": stream, "sync": run.config.sync.model_copy(update=sync)}
         options = {"stream.mode": mode, "stream.staleness": str(staleness)}
         yield f"{mode}, staleness {staleness}", options, replace(run, config=run.config.model_copy(update=update))
-
-
-def _settings(run: RunPlugins) -> RolloutSettings:
-    config, needs = run.config, run.algorithm.needs()
-    return RolloutSettings(
-        training_sampling(config),
-        config.sampling.samples_per_prompt,
-        "sample",
-        config.run.seed,
-        config.data.max_tokens,
-        config.stream.rollout_deadline,
-        given_share=needs.values,
-        greedy=needs.greedy,
-    )
 
 
 def _limit(run: RunPlugins) -> int | None:

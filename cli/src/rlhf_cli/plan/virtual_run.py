@@ -9,6 +9,7 @@ import random
 import selectors
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from rlhf.types import Group, Row, Trajectory
@@ -208,11 +209,6 @@ class VirtualAcceptance(Acceptance):
         return None if random.Random(f"accept {group.number}").random() < self.share else group
 
 
-class _Rows:
-    def take(self, n: int, step: int = 0) -> list[Row]:
-        return [Row({}, "", 0)] * n
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Means over steps."""
@@ -246,8 +242,9 @@ def virtual_run(
     else:
         options["round"] = section.round
     rollouts = VirtualRollouts(speeds, pool, main, limit, section.mode == "continuous")
+    rows = SimpleNamespace(take=lambda n, step=0: [Row({}, "", 0)] * n)
     make: Any = ContinuousStream if section.mode == "continuous" else WaveStream
-    stream: Stream = make(_Rows(), rollouts, settings, acceptance=acceptance, **options)
+    stream: Stream = make(rows, rollouts, settings, acceptance=acceptance, **options)
     learn = speeds.learn(batch_size * settings.samples)
     fill = section.round * (2 + section.staleness)
     count = section.round * -(-speeds.steps_to_plan(batch_size * settings.samples) // section.round)
