@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from statistics import fmean
 from typing import Any
 
 import pytest
+from rlhf_runtime.output.metrics import read_metrics
 
 from tests.continuous import simulated
 from tests.forks import Forks
@@ -180,3 +182,22 @@ def test_the_share_of_idle_engines_is_reported_by_the_continuous_stream(shop: Wo
     assert all(0.0 <= line["stream/idle"] <= 1.0 for line in run.lines())
     waves = shop.run_config(simulated(shop, "waves", **STREAMS["waves"], run={"steps": 1}))
     assert "stream/idle" not in waves.lines()[0]
+
+
+@pytest.mark.parametrize("mode", STREAMS)
+def test_a_plan_of_step_times_is_made_from_a_run(shop: Workshop, mode: str) -> None:
+    run = run_of(shop, **STREAMS[mode], run={"steps": 4, "timeline": 4})
+    lines = read_metrics(run.path / "metrics.jsonl")[1:]
+    flags = ["plan", str(shop.folder / "run.toml"), "--speeds", str(run.path), "--json"]
+    times = json.loads(shop.command(*flags, "--device", "cpu", "--device-memory", "64GiB").out)["step_time"]
+    first, *others = times["layouts"]
+    assert first["learn"] == pytest.approx(fmean(line["time/learn"] for line in lines))
+    assert [each["name"] for each in others] == [
+        name
+        for name in ("waves, staleness 0", "waves, staleness 1", *(f"continuous, staleness {s}" for s in (0, 1, 2, 4)))
+        if name != first["name"]
+    ]
+    samples = [s.arguments["tokens"] for s in named(recorded(run), "sample") if s.arguments["step"] > 1]
+    assert 0 < times["speeds"]["tokens"] - fmean(samples) < 60, "prompts and what the environment says are counted too"
+    waves, continuous = (next(e for e in times["layouts"] if e["name"] == f"{m}, staleness 1") for m in STREAMS)
+    assert waves["step"] > continuous["step"] >= continuous["learn"]

@@ -46,6 +46,7 @@ class LayoutTime:
 class StepTimes:
     layouts: Sequence[LayoutTime]
     notes: Sequence[str]
+    speeds: Mapping[str, float]
     left_out: Mapping[str, str] = field(default_factory=dict)
     """{name of a layout: why this run file cannot have it}."""
 
@@ -55,7 +56,12 @@ class StepTimes:
             | {"per_second": each.batch / each.time.step}
             for each in self.layouts
         ]
-        return {"layouts": layouts, "left_out": dict(self.left_out), "notes": list(self.notes)}
+        return {
+            "layouts": layouts,
+            "left_out": dict(self.left_out),
+            "notes": list(self.notes),
+            "speeds": dict(self.speeds),
+        }
 
     def table(self) -> Table:
         from rich.table import Table
@@ -117,7 +123,8 @@ def step_times(args: argparse.Namespace, run: RunPlugins, places: Mapping[str, P
         time = virtual_run(speeds, stream, settings, run.config.data.batch_size, engines.ranks, _limit(run))
         idle = max(0.0, time.trainer_idle + time.engines_idle - 1) if one_place and stream.mode == "waves" else None
         layouts.append(LayoutTime(name, options, time, batch, idle))
-    return StepTimes(layouts, list(_notes(args.speeds, measured, speeds, batch)), left_out)
+    figures = {name: value for name, value in vars(speeds).items() if name != "groups"} | {"tokens": speeds.tokens}
+    return StepTimes(layouts, list(_notes(args.speeds, measured, speeds, batch)), figures, left_out)
 
 
 def _layouts(run: RunPlugins) -> Iterator[tuple[str, dict[str, str], RunPlugins]]:
@@ -243,4 +250,4 @@ def _offline(folder: Path | None, values: Mapping[str, str], run: RunPlugins) ->
     step = learn + mean_time(lines, "data") * ratio + other_time(lines)
     time = StepTime(step, 0.0, learn, 0.0, 1 - learn / step, 0.0)
     layout = LayoutTime("training step", {}, time, run.config.data.batch_size)
-    return StepTimes([layout], [f"measured in {folder}: {len(lines)} steps; nothing is sampled"])
+    return StepTimes([layout], [f"measured in {folder}: {len(lines)} steps; nothing is sampled"], {})
