@@ -70,25 +70,27 @@ def test_rejected_groups_are_replaced():
     assert planned(rejecting).generate > planned(TWO_TURNS).generate + 1
 
 
-def timeline(folder, turns, samples, rewards=()):
-    """A run in waves whose steps 1 and 2 have these slices.
+def timeline(folder, turns, samples, *more):
+    """A run whose step 2 has these slices.
 
     Args:
         turns: (group, sample, turn, tokens, begin, end).
         samples: (group, sample, begin, end).
-        rewards: (group, begin, end).
+        more: (name, begin, end, arguments).
     """
     folder.mkdir(exist_ok=True)
     times = {"time/step": 9.0, "time/generate": 5.0, "time/learn": 2.0, "time/sync": 1.0, "time/sync_pause": 0.5}
     counts = {"stream/prompts": 4.0, "stream/filtered": 1.0, "stream/failed_groups": 0.0}
     lines = [{"step": 1, **times, **counts, "time/learn": 50.0}, {"step": 2, **times, **counts}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sample_of = ("sample", "status", "purpose")
-    slices = [("turn", b, e, dict(zip(("group", "sample", "turn", "tokens", "context"), (*a, 5), strict=True)))
-              for *a, b, e in turns]  # fmt: skip
-    slices += [("sample", b, e, dict(zip(("group", *sample_of), (*a, "ok", "sample"), strict=True)))
-               for *a, b, e in samples]  # fmt: skip
-    slices += [("rewards", b, e, {"group": g, "purpose": "sample"}) for g, b, e in rewards]
+    slices = [
+        *(
+            ("turn", b, e, {"group": g, "sample": s, "turn": t, "tokens": n, "context": 5})
+            for g, s, t, n, b, e in turns
+        ),
+        *(("sample", b, e, {"group": g, "sample": s, **SAMPLE}) for g, s, b, e in samples),
+        *more,
+    ]
     events = [
         {"ph": "X", "name": name, "ts": round(b * 1e6), "dur": round((e - b) * 1e6), "args": {"step": 2, **arguments}}
         for name, b, e, arguments in slices
@@ -97,13 +99,21 @@ def timeline(folder, turns, samples, rewards=()):
     return folder
 
 
+SAMPLE = {"purpose": "sample", "status": "ok"}
+
+
 def test_speeds_are_read_from_a_timeline(tmp_path):
     """Sample 0 waits for sample 1 before each wave. A token takes 0.1 s, the environment 0.5 s and 1 s."""
     turns = [
         *((7, 0, 0, 10, 9.0, 11.0), (7, 1, 0, 30, 10.0, 13.0)),
         *((7, 0, 1, 20, 11.5, 16.0), (7, 1, 1, 5, 14.0, 14.5)),
     ]
-    folder = timeline(tmp_path, turns, [(7, 0, 8.0, 16.5), (7, 1, 8.0, 15.5)], [(7, 16.5, 18.5)])
+    evaluated = ("sample", 20.0, 25.0, {"group": 7, "sample": 0, "purpose": "eval", "status": "ok"})
+    rewards = [
+        ("rewards", 16.5, 18.5, {"group": 7, "purpose": "sample"}),
+        ("rewards", 25, 30, {"group": 7, "purpose": "eval"}),
+    ]
+    folder = timeline(tmp_path, turns, [(7, 0, 8.0, 16.5), (7, 1, 8.0, 15.5)], evaluated, *rewards)
     measured = measured_speeds(folder, waves=True, batch=4, engines=1)
     speeds = measured.speeds
     assert (speeds.token, speeds.beside, speeds.request) == pytest.approx((0.1, 0.0, 0.0), abs=1e-9)
@@ -129,6 +139,12 @@ def test_what_an_answer_costs_beside_others_is_read_too(tmp_path, engines):
     measured = measured_speeds(timeline(tmp_path, turns, samples), waves=True, batch=4, engines=engines)
     assert (measured.speeds.token, measured.speeds.beside) == pytest.approx((0.02, 0.1), rel=0.02)
     assert measured.answers[1] == pytest.approx(4.0)
+
+
+def test_nothing_is_sampled_during_a_sync(tmp_path):
+    turns = [(0, 0, 0, 10, 0.0, 2.0), (1, 0, 0, 20, 5.0, 7.0)]
+    folder = timeline(tmp_path, turns, [(0, 0, 0.0, 2.0), (1, 0, 5.0, 7.0)], ("sync", 0.5, 1.5, {}))
+    assert measured_speeds(folder, waves=False, batch=4, engines=1).speeds.token == pytest.approx(0.1)
 
 
 def test_lengths_and_delays_of_flags_replace_the_measured_ones():

@@ -81,7 +81,7 @@ class Speeds:
     """Share of the groups that ``stream.filter`` rejects, or whose samples fail."""
 
     def group(self, number: int) -> GroupTimes:
-        return random.Random(f"group {number}").choice(self.groups)
+        return random.Random(number).choice(self.groups)
 
     @cached_property
     def tokens(self) -> float:
