@@ -138,15 +138,16 @@ def _wave_starts(turns: Sequence[_Slice], samples: Sequence[_Slice]) -> dict[int
     sample_ends = sorted(sample.end for sample in samples)
     starts: dict[int, float] = {}
     wave: list[_Slice] = []
+    first_end = math.inf
     for turn in [*sorted(turns, key=lambda turn: turn.begin), None]:
-        first_end = min((t.end for t in wave), default=math.inf)
         if wave and (turn is None or turn.begin >= first_end):
             ended = bisect_left(sample_ends, first_end)
             start = max(wave[-1].begin, sample_ends[ended - 1] if ended else 0.0)
             starts |= dict.fromkeys(map(id, wave), start)
-            wave = []
+            wave, first_end = [], math.inf
         if turn is not None:
             wave.append(turn)
+            first_end = min(first_end, turn.end)
     return starts
 
 
