@@ -99,17 +99,19 @@ def flags(folder: Path) -> list[str]:
     return [str(word) for name, value in values.items() for word in (f"--{name}", value)]
 
 
-def measure(folder: Path, layout: str, steps: int) -> dict[str, float]:
-    """Means over the counted steps. A run that ``folder`` holds is not made again."""
-    run = ["--run.steps", str(steps), "--run.timeline", str(steps), "--run.output", str(folder / layout)]
+def measure(folder: Path, layout: str, count: int) -> dict[str, float]:
+    """Means over the counted steps; in waves the idle time of engines is not known. A run that ``folder`` holds is not made again."""
+    run = ["--run.steps", str(count), "--run.timeline", str(count), "--run.output", str(folder / layout)]
     command = [sys.executable, "-m", "rlhf_cli.main", "train", *flags(folder), *LAYOUTS[layout], *run]
     if not (folder / layout / "model").exists():
         subprocess.run([*command, "--run.overwrite"], check=True, stdout=subprocess.DEVNULL)
     lines = read_metrics(folder / layout / "metrics.jsonl")[WARM_UP:-ENDING]
-    step = statistics.fmean(line["time/step"] for line in lines)
+    steps = [line["time/step"] for line in lines]
+    step, error = statistics.fmean(steps), statistics.stdev(steps) / len(steps) ** 0.5
     idle = [line["stream/idle"] for line in lines if "stream/idle" in line]
     learn = statistics.fmean(line["time/learn"] for line in lines)
-    return {"step": step, "trainer idle": 1 - learn / step} | ({"engines idle": statistics.fmean(idle)} if idle else {})
+    figures = {"step": step, "standard error": error, "trainer idle": 1 - learn / step}
+    return figures | ({"engines idle": statistics.fmean(idle)} if idle else {})
 
 
 def planned(folder: Path) -> dict[str, dict[str, Any]]:
@@ -127,8 +129,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine() | {"load_before": os.getloadavg()[0]}}
-    print("| workload | layout | run, s/step | plan, s/step | plan / run | trainer idle, run | plan |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| workload | layout | run, s/step | plan | plan / run | trainer idle, run | plan | engines idle, run | plan |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for number, (name, values) in enumerate(WORKLOADS.items()):
         with tempfile.TemporaryDirectory() as text:
             folder = (options.folder or Path(text)) / str(number)
@@ -142,9 +146,12 @@ def main() -> None:
         results[name] = {layout: {"run": runs[layout], "plan": plan[layout]} for layout in LAYOUTS}
         for layout, run in runs.items():
             of_plan = plan[layout]
-            steps = f"{run['step']:.2f} | {of_plan['step']:.2f} | {of_plan['step'] / run['step']:.2f}"
-            idle = f"{run['trainer idle']:.0%} | {of_plan['trainer_idle']:.0%}"
-            print(f"| {name} | {layout} | {steps} | {idle} |")
+            row = [name, layout, f"{run['step']:.2f} ± {run['standard error']:.2f}", f"{of_plan['step']:.2f}"]
+            row += [f"{of_plan['step'] / run['step']:.2f}"]
+            for which in ("trainer", "engines"):
+                share = run.get(f"{which} idle")
+                row += ["" if share is None else f"{share:.0%}", f"{of_plan[f'{which}_idle']:.0%}"]
+            print(f"| {' | '.join(row)} |")
     if options.output is not None:
         options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
