@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -100,7 +99,8 @@ def flags(folder: Path) -> list[str]:
 
 
 def measure(folder: Path, layout: str, count: int) -> dict[str, float]:
-    """Means over the counted steps; in waves the idle time of engines is not known. A run that ``folder`` holds is not made again."""
+    """Means over the counted steps; in waves the idle time of engines is not known. A run that ``folder`` holds is not
+    made again."""
     run = ["--run.steps", str(count), "--run.timeline", str(count), "--run.output", str(folder / layout)]
     command = [sys.executable, "-m", "rlhf_cli.main", "train", *flags(folder), *LAYOUTS[layout], *run]
     if not (folder / layout / "model").exists():
@@ -128,11 +128,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep the runs here; those that are here are not made again")
     parser.add_argument("--output", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine() | {"load_before": os.getloadavg()[0]}}
-    print(
-        "| workload | layout | run, s/step | plan | plan / run | trainer idle, run | plan | engines idle, run | plan |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    if options.steps < WARM_UP + ENDING + 2:
+        parser.error(f"--steps {options.steps}: {WARM_UP + ENDING} are not counted, and two at least must be")
+    results: dict[str, Any] = {"machine": {name: value for name, value in machine().items() if name != "load"}}
+    columns = ["workload", "layout", "run, s/step", "plan, s/step", "plan / run"]
+    columns += ["trainer idle, run", "trainer idle, plan", "engines idle, run", "engines idle, plan"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for number, (name, values) in enumerate(WORKLOADS.items()):
         with tempfile.TemporaryDirectory() as text:
             folder = (options.folder or Path(text)) / str(number)
