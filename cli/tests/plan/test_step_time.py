@@ -222,7 +222,7 @@ def test_what_is_refused(words, tmp_path, flags, message, capsys):
     run = tmp_path / "run"
     timeline(run, [(0, 0, 0, 10, 1.0, 2.0)], [(0, 0, 1.0, 2.0)])
     (run / "manifest.json").write_text('{"schema": 1, "starts": []}')
-    options = f'[policy]\nmodel = "{tmp_path / "model"}"\n[algorithm]\nuse = "grpo"\n'
+    options = f'[policy]\nmodel = "{tmp_path / "model"}"\ndtype = "auto"\n[algorithm]\nuse = "grpo"\n'
     (run / "config.toml").write_text(f'{options}[trainer]\nuse = "simulated"\n[generator]\nuse = "simulated"\n')
     assert main([*words, *(str(run) if flag == "RUN" else flag for flag in flags)]) == 2
     assert message in capsys.readouterr().err
@@ -231,7 +231,9 @@ def test_what_is_refused(words, tmp_path, flags, message, capsys):
 def test_an_algorithm_that_samples_nothing_has_its_training_step_only(words, tmp_path, capsys):
     run = timeline(tmp_path / "run", [], [])
     (run / "manifest.json").write_text('{"schema": 1, "starts": []}')
-    options = f'[policy]\nmodel = "{tmp_path / "model"}"\n[data]\nbatch_size = 4\n[algorithm]\nuse = "sft"\n'
+    options = (
+        f'[policy]\nmodel = "{tmp_path / "model"}"\ndtype = "auto"\n[data]\nbatch_size = 4\n[algorithm]\nuse = "sft"\n'
+    )
     (run / "config.toml").write_text(options + '[trainer]\nuse = "torch"\n')
     (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 4)
     sft = [*words[:5], "--algo", "sft", "--data.batch_size", "2", "--device", "cpu", "--device-memory", "64GiB"]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 PLAIN = {"order": "submission", "oversample": None, "round": 1}
 LAYOUTS = [("waves", 0), ("waves", 1), *(("continuous", staleness) for staleness in (0, 1, 2, 4))]
-SAMPLING = ("policy.model", "generator.use")
-LEARNING = ("policy.model", "algorithm.use", "trainer.use", "placement.policy.ranks")
+SAMPLING = ("policy.model", "policy.dtype", "generator.use", "placement.generator.devices")
+LEARNING = ("policy.model", "policy.dtype", "algorithm.use", "trainer.use", "placement.policy.ranks")
 """Options on which the speed depends, so that the measured run must have the same."""
 
 
@@ -171,7 +171,7 @@ def _record(folder: Path, run: RunPlugins, options: Sequence[str]) -> RunRecord:
         own: Any = config
         for part in path.split("."):
             own = own.get(part) if isinstance(own, Mapping) else None
-        default = 1 if path.endswith("ranks") else None
+        default = 1 if path.startswith("placement") else None
         theirs = record.option(path, default)
         if (own if own is not None else default) != theirs:
             flag = "--tokens-per-second" if options is SAMPLING else "--learn-seconds"
