@@ -270,5 +270,10 @@ def virtual_run(
         asyncio.set_event_loop(None)
         main.loop.close()
     return StepTime(
-        seconds / count, generate / count, learn, sync / count, 1 - learn * count / seconds, 1 - busy / seconds
+        step=seconds / count,
+        generate=generate / count,
+        learn=learn,
+        sync=sync / count,
+        trainer_idle=max(0.0, 1 - learn * count / seconds),
+        engines_idle=max(0.0, 1 - busy / seconds),
     )
