@@ -100,6 +100,7 @@ class Copying(Sleeps, EnginePool):
         self.held, self.calls = {}, []
         self.discards = False
         """Whether it discards its weights while it sleeps."""
+        self.drafts = [(0, 0)]  # of each of its engines
         self.forgets = ()
         """Tensors that arrive and are not used."""
 
@@ -127,7 +128,7 @@ class Copying(Sleeps, EnginePool):
         }
 
     def end_load(self):
-        return [Proof(self.version, nbytes=self.size, received=self.got, peak_memory={"process": 2**20})]
+        return [Proof(self.version, "", self.size, self.got, "", {"process": 2**20}, n) for n in self.drafts]
 
     def logprobs(self, sequences, images=()):
         self.calls.append("canaries")
@@ -225,6 +226,8 @@ def test_a_sync_reports_the_bytes_that_it_sent(made):
     assert metrics["sync/canary"] < 1e-6
     assert metrics == {"sync/version": 1, "sync/attempts": 1, "sync/canary": metrics["sync/canary"],
                        "sync/MiB": 4 * VOCABULARY**2 * 4 / 2**20}  # fmt: skip
+    generator.drafts = [(6, 4), (0, 0), (2, 0)]
+    assert sync().push(2)["sync/drafts_accepted"] == 0.5, "of all engines"
 
 
 def test_the_generator_pauses_until_the_new_weights_are_proven(made):

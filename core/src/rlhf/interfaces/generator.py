@@ -31,6 +31,9 @@ class Proof:
     """``fp32`` | ``bf16``: the arithmetic of sampling; empty: the trainer's own."""
     peak_memory: Mapping[str, int] = field(default_factory=dict)
     """:func:`rlhf.process_memory.peak_memory` of the process that holds the weights; empty: not known."""
+    drafts: tuple[int, int] = (0, 0)
+    """Speculative decoding: number of proposed tokens, and of those that were accepted, of samples that the engine has
+    ended since its last load. One process of an engine tells them."""
 
 
 class Generator(GeneratorPreflight, Component):

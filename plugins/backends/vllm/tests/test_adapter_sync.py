@@ -29,6 +29,7 @@ CASES = {
     "all layers, rsLoRA": ("qwen3", {}, {"rank": 4, "use_rslora": True}),
     "parts of packed layers": ("llama", {"tied": False}, {"rank": 8, "targets": ("q_proj", "v_proj", "up_proj")}),
 }
+OPTIONS = {"parts of packed layers": {"speculative": {"method": "ngram", "prompt_lookup_min": 1}}}
 CANARY = [[20, 21, 22, 7, 55, 3, 90, 14, 14, 60], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
@@ -79,7 +80,7 @@ def setups():
 
     def get(case="all layers, rsLoRA"):
         if case not in made:
-            made[case] = Setup(case)
+            made[case] = Setup(case, **OPTIONS.get(case, {}))
         setup = made[case]
         setup.lost = lambda bucket: bucket
         setup.weights.push(0)

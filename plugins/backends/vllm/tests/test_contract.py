@@ -31,3 +31,16 @@ class TestVllmGenerator(GeneratorContract):
         sampled = Sampled(generator, source, generator.spec.decode)
         self.load(sampled, 0)
         return sampled
+
+
+class TestSpeculative(TestVllmGenerator):
+    architectures = ("qwen3",)
+    configs = (
+        VllmGenerator.Config.model_validate(
+            {"kv_cache_gib": 0.0625, "max_sequences": 64, "speculative": {"method": "ngram", "prompt_lookup_min": 1}}
+        ),
+    )
+
+    @pytest.fixture(autouse=True)
+    def _without_min_p(self, monkeypatch):
+        monkeypatch.setattr(VllmGenerator, "capabilities", VllmGenerator.capabilities - {"min_p"})

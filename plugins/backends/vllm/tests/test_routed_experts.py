@@ -13,7 +13,7 @@ from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import platform
 from rlhf_plugin_vllm.requests import OpenRequest
-from rlhf_plugin_vllm.versions import require_records
+from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
 
 LAYERS = ExpertLayers((1, 3), 8, 2)
@@ -65,7 +65,7 @@ def test_engines_that_report_no_experts_are_refused():
         with pytest.raises(CapabilityError, match=f"{words}.* does not report the experts"):
             VllmGenerator.check(VllmGeneratorConfig(**option), spec, [], None)
     with pytest.raises(CapabilityError, match=r"needs vLLM 0\.32 or later; vllm 0\.31\.2 may report"):
-        require_records("vllm 0.31.2")
-    require_records(platform().distribution)
+        require("vllm 0.31.2", "trainer.router_replay", "may report wrong experts")
+    require(platform().distribution, "trainer.router_replay", "")
     VllmGenerator.check(VllmGeneratorConfig(), spec, [], None)
     assert arguments(VllmGeneratorConfig(), spec, platform(), "fp32")["enable_return_routed_experts"]

@@ -132,6 +132,8 @@ class WeightSync:
                 problems, difference = self._examine(generator, proofs, reference)
             metrics = {"sync/version": float(version), "sync/attempts": float(attempt), "sync/canary": difference}
             metrics["sync/MiB"] = sum(p.nbytes for p in proofs) / 2**20
+            if proposed := sum(p.drafts[0] for p in proofs):
+                metrics["sync/drafts_accepted"] = sum(p.drafts[1] for p in proofs) / proposed
             self.peak_memory = [proof.peak_memory for proof in proofs]
             if not problems:
                 self._base_proven = True

@@ -8,6 +8,29 @@ from pydantic import Field, model_validator
 from rlhf.interfaces.component import ComponentConfig
 
 
+class SpeculativeConfig(ComponentConfig):
+    """Speculative decoding: tokens are proposed, and one forward pass of the model accepts or replaces them. Samples
+    keep their distribution (Leviathan et al., ICML 2023, arXiv:2211.17192)."""
+
+    method: Literal["ngram"]
+    """``ngram`` proposes the tokens that came after an earlier occurrence of the newest tokens, in prompt or answer."""
+    tokens: int = Field(4, ge=1, le=128)
+    """Most tokens that are proposed at once. Each of them costs the arithmetic of a token, accepted or not."""
+    prompt_lookup_max: int = Field(4, ge=1)
+    """Most newest tokens that are looked up."""
+    prompt_lookup_min: int = Field(2, ge=1)
+    """Fewest of them that must occur earlier; otherwise nothing is proposed."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculativeConfig:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} is more than prompt_lookup_max = "
+                f"{self.prompt_lookup_max}: lower it, or raise prompt_lookup_max"
+            )
+        return self
+
+
 class VllmGeneratorConfig(ComponentConfig):
     """Options that the platform does not support are refused when the engine is built (``platforms.py``)."""
 
@@ -38,6 +61,13 @@ class VllmGeneratorConfig(ComponentConfig):
     sleep_level: Literal[1, 2] = 1
     """What ``sleep`` does with the weights: 1 moves them to host memory, 2 discards them until the next sync, which
     saves two copies a step. 2 is for models all of whose tensors are parameters or buffers (README). GPUs only."""
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding; absent: one token of a sample per forward pass."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of an unfinished sample in one forward pass."""
+        return 1 if self.speculative is None else 1 + self.speculative.tokens
 
     @model_validator(mode="after")
     def _consistent(self) -> VllmGeneratorConfig:
@@ -45,9 +75,11 @@ class VllmGeneratorConfig(ComponentConfig):
             raise ValueError(
                 "memory_share and kv_cache_gib both set the size of the cache: give one of them (kv_cache_gib is exact)"
             )
-        if self.max_batched_tokens is not None and self.max_batched_tokens < self.max_sequences:
+        rows, limit = self.max_sequences * self.step_tokens, self.max_batched_tokens
+        if limit is not None and limit < rows:
+            added = "a token" if self.step_tokens == 1 else f"{self.step_tokens} tokens (1 + speculative.tokens)"
             raise ValueError(
-                f"max_batched_tokens = {self.max_batched_tokens} is less than max_sequences = "
-                f"{self.max_sequences}, and each sample adds a token per step: raise it, or lower max_sequences"
+                f"max_batched_tokens = {limit} is less than the {rows} of max_sequences = {self.max_sequences}, and "
+                f"each sample adds {added} per step: raise it, or lower max_sequences"
             )
         return self

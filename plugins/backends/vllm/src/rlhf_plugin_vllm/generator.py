@@ -21,6 +21,7 @@ from rlhf_plugin_vllm.cpu_models import check_cpu_config
 from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
+from rlhf_plugin_vllm.engine.speculative import check_speculative
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import Platform, platform
 from rlhf_plugin_vllm.platforms import check as check_platform
@@ -31,7 +32,7 @@ from rlhf_plugin_vllm.requests import (
     sampling_parameters,
     scoring_parameters,
 )
-from rlhf_plugin_vllm.versions import require_records
+from rlhf_plugin_vllm.versions import require
 from rlhf_plugin_vllm.weight_loading import WeightLoading
 
 
@@ -77,6 +78,7 @@ class VllmGenerator(WeightLoading):
         _check_adapters(config, spec, device)
         where = platform() if device is not None else None
         _check_records(config, spec, where)
+        _check_speculative(config, spec, where, samplings)
         if where is not None:
             check_platform(config, where)
             prefill_tokens(config, spec, where)
@@ -93,10 +95,13 @@ class VllmGenerator(WeightLoading):
         _check_kept_keys(self.config, spec)
         _check_adapters(self.config, spec, where.device)
         _check_records(self.config, spec, where)
+        _check_speculative(self.config, spec, where)
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
         """Tokens of the longest sequence, prompt and completion together."""
+        if where.cpu and self.config.speculative is not None:
+            self._call_workers("rlhf_prepare_drafts")
 
     # ------------------------------------------------------------------------------------ sampling
 
@@ -105,8 +110,12 @@ class VllmGenerator(WeightLoading):
         drops unfinished requests."""
         self._ready("sample")
         for i, request in enumerate(requests):
-            check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
+            self._check(i, request)
         return self._exhaust(dict(enumerate(requests)))
+
+    def _check(self, i: int, request: GenerationRequest) -> None:
+        check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
+        check_speculative(self.config, self.spec, [request.sampling])
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
         self._ready("sample", alone=True)
@@ -127,7 +136,7 @@ class VllmGenerator(WeightLoading):
         unwanted = set(dropped)
         self._drop([name for name, sample in self._live.items() if sample.position in unwanted])
         for i, request in requests.items():
-            check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
+            self._check(i, request)
             self._add(f"{next(self._names)}", i, request)
         end, turns = time.monotonic() + seconds, list[tuple[int, Turn]]()
         while self._live:
@@ -166,12 +175,20 @@ class VllmGenerator(WeightLoading):
             ended = sample.take(output) if sample is not None else None
             if sample is None or ended is None:
                 continue
+            self._count_drafts(output)
             turn, early = ended
             if early:
                 self.engine.abort([output.request_id])
             del self._live[output.request_id]
             turns.append((sample.position, turn))
         return turns
+
+    def _count_drafts(self, output: Any) -> None:
+        """vLLM does not tell them of a sample that a stop string ends."""
+        counts = output.outputs[0].spec_decode_metrics if self.config.speculative is not None else None
+        if counts is not None:
+            accepted = sum(tokens * steps for tokens, steps in enumerate(counts.histogram))
+            self._drafts = self._drafts[0] + counts.num_draft_tokens, self._drafts[1] + accepted
 
     def _step(self) -> list[Any]:
         if not self.engine.busy:
@@ -252,4 +269,14 @@ def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Plat
                 "trainer.router_replay needs. Leave the option out, or remove trainer.router_replay."
             )
     if where is not None:
-        require_records(where.distribution)
+        require(where.distribution, "trainer.router_replay", "may report wrong experts for tokens of a cached prefix")
+
+
+def _check_speculative(
+    config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None, samplings: Sequence[Sampling] = ()
+) -> None:
+    if config.speculative is None:
+        return
+    check_speculative(config, spec, samplings)
+    if where is not None:
+        require(where.distribution, "generator.speculative", "samples with it in a way that no test proves")

@@ -52,7 +52,7 @@ def engine_memory(
     awake = Held({part: number for part, number in sizes.items() if number})
     generate = awake
     if space is not None:  # otherwise the share of the device includes it
-        bf16, rows = element == 2.0, min(config.max_sequences, work.samples)
+        bf16, rows = element == 2.0, min(config.max_sequences, work.samples) * config.step_tokens
         prompts = min(config.max_batched_tokens or PREFILL_TOKENS, work.samples * work.longest_prompt)
         added = prompts_working(size, work, Arithmetic(prompts, work.longest, device=device, bf16=bf16))
         added = max(added, 4 * rows * size.vocabulary * FP32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,12 +56,38 @@ def keep_seeds_on_a_cpu() -> None:
         sampler.forward_cpu = sampler.forward_native
 
 
-def require_records(distribution: str) -> None:
-    """Raises CapabilityError where a distribution, such as ``vllm 0.31.2``, is before 0.32, whose source keeps the
-    experts of cached prefixes and counts its rows as this plugin does."""
+def require(distribution: str, option: str, without: str) -> None:
+    """Raises CapabilityError where a distribution, such as ``vllm 0.31.2``, is before 0.32, which ``option`` needs.
+    ``without`` says what the older one does."""
     number = distribution.split()[-1]
     if tuple(int(part) for part in number.split(".")[:2]) < (0, 32):
         raise CapabilityError(
-            f"trainer.router_replay needs vLLM 0.32 or later; {distribution} may report wrong experts for tokens of a "
-            "cached prefix. Install a later one, or remove trainer.router_replay."
+            f"{option} needs vLLM 0.32 or later; {distribution} {without}. Install a later one, or remove {option}."
         )
+
+
+def start_beside_numba() -> None:
+    """vLLM 0.32 asks everything that an imported module names for its ``__dict__`` when a worker on a CPU starts.
+    numba's library would answer with a function, and the start would fail."""
+    ffi: Any = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is not None:
+        ffi.lib._fntab.setdefault("__dict__", {})
+
+
+def mend_drafts_on_a_cpu() -> None:
+    """In a worker on a CPU. There vLLM 0.32 leaves ``temperature``, ``top_k`` and ``top_p`` of proposed tokens as the
+    memory happens to be (https://github.com/vllm-project/vllm/issues/55005), and its ``top_k`` ends the engine in a
+    step in which nothing is proposed."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    sampler: Any = rejection_sampler
+    sampler.expand_batch_to_tokens = _expand
+    sampler.apply_top_k_top_p = lambda logits, k, p: apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def _expand(x_B: Any, ends_B: Any, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+    """The value of each request for each of its proposed tokens, ``[tokens]``. ``ends_B`` counts these tokens up to and
+    including those of a request."""
+    counts_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+    return x_B.masked_fill(x_B == replace_from, replace_to).repeat_interleave(counts_B)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlhf.errors import ModelError, SyncError, WorkerError
@@ -46,6 +47,8 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         """Whether an iterator of :meth:`generate` has begun and not ended."""
         self._ahead: list[Any] = []
         """Outputs for unfinished samples that the engine returned while canaries were scored."""
+        self._drafts = 0, 0
+        """``Proof.drafts`` of the next load."""
 
     @property
     def engine(self) -> Engine:
@@ -101,10 +104,12 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self.version, self._not_ready, self._given_up = version, "", False
         self.has_base = True
         self._change_version(version)
-        return [
+        first, *others = [
             Proof(version, worker, result.nbytes, result.received, self.engine.dtype, result.peak_memory)
             for worker, result in loaded.items()
         ]
+        drafts, self._drafts = self._drafts, (0, 0)
+        return [replace(first, drafts=drafts), *others]
 
     def stale(self, bucket: Bucket | BucketHeader) -> list[str]:
         """Names of tensors that differ from what the kernels hold; empty if layers are split over workers."""

@@ -12,6 +12,7 @@ from rlhf_hub.published import model_folder
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.adapters import adapter_arguments
 from rlhf_plugin_vllm.engine.device_memory import memory_fraction
+from rlhf_plugin_vllm.engine.speculative import speculative_arguments
 from rlhf_plugin_vllm.memory import KV_CACHE_GIB, PREFILL_TOKENS
 from rlhf_plugin_vllm.platforms import Platform
 
@@ -68,6 +69,8 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         chosen["distributed_executor_backend"] = "mp"
     if spec.adapters is not None:
         chosen |= adapter_arguments(spec.adapters)
+    if config.speculative is not None:
+        chosen |= speculative_arguments(config.speculative, config.max_sequences)
     return chosen
 
 
@@ -75,7 +78,7 @@ def prefill_tokens(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Plat
     """(longest sequence, tokens of one forward pass). Raises CapabilityError if a prompt would have to be split
     that is not: on a CPU, and without ``chunked_prefill``."""
     length = _length(spec)
-    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences)
+    tokens = config.max_batched_tokens or max(PREFILL_TOKENS, length, config.max_sequences * config.step_tokens)
     if (where.cpu or config.chunked_prefill is False) and tokens < length:
         why = "on a CPU prompts are not split" if where.cpu else "chunked_prefill = false splits no prompt"
         raise CapabilityError(

@@ -31,7 +31,7 @@ from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.processors import IMAGES, prepare
-from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, meeting_at
+from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, meeting_at, start_beside_numba
 
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
@@ -107,6 +107,7 @@ class Engine:
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
             keep_seeds_on_a_cpu()
+            start_beside_numba()
             _check_cpu_model(prepared.model_config)
             skip_numa_binding()
         with meeting_at(self._files.folder / self._files.meeting):

@@ -5,6 +5,7 @@ vLLM adds the class to its worker by its name, so that only names and buckets ar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from rlhf_workers.links.ends import connect_receiver
 from rlhf_workers.links.link import BucketHeader, Link, Receiver
 from vllm.config import set_current_vllm_config
 
+from rlhf_plugin_vllm.versions import mend_drafts_on_a_cpu
 from rlhf_plugin_vllm.worker.adapters import AdapterLoads
 from rlhf_plugin_vllm.worker.readback import differing
 from rlhf_plugin_vllm.worker.reload import Reload
@@ -68,6 +70,15 @@ class WeightReceiver:
     _rlhf_reload: Reload | AdapterLoads | None = None
     _rlhf_adapters: AdapterLoads | None = None
     _rlhf_receiver: Receiver | None = None
+
+    @answered
+    def rlhf_prepare_drafts(self: Any) -> None:
+        """On a CPU, before the first sample with speculative decoding: mend the sampler, and compile the lookup, which
+        would warn in a later step."""
+        mend_drafts_on_a_cpu()
+        batch = self.model_runner.input_batch
+        with warnings.catch_warnings(action="ignore"):
+            self.model_runner.drafter.propose(1, [[0]], batch.num_tokens_no_spec, batch.token_ids_cpu)
 
     @answered
     def rlhf_begin(self: Any, adapters: LowRankAdapters | None) -> None:

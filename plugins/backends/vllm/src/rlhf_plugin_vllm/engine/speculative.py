@@ -1,0 +1,46 @@
+"""What an engine needs for speculative decoding, and where it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import GeneratorSpec
+from rlhf.types import Sampling
+
+from rlhf_plugin_vllm.config import SpeculativeConfig, VllmGeneratorConfig
+
+
+def check_speculative(config: VllmGeneratorConfig, spec: GeneratorSpec, samplings: Sequence[Sampling]) -> None:
+    """Raises CapabilityError where the distribution of samples would be another one, or where no test proves it."""
+    refused = {
+        "sampling.min_p: vLLM would accept tokens that it excludes": any(s.min_p > 0 for s in samplings),
+        "generator.pipeline_parallel > 1, with which no test proves the samples": config.pipeline_parallel > 1,
+        "images in the rows, with which no test proves the samples": spec.max_images > 0,
+        "trainer.router_replay, with which no test proves the records of experts": spec.experts is not None,
+    }
+    for reason, applies in refused.items():
+        if applies and config.speculative is not None:
+            raise CapabilityError(
+                f"the generator 'vllm' with generator.speculative cannot do {reason}. Remove one of the two."
+            )
+
+
+def speculative_arguments(config: SpeculativeConfig, sequences: int) -> dict[str, Any]:
+    """Arguments for vLLM's ``EngineArgs``.
+
+    A schedule by the number of samples, here always the same, keeps vLLM from filling up the first step of a sample
+    whose prompt is cached but for one token. A seed would draw other tokens then, and on a CPU the distribution would
+    be wrong: vLLM's kernel reads the probability of token -1.
+    """
+    return {
+        "speculative_config": {
+            "method": config.method,
+            "num_speculative_tokens": config.tokens,
+            "num_speculative_tokens_per_batch_size": [(1, sequences, config.tokens)],
+            "prompt_lookup_max": config.prompt_lookup_max,
+            "prompt_lookup_min": config.prompt_lookup_min,
+        },
+        "per_request_spec_decode_metrics": "summary",
+    }
