@@ -2,34 +2,46 @@
 bytes and vLLM's own repacking.
 
     .venv/bin/python benchmarks/weight_sync.py [--layers 15] [--repeats 9] [--result FILE]
+    .venv/bin/python benchmarks/weight_sync.py --differences MODEL [--rates 1e-6 1e-5] [--steps 5] [--result FILE]
 
 All are timed in turn, in one process, on the same tensors; medians. Prints one JSON object. On a machine that other
 processes use too, only processor seconds with BENCH_THREADS=1 are meaningful.
+
+``--differences`` counts the elements of MODEL whose bf16 value a step of AdamW changes, on text of this repository, and
+the bytes of the files that generator.sync = "differences" writes. Nothing is timed, and no engine is started.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from adapters import TEXT, TOKENS, batch
+from ours_prefixes import Nll
 from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator_spec import GeneratorSpec
+from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
+from rlhf_plugin_vllm.server.differences import SentWeights
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync
 from rlhf_testing.tiny import tiny_model
 from settings import THREADS, median
+from transformers import AutoTokenizer
 
 TARGET = 2.0
+SEQUENCES = 8
+"""Of a step whose differences are measured."""
 
 
 def main() -> None:
@@ -37,11 +49,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=15, help="of hidden size 768; 15 give 101 M parameters")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--bucket-mb", type=int, default=SyncSection().bucket_mb)
+    parser.add_argument("--differences", type=Path, metavar="MODEL", help="folder that transformers loads")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 2e-5])
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--result", type=Path, help="JSON file to write as well")
     arguments = parser.parse_args()
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), arguments)
+        if arguments.differences is None:
+            result = measure(Path(folder), arguments)
+        else:
+            lines = [line for lr in arguments.rates for line in differences(Path(folder), lr, arguments)]
+            result = {"model": arguments.differences.name, "sequences": SEQUENCES, "tokens": TOKENS, "steps": lines}
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.result is not None:
@@ -119,6 +138,35 @@ def summary(times: dict[str, list[float]]) -> dict[str, float]:
     ratios = {f"{name} / (copy + repack)": middle[name] / floor for name in ("sync", "sync with canary")}
     ratios["sync / (copy + repack), median of turns"] = median(of_turns)
     return {name: round(value, 4) for name, value in (middle | ratios).items()}
+
+
+def differences(folder: Path, lr: float, arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Of each step, and of step 0, which is sent whole: the share of the weights that changed in bf16, and MiB of the
+    files. Each step learns other sequences."""
+    path = str(arguments.differences)
+    spec = ModelSpec(RoleSpec("policy", trained=True), path, "fp32")
+    trainer = TorchTrainer(TorchTrainerConfig(lr=lr, device="cpu"), spec)
+    ids, size = AutoTokenizer.from_pretrained(path)(TEXT.read_text())["input_ids"], SEQUENCES * TOKENS
+    sent, file = SentWeights({"bfloat16"}), folder / "bucket"
+    for step in range(arguments.steps + 1):
+        if step:
+            rows = [ids[n : n + TOKENS] for n in range((step - 1) * size, step * size, TOKENS)]
+            trainer.update([weigh(batch(rows), Nll().reduce())], Nll(), {}, {})
+        changed, total = 0, 0
+        sent.begin(step)
+        for bucket in trainer.buckets("live", arguments.bucket_mb * 2**20):
+            for name, tensor in bucket.tensors if step else ():
+                changed += int((tensor.bfloat16() != sent.tensors[name]).sum())
+                total += tensor.numel()
+            sent.write(bucket, file)
+        line = {
+            "lr": lr,
+            "step": step,
+            "share": round(changed / max(1, total), 5),
+            "MiB": round(sent.nbytes / 2**20, 2),
+        }
+        print(json.dumps(line), file=sys.stderr)
+        yield line
 
 
 if __name__ == "__main__":

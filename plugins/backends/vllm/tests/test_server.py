@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -33,7 +35,6 @@ SIZES = {"head_dim": 32}
 FLAGS = {
     "--worker-extension-cls": "rlhf_plugin_vllm.worker.served.ServedWeights",
     "--logprobs-mode": "processed_logprobs",
-    "--dtype": "float32",
     "--max-model-len": "257",
 }
 
@@ -46,10 +47,15 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(free_port(), tmp_path_factory.mktemp("server") / "log") as address:
+        yield address
+
+
+@contextmanager
+def serving(port: int, log: Path, dtype: str = "float32") -> Iterator[str]:
     """``vllm serve`` needs the metadata of a distribution that the CPU's build has under another name."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     model = str(model_path("qwen3", **SIZES))
-    flags = {**FLAGS, "--model": model, "--host": "127.0.0.1", "--port": str(port)}
+    flags = {**FLAGS, "--model": model, "--host": "127.0.0.1", "--port": str(port), "--dtype": dtype}
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *(w for flag in flags.items() for w in flag)]
     words += ["--enforce-eager", "--no-enable-chunked-prefill"]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
@@ -111,8 +117,8 @@ def generator(url: str, engines: Any) -> Iterator[VllmServerGenerator]:
     server.close()
 
 
-def load(generator: VllmServerGenerator, buckets: Sequence[Bucket]) -> Any:
-    generator.begin_load(0)
+def load(generator: VllmServerGenerator, buckets: Sequence[Bucket], version: int = 0) -> Any:
+    generator.begin_load(version)
     for bucket in buckets:
         generator.take(bucket)
     return generator.end_load()
@@ -130,6 +136,63 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, source,
     other = buckets[-1].tensors[0][0]
     changed = Bucket(((other, buckets[-1].tensors[0][1] + 1),), buckets[-1].fingerprints[:1])
     assert generator.stale(changed) == [other]
+
+
+def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engines, tmp_path):
+    """The head is tied. The server is started anew before version 3, so it gets all weights. Files are corrupted at
+    version 5, and the next load of this version is whole."""
+    spec = engines.spec(model_path("qwen3", **SIZES))
+    port, sizes = free_port(), []
+    canaries = [torch.randint(0, 90, (40,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(3)]
+    generator: Any = None
+
+    def sync(version: int) -> dict[str, str]:
+        """Compares the tensors in the kernels and the log-probs. Returns the tensors that did not arrive."""
+        buckets = list(source.buckets("live", 20_000))
+        [proof] = load(generator, buckets, version)
+        sizes.append(proof.nbytes)
+        trainers = {name: mark for b in buckets for (name, _), mark in zip(b.tensors, b.fingerprints, strict=True)}
+        wrong = {name: mark for name, mark in proof.received.items() if trainers[name] != mark}
+        if not wrong:
+            assert proof.received == trainers
+            assert [name for b in buckets for name in generator.stale(b)] == []
+            logprobs.append(generator.logprobs(canaries))
+        with torch.no_grad():
+            for name, tensor in source.module.named_parameters():
+                tensor += 2e-4 * torch.randn_like(tensor) * ("k_proj" not in name)
+        return wrong
+
+    logprobs: list[Any] = []
+    try:
+        with serving(port, tmp_path / "log", "bfloat16") as url:
+            generator = VllmServerGenerator(VllmServerConfig(urls=(url,), sync="differences"), spec)
+            assert [sync(version) for version in (0, 1, 2)] == [{}] * 3
+        with serving(port, tmp_path / "log", "bfloat16"):
+            assert [sync(version) for version in (3, 4)] == [{}] * 2
+            copy, written = [(n, t.clone()) for n, t in source.weights()], generator._sent.write
+            generator._sent.write = lambda bucket, path: (written(bucket, path), _corrupt(path))
+            assert len(sync(5)) > 0
+            source.load_weights(iter(copy))
+            generator._sent.write = written
+            assert sync(5) == {}
+            whole = VllmServerGenerator(VllmServerConfig(urls=(url,)), spec)
+            source.load_weights(iter(copy))
+            load(whole, list(source.buckets("live", 20_000)), 5)
+            assert whole.logprobs(canaries) == logprobs[-1]
+            whole.close()
+    finally:
+        generator.close()
+    complete = [sizes[0], sizes[3], sizes[6]]
+    assert max(complete) - min(complete) < 100
+    assert max(sizes[n] for n in (1, 2, 4, 5)) < min(complete) / 2
+    assert logprobs[0] != logprobs[1] != logprobs[2] != logprobs[3]
+
+
+def _corrupt(path: Path) -> None:
+    """Change the first element after a file's header."""
+    data = bytearray(path.read_bytes())
+    data[8 + int.from_bytes(data[:8], "little")] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_part_of_the_weights_is_refused(generator, source):

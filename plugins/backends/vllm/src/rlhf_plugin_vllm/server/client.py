@@ -54,7 +54,7 @@ class VllmServer:
 
     # ------------------------------------------------------------------------------------- weights
 
-    async def call(self, method: str, *arguments: str, timeout: float) -> list[Any]:
+    async def call(self, method: str, *arguments: str | None, timeout: float) -> list[Any]:
         """The answer of each worker. Raises SyncError."""
         body = {"method": method, "args": list(arguments), "timeout": timeout}
         try:

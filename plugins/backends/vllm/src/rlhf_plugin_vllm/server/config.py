@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +18,10 @@ class VllmServerConfig(ComponentConfig):
     folder: str | None = None
     """A folder that this process and the servers see under one path; weights pass through it. It needs room for one
     bucket (``sync.bucket_mb``). Absent: a temporary folder, for servers on this machine."""
+    sync: Literal["whole", "differences"] = "whole"
+    """What a sync sends. ``whole``: all weights. ``differences``: of weights that the servers have, the elements whose
+    value in the servers' format changed since the last sync; the servers get the same weights, bit by bit. This process
+    and each worker of each server keep a copy of the weights in host memory for it."""
     requests: int = Field(256, ge=1)
     """Most requests that a server has at the same time; the others wait here, in order."""
     timeout: float = Field(600.0, gt=0)

@@ -1,30 +1,86 @@
-"""Buckets of weights as files, which a generator writes and the workers of servers read."""
+"""Buckets of weights as files, which a generator writes and the workers of servers read.
+
+A file has whole tensors, and of tensors that the reader holds already only the elements that changed, bit by bit. The
+positions of these are gaps: the number of unchanged elements before each. A gap that its integers cannot hold is made
+of shorter ones, with elements between them that are written although they did not change.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import torch
 from rlhf.weights.bucket import Bucket
+from rlhf.weights.fingerprint import host_bytes
+from torch import Tensor
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes when an older generator and a newer worker, or the reverse, would misunderstand each other."""
 FINGERPRINTS = "fingerprints"
+GAPS, VALUES = "gaps ", "values "
+"""Prefixes of the entries of a tensor that is not whole. One without an entry did not change."""
 
 
-def write_bucket(bucket: Bucket, path: Path) -> None:
-    """Write the bucket as a file of safetensors. Its metadata hold the order and the fingerprints."""
+def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None = None) -> None:
+    """Write the bucket as a file of safetensors. Its metadata hold the order and the fingerprints.
+
+    Args:
+        base: {name: tensor} that every reader holds, in host memory.
+    """
     from safetensors.torch import save_file
 
-    marks = dict(zip((name for name, _ in bucket.tensors), bucket.fingerprints, strict=True))
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket.tensors}
-    save_file(tensors, path, {FINGERPRINTS: json.dumps(marks)})
+    names = dict(zip((name for name, _ in bucket.tensors), bucket.fingerprints, strict=True))
+    entries: dict[str, Tensor] = {}
+    for name, tensor in bucket.tensors:
+        changes = _changes(tensor, base[name]) if base and name in base else None
+        if changes is None:
+            entries[name] = tensor.detach().cpu().contiguous().clone()
+        elif len(changes[0]):
+            entries[GAPS + name], entries[VALUES + name] = changes
+    save_file(entries, path, {FINGERPRINTS: json.dumps(names)})
 
 
-def read_bucket(path: Path) -> Bucket:
-    """The bucket of :func:`write_bucket`. Its tensors map the file."""
+def read_bucket(path: Path, base: dict[str, Tensor] | None = None) -> Bucket:
+    """The bucket of :func:`write_bucket`.
+
+    Args:
+        base: {name: tensor} that this reader holds: they become those of the bucket, which shares their memory. None:
+            it holds none, and the bucket's tensors map the file.
+    """
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        marks = json.loads(file.metadata()[FINGERPRINTS])
-        return Bucket(tuple((name, file.get_tensor(name)) for name in marks), tuple(marks.values()))
+        names, entries = json.loads(file.metadata()[FINGERPRINTS]), set(file.keys())
+        if base is None:
+            return Bucket(tuple((name, file.get_tensor(name)) for name in names), tuple(names.values()))
+        for name in names:
+            if name in entries:
+                base[name] = file.get_tensor(name).clone()
+            elif GAPS + name in entries:
+                positions_E = (file.get_tensor(GAPS + name).long() + 1).cumsum(0) - 1
+                base[name].view(-1)[positions_E] = file.get_tensor(VALUES + name)
+    return Bucket(tuple((name, base[name]) for name in names), tuple(names.values()))
+
+
+def _changes(tensor: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(gaps, values) of the elements of ``tensor`` that differ from ``old``; None: ``tensor`` itself is smaller."""
+    if (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
+        return None
+    size = tensor.element_size()
+    new_words, old_words = (host_bytes(t).view(f"u{size}") for t in (tensor, old))
+    gaps_P = np.diff(np.flatnonzero(new_words != old_words), prepend=-1) - 1
+
+    def nbytes(width: int) -> int:
+        return int((gaps_P // 256**width + 1).sum()) * (width + size)
+
+    width = min((1, 2), key=nbytes)
+    if nbytes(width) >= tensor.nbytes:
+        return None
+    spans_P, rest_P = np.divmod(gaps_P, 256**width)
+    gaps_E = np.full((spans_P + 1).sum(), 256**width - 1, f"u{width}")
+    gaps_E[(spans_P + 1).cumsum() - 1] = rest_P
+    positions_E = (gaps_E.astype(np.int64) + 1).cumsum() - 1
+    return torch.from_numpy(gaps_E), tensor.detach().cpu().reshape(-1)[torch.from_numpy(positions_E)]

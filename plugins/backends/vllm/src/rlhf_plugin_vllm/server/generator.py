@@ -9,7 +9,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -21,10 +21,12 @@ from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
 from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 from rlhf.weights.bucket import Bucket
+from rlhf_modeling.arithmetic import computes_bf16
 
 from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, OpenRequest, check
 from rlhf_plugin_vllm.server.client import VllmServer
 from rlhf_plugin_vllm.server.config import VllmServerConfig
+from rlhf_plugin_vllm.server.differences import SentWeights
 from rlhf_plugin_vllm.server.files import PROTOCOL, write_bucket
 
 T = TypeVar("T")
@@ -49,8 +51,11 @@ class VllmServerGenerator(TakesTensors, Generator):
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
-        """Nothing: the servers are elsewhere."""
-        return EngineMemory({phase: Held({}) for phase in ("rest", "asleep", "generate")}, copy=False, cache_token=0)
+        """The servers are elsewhere. For differences the host holds what was sent, in the servers' format; the policy's
+        arithmetic is taken for it."""
+        count = size.parameters * (2 if computes_bf16(dtype, device) else 4) if config.sync == "differences" else 0
+        copy = Held({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
+        return EngineMemory(dict.fromkeys(("rest", "asleep", "generate"), copy), copy=False, cache_token=0)
 
     @classmethod
     def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
@@ -80,6 +85,7 @@ class VllmServerGenerator(TakesTensors, Generator):
         self._servers = [VllmServer(url, token, config.timeout, config.attempts) for url in config.urls]
         self._loading: int | None = None
         self._load, self._buckets = "", 0
+        self._sent: SentWeights | None = None
         self._not_ready = "it has no weights yet"
         try:
             self._meet()
@@ -93,10 +99,12 @@ class VllmServerGenerator(TakesTensors, Generator):
         self._each(lambda server: server.meet(str(file), text))
         file.unlink()
         for server in self._servers:
-            if why := _unusable(server.facts, self.spec):
+            if why := _unusable(server.facts, self.spec, self.config.sync):
                 raise CapabilityError(f"generator 'vllm_server': {server.url} {why}")
         self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
         self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
+        if self.config.sync == "differences":
+            self._sent = SentWeights({server.facts["dtype"] for server in self._servers})
 
     # ------------------------------------------------------------------------------------ sampling
 
@@ -194,13 +202,15 @@ class VllmServerGenerator(TakesTensors, Generator):
     def begin_load(self, version: int) -> None:
         self._not_ready = f"its weights of version {version} are not complete"
         self._each(lambda server: server.pause(self.spec.sync_timeout))
-        self._call("rlhf_start")
+        holders = self._call("rlhf_start", None if self._sent is None else self._sent.begin(version))
+        if self._sent is not None and not all(holds for _, workers in holders for holds in workers):
+            self._sent.tensors.clear()
         self._loading, self._buckets = version, 0
 
     def take(self, bucket: Bucket) -> None:
         if self._loading is None:
             raise SyncError("take() without begin_load()")
-        self._with_file(bucket, "rlhf_take_file")
+        self._with_file(bucket, "rlhf_take_file", self._sent.write if self._sent is not None else write_bucket)
 
     def end_load(self) -> list[Proof]:
         if self._loading is None:
@@ -217,19 +227,25 @@ class VllmServerGenerator(TakesTensors, Generator):
                         "arrive. Nothing is sampled until a load is complete."
                     )
                 received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
+                if self._sent is not None:
+                    received, nbytes = self._sent.proof(received), self._sent.nbytes
                 proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
         self._each(lambda server: server.resume(self.spec.sync_timeout))
+        if self._sent is not None:
+            self._sent.end(load)
         self.version, self._load, self._not_ready = version, load, ""
         return proofs
 
     def stale(self, bucket: Bucket) -> list[str]:
-        answers = self._with_file(bucket, "rlhf_differing_file")
+        answers = self._with_file(bucket, "rlhf_differing_file", write_bucket)
         return sorted({name for _, workers in answers for name in workers[0]})
 
-    def _with_file(self, bucket: Bucket, method: str) -> list[tuple[VllmServer, list[Any]]]:
+    def _with_file(
+        self, bucket: Bucket, method: str, write: Callable[[Bucket, Path], None]
+    ) -> list[tuple[VllmServer, list[Any]]]:
         file = self._folder / f"{self._buckets}.safetensors"
         self._buckets += 1
-        write_bucket(bucket, file)
+        write(bucket, file)
         try:
             return self._call(method, str(file))
         finally:
@@ -237,7 +253,7 @@ class VllmServerGenerator(TakesTensors, Generator):
 
     # --------------------------------------------------------------------------------------- calls
 
-    def _call(self, method: str, *arguments: str) -> list[tuple[VllmServer, list[Any]]]:
+    def _call(self, method: str, *arguments: str | None) -> list[tuple[VllmServer, list[Any]]]:
         return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
 
     def _each(self, call: Any, servers: Any = None) -> list[tuple[VllmServer, Any]]:
@@ -272,7 +288,7 @@ async def _closed(servers: Sequence[VllmServer]) -> None:
         await server.close()
 
 
-def _unusable(facts: dict[str, Any], spec: GeneratorSpec) -> str:
+def _unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
     """Why a server cannot be used; empty: it can."""
     dtype, length, parts = facts["dtype"], facts["length"], facts["data_parallel"]
     rules = (
@@ -285,6 +301,11 @@ def _unusable(facts: dict[str, Any], spec: GeneratorSpec) -> str:
             "reports log-probs before temperature and truncation. Start it with --logprobs-mode processed_logprobs",
         ),
         (dtype in DTYPES, f"computes in {dtype}. Start it with --dtype bfloat16 or float32"),
+        (
+            sync == "whole" or dtype == "float32" or facts["formats"] == [dtype],
+            f"keeps parameters in {' and '.join(facts['formats'])}; differences would round all of them to {dtype}. "
+            "Set generator.sync = 'whole'",
+        ),
         (facts["quantization"] is None, "quantises its weights, so that no sync can be proven. Start it without"),
         (not facts["speculative"], "decodes speculatively, which changes what a seed draws. Start it without"),
         (parts == 1, f"has {parts} data-parallel engines behind one address. Start a server for each"),

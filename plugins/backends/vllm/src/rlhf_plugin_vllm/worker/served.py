@@ -6,11 +6,12 @@ The server is started with ``--worker-extension-cls rlhf_plugin_vllm.worker.serv
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rlhf.weights.bucket import Bucket
+from torch import Tensor
 
 from rlhf_plugin_vllm.server.files import PROTOCOL, read_bucket
 from rlhf_plugin_vllm.worker.extension import WeightReceiver, WorkerAnswer, answered
@@ -22,17 +23,24 @@ class ServedWeights(WeightReceiver):
 
     _rlhf_load = ""
     """Names the load whose weights the worker has; empty: it has those that it was started with."""
+    _rlhf_held: dict[str, Tensor] | None = None
+    """The tensors of the last load, in host memory, where differences from them may follow. They are loaded anew by
+    every sync: parameters are split over workers and packed, so no element of a published tensor can be set in them."""
 
     def rlhf_facts(self: Any, path: str) -> dict[str, Any]:
         """What a generator must know of the server, and the text of the file at ``path``."""
         return asdict(_facts(self, path))
 
-    def rlhf_start(self: Any) -> dict[str, Any]:
+    def rlhf_start(self: Any, base: str | None) -> dict[str, Any]:
+        """Returns whether the worker holds the tensors of the load ``base``. None: it need not hold any."""
+        holds = bool(base) and base == self._rlhf_load
+        if not holds:
+            self._rlhf_held = None if base is None else {}
         self._rlhf_load = ""
-        return asdict(self.rlhf_begin(None))
+        return asdict(replace(self.rlhf_begin(None), value=holds))
 
     def rlhf_take_file(self: Any, path: str) -> dict[str, Any]:
-        return asdict(self.rlhf_take(path))
+        return asdict(self.rlhf_take((path, self._rlhf_held)))
 
     def rlhf_finish(self: Any, load: str) -> dict[str, Any]:
         """``load`` names this load from now on."""
@@ -42,13 +50,14 @@ class ServedWeights(WeightReceiver):
         return asdict(answer)
 
     def rlhf_differing_file(self: Any, path: str) -> dict[str, Any]:
-        return asdict(self.rlhf_differing(path))
+        return asdict(self.rlhf_differing((path, None)))
 
     def rlhf_loaded(self: Any) -> dict[str, Any]:
         return asdict(WorkerAnswer(self.rank, self._rlhf_load))
 
     def _rlhf_open(self, message: Any) -> AbstractContextManager[Bucket]:
-        return nullcontext(read_bucket(Path(message)))
+        path, base = message
+        return nullcontext(read_bucket(Path(path), base))
 
 
 @answered
@@ -59,6 +68,7 @@ def _facts(worker: Any, path: str) -> dict[str, Any]:
         "protocol": PROTOCOL,
         "text": Path(path).read_text(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "formats": sorted({str(p.dtype).removeprefix("torch.") for p in worker.get_model().parameters()}),
         "length": model.max_model_len,
         "vocabulary": model.get_vocab_size(),
         "logprobs_mode": str(model.logprobs_mode),
