@@ -32,7 +32,7 @@ from rlhf_modeling.stored import DTYPES
 from torch import Tensor
 
 from rlhf_plugin_fsdp.layers import divide, sparing_linear
-from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered
+from rlhf_plugin_fsdp.local_parts import DividedTensors, LocalParts, gathered, return_pages
 
 COPIES = {"cpu": 2, "cuda": 1}
 """Copies of a group of weights while it is gathered, besides the parameters. gloo has one of its own."""
@@ -135,13 +135,17 @@ class FsdpTrainer(ShardedTrainer):
         try:
             return super().forward(micros, outputs, view)
         finally:
-            self.partition.publish()  # without a backward pass weights would stay whole
+            self._free()
 
     def evaluate(self, micros: Sequence[Batch], loss: Loss, coef: Mapping[str, float], live: Mapping[str, str]) -> Sums:
         try:
             return super().evaluate(micros, loss, coef, live)
         finally:
-            self.partition.publish()
+            self._free()
+
+    def _free(self) -> None:
+        self.partition.publish()  # without a backward pass weights would stay whole
+        return_pages(self.device)
 
     def _outputs(self, batch: Batch, resolved: Sequence[Head]) -> dict[str, Tensor]:
         with sparing_linear(self.precision.bf16):
@@ -152,6 +156,7 @@ class FsdpTrainer(ShardedTrainer):
         values, self._values = self._values, {}
         with sparing_linear(self.precision.bf16):  # layers may be computed again
             self._to_backward(total, values).backward()
+        return_pages(self.device)
 
     # ---------------------------------------------------------------------------------------- step
 
@@ -163,6 +168,7 @@ class FsdpTrainer(ShardedTrainer):
         self.partition.give_gradients()
         self.base.step()
         self.partition.discard()
+        return_pages(self.device)
 
     def _discard(self) -> None:
         self.partition.discard()
