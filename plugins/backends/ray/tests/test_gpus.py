@@ -25,6 +25,7 @@ def four_gpus(no_cluster: None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, LoopbackOnly():
         patch.setenv("PYTHONPATH", PATHS, prepend=os.pathsep)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")  # conftest.py hides all
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         ray.init("local", num_cpus=4, num_gpus=4, object_store_memory=10**8, **options)
     yield
