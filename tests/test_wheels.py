@@ -98,7 +98,7 @@ def test_a_distribution_works_with_what_it_requires(member: Member, wheels: Path
 
 FILLED = {"RUN.TOML": "run.toml", "NAME": "brevity", "KIND": "reward"}
 """What stands for the words that a reader of the README replaces."""
-NAMES = (["chat"], ["rewards", "try"])
+NAMES = (["chat"], ["rewards", "try"], ["serve-training"])
 """Commands that the README names without arguments, as links to their pages."""
 SMALL = ["--steps", "1", "--eval.at_start", "false", "--data.batch_size", "8", "--sampling.samples_per_prompt", "2"]
 SMALL += ["--trainer.warmup_steps", "0", "--launcher.cpus", "2", "--generator.kv_cache_gib", "0.25"]
