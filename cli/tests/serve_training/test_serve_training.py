@@ -276,6 +276,17 @@ def test_a_state_continues_exactly_and_weights_alone_begin_a_new_optimizer(model
     assert client.save_state("middle", overwrite=True).result().path == path
 
 
+def test_no_session_names_a_folder_elsewhere(url) -> None:
+    import httpx
+
+    lora = {"rank": 4}
+    body = {"session_id": "../away", "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+    key = {"X-API-Key": "tml-any"}
+    created = httpx.post(f"{url}/api/v1/create_model", json=body, headers=key).json()
+    result = httpx.post(f"{url}/api/v1/retrieve_future", json={"request_id": created["request_id"]}, headers=key)
+    assert "is no model" in result.json()["error"]
+
+
 def test_a_repeated_request_computes_nothing(url, service) -> None:
     """As a client sends it whose connection broke."""
     import httpx
@@ -339,6 +350,8 @@ def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
         service.create_lora_training_client(base_model="big", rank=4).result()
     with pytest.raises(tinker.TinkerError, match="there is no checkpoint"):
         service.create_training_client_from_state("tinker://a:train:0/weights/none").result()
+    with pytest.raises(tinker.TinkerError, match="is no checkpoint"):
+        service.create_sampling_client(model_path="tinker://..:train:0/weights/none").result()
     base = service.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([20] * 60)
     with pytest.raises(tinker.TinkerError, match="must be at most 64"):

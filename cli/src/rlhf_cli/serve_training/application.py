@@ -1,4 +1,4 @@
-"""The Tinker protocol over HTTP. Computing requests get a number at once; their results are body for by it."""
+"""The Tinker protocol over HTTP. Computing requests get a number at once; clients ask for their results by it."""
 
 from __future__ import annotations
 

@@ -28,11 +28,13 @@ from rlhf_cli.serve_training.losses import READS, TARGETS, BadRequest, LossChoic
 from rlhf_cli.serve_training.wire import Array, Datum, Drawn
 
 FACTS = "served.json"
-PATH = re.compile(r"tinker://([\w.:-]+)/(weights|sampler_weights)/([\w.-]+)")
+NAME = r"[\w-]+:train:\d+"
+PATH = re.compile(rf"tinker://({NAME})/(weights|sampler_weights)/([\w.-]+)")
+"""Clients choose parts of these, which are names of folders here."""
 UNNAMED = 8
 """Weights of sampling clients without a name that are kept, of each model. A run of many steps makes one a step."""
 BASE = "base"
-"""What samples are samples from where a client names the base model."""
+"""What is sampled from where a client names the base model."""
 
 
 @dataclass
@@ -85,6 +87,8 @@ class TrainedModels:
 
     def create(self, name: str) -> None:
         """A new model. The first training state is the same for all: that of ``run.seed``."""
+        if re.fullmatch(NAME, name) is None:
+            raise BadRequest(f"{name!r} is no model: a session's name has letters, digits, '_' and '-'")
         self._models.setdefault(name, Model(self._folder / _folder_name(name), self._new))
         self._pending.setdefault(name, [])
 
