@@ -73,11 +73,26 @@ def url(model: Path, folder: Path) -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def service(url: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def client_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", "tml-any")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    return tinker.ServiceClient(base_url=url)
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """A client that is closed at the end: its thread would go on asking for a server that has ended."""
+    service = tinker.ServiceClient(base_url=address)
+    try:
+        yield service
+    finally:
+        service.close("success").result()
+
+
+@pytest.fixture
+def service(url: str) -> Iterator[Any]:
+    with connected(url) as client:
+        yield client
 
 
 def trained(service: Any) -> Any:
@@ -166,12 +181,9 @@ CASES: Sequence[tuple[str, dict[str, float], int]] = [
 
 
 @pytest.mark.parametrize(("loss", "config", "targets"), CASES, ids=[f"{loss}-{k}" for loss, _, k in CASES])
-def test_two_steps_are_those_of_plain_torch(model, tmp_path, monkeypatch, loss, config, targets) -> None:
+def test_two_steps_are_those_of_plain_torch(model, tmp_path, loss, config, targets) -> None:
     """Each step follows the sum over two requests; between them another model learns and samples."""
-    monkeypatch.setenv("TINKER_API_KEY", "tml-any")
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with serving(model, tmp_path, ("policy.micro_tokens", "24")) as address:
-        service = tinker.ServiceClient(base_url=address)
+    with serving(model, tmp_path, ("policy.micro_tokens", "24")) as address, connected(address) as service:
         client, other = trained(service), trained(service)
         plain = Plain(model, state_of(tmp_path, client.save_state("begin").result().path))
         for step in range(2):
@@ -359,13 +371,13 @@ def test_models_and_samples_that_are_not_here_are_refused(service) -> None:
 
 
 def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     with serving(model, tmp_path, token="tml-secret") as address:
         monkeypatch.setenv("TINKER_API_KEY", "tml-other")
         with pytest.raises(tinker.TinkerError, match="not the server's token"):
             trained(tinker.ServiceClient(base_url=address))
         monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
-        assert trained(tinker.ServiceClient(base_url=address)).get_info is not None
+        with connected(address) as service:
+            assert trained(service).model_id
 
 
 @pytest.mark.parametrize(

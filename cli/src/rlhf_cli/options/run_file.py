@@ -131,7 +131,7 @@ def _line(option: Option, name: str, values: Values) -> str:
     elif option.required and not option.table:
         text = f"{name} = {toml(gap)}"
     else:
-        unset = option.default in (None, [], {})
+        unset = option.default in (None, [], {}) or bool(option.plugin and option.table)  # the table is not there
         text = f"#{name} =" if unset else f"#{name} = {toml(option.default)}"
     sentence = re.split(r"(?<=[^.][.]) (?=[A-Z`])", option.doc)[0]
     if text.endswith("="):
