@@ -135,12 +135,12 @@ def test_missing_parts_of_a_run_are_reported(light, run_file):
 
 
 def test_a_wrong_run_file(light, run_file):
-    found = report("run.toml", "--run.sed", "3", "--nonsense", "3", cwd=run_file, env=light)
-    assert found["run file"]["status"] == "fail"
-    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in found["run file"]["found"]
-    assert "no flag --nonsense" in found["run file"]["found"]
-    assert "data" not in found
-    assert found["plugins"], "the installation is examined all the same"
+    checks = report("run.toml", "--run.sed", "3", "--nonsense", "3", cwd=run_file, env=light)
+    assert checks["run file"]["status"] == "fail"
+    assert "run.sed (flag --run.sed): unknown key. Did you mean 'seed'?" in checks["run file"]["found"]
+    assert "no flag --nonsense" in checks["run file"]["found"]
+    assert "data" not in checks
+    assert checks["plugins"], "the installation is examined all the same"
 
 
 def test_wrong_usage():

@@ -44,17 +44,17 @@ def bucket(**tensors: torch.Tensor) -> Bucket:
     ],
 )
 def test_a_file_of_differences_gives_the_same_bits_in_few_bytes(tmp_path, new, nbytes):
-    held = {"w": OLD.to(new.dtype).clone(), "other": torch.zeros(3)}
+    old_weights = {"w": OLD.to(new.dtype).clone(), "other": torch.zeros(3)}
     file = tmp_path / "weights"
-    write_bucket(bucket(w=new), file, held)
+    write_bucket(bucket(w=new), file, old_weights)
     if nbytes is not None:
         data = file.read_bytes()
         assert len(data) - 8 - int.from_bytes(data[:8], "little") == nbytes
-    copy = {name: tensor.clone() for name, tensor in held.items()}
+    copy = {name: tensor.clone() for name, tensor in old_weights.items()}
     arrived = read_bucket(file, copy)
     assert arrived.received() == {"w": marks([new])[0]}
     assert {name: tensor.shape for name, tensor in copy.items()} == {"w": new.shape, "other": (3,)}
-    assert marks([held["w"]]) == marks([OLD.to(new.dtype)])
+    assert marks([old_weights["w"]]) == marks([OLD.to(new.dtype)])
 
 
 def test_zeros_of_both_signs_differ(tmp_path):
@@ -151,7 +151,7 @@ def test_a_server_whose_parameters_differences_would_round_is_refused(sync, form
     facts = {"protocol": PROTOCOL, "dtype": "bfloat16", "formats": ["bfloat16", "float32"][:formats], "length": 300}
     facts |= {"logprobs_mode": "processed_logprobs", "quantization": None, "speculative": False, "data_parallel": 1}
     why = _unusable(facts | {"device": "cuda", "chunked_prefill": True}, GeneratorSpec((), str, max_tokens=256), sync)
-    told = (
+    reason = (
         "keeps parameters in bfloat16 and float32; differences would round all of them to bfloat16. Set generator.sync"
     )
-    assert why.startswith(told) if refused else not why
+    assert why.startswith(reason) if refused else not why

@@ -149,8 +149,8 @@ def spec(**other):
 
 
 def test_the_arguments_propose_as_many_tokens_at_any_load():
-    told = arguments(DRAFTS, spec(), CPU, "fp32")
-    assert told["speculative_config"] == {
+    engine_arguments = arguments(DRAFTS, spec(), CPU, "fp32")
+    assert engine_arguments["speculative_config"] == {
         "method": "ngram",
         "num_speculative_tokens": 4,
         "num_speculative_tokens_per_batch_size": [(1, 64, 4)],
