@@ -312,4 +312,6 @@ print(*sorted(e.name for kind in ("trainer", "generator") for e in entry_points(
 """
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=False, env={})
     found = done.stdout.split()
-    assert found == ["deepspeed", "fsdp", "simulated", "simulated", "torch", "transformers", "vllm"], done.stderr
+    assert found == ["deepspeed", "fsdp", "simulated", "simulated", "torch", "transformers", "vllm", "vllm_server"], (
+        done.stderr
+    )
