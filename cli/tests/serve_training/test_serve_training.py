@@ -21,7 +21,7 @@ from rlhf_runtime.loop.signals import StopRequest
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tinker = pytest.importorskip("tinker")
 from rlhf_cli.serve_training.serving import export, serve  # noqa: E402
@@ -246,7 +246,7 @@ def test_weights_without_a_name_are_kept_for_the_last_eight_sampling_clients(ser
     assert greedy(samplers[1], prompt).sequences[0].tokens == greedy(samplers[-1], prompt).sequences[0].tokens
 
 
-def test_samples_stop_and_seeds_repeat(service) -> None:
+def test_samples_stop_and_seeds_repeat(model, service) -> None:
     base = service.create_sampling_client(base_model="tiny").result()
     prompt = types.ModelInput.from_ints([20, 30, 40])
 
@@ -262,6 +262,10 @@ def test_samples_stop_and_seeds_repeat(service) -> None:
     stopped = draw(1, seed=3, stop=[first[4]])[0]
     assert stopped.stop_reason == "stop"
     assert stopped.tokens == first[: first.index(first[4]) + 1]
+    text = AutoTokenizer.from_pretrained(model).decode([first[4]])
+    assert draw(1, seed=3, stop=text)[0].tokens == stopped.tokens
+    with pytest.raises(tinker.TinkerError, match="num_samples = 0"):
+        draw(0)
 
 
 def test_a_state_continues_exactly_and_weights_alone_begin_a_new_optimizer(model, folder, service) -> None:
@@ -384,6 +388,7 @@ def test_a_server_with_a_token_asks_for_it(model, tmp_path, monkeypatch) -> None
     ("flags", "cause"),
     [
         ([("trainer.lr", "1e-3")], "trainer.lr: clients decide it"),
+        ([("policy.trainer.betas", "[0.9, 0.99]")], "policy.trainer.betas: clients decide it"),
         ([("reward", "math")], "rewards and environments are the clients' own"),
     ],
 )
@@ -408,3 +413,5 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model, folder, ser
         torch.testing.assert_close(output["logprobs"].to_torch(), plain.detach(), atol=TOLERANCE, rtol=0)
     with pytest.raises(ConfigError, match=r"exists\. Choose another folder"):
         export(placed, "tiny", folder, path, tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"there is no checkpoint .* in"):
+        export(placed, "tiny", folder, f"{path}-none", tmp_path / "other")

@@ -265,6 +265,8 @@ class TrainingApplication:
             source = self._source(body.sampling_session_id)
         else:
             source = body.model_path or BASE
+            if body.model_path is None:
+                self._check_base(body.base_model)
         question = self._question(body)
         name = f"{body.sampling_session_id or uuid.uuid4().hex}/{body.seq_id}"
         ids = [f"{name}/{n}" for n in range(body.num_samples)]
@@ -274,10 +276,12 @@ class TrainingApplication:
         served, params = self._served, body.sampling_params
         for option in (
             "topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
-            "prompt_logprobs_last_n",
+            "prompt_logprobs_last_n", "record_stability_info",
         ):  # fmt: skip
             if getattr(body, option):
                 raise BadRequest(f"{option}: this server does not give it. Leave it out")
+        if body.num_samples < 1:
+            raise BadRequest(f"num_samples = {body.num_samples}: ask for one or more")
         try:
             prompt = body.prompt.to_ints()
         except ValueError:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,9 @@ class TrainedModels:
         self._equal: set[Path] = set()
         """Folders with the weights that the trainer holds."""
         self._weights, self._sent, self._drawn = 0, "", 0
-        self._new = folder / "new-model"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._own = TemporaryDirectory(prefix=".server-", dir=folder)  # other servers may have the same folder
+        self._new = Path(self._own.name) / "new-model"
         self._write(self._new)
 
     # ------------------------------------------------------------------------------------- training
@@ -147,7 +150,7 @@ class TrainedModels:
         """Write a checkpoint, and return its address. ``kind``: ``weights`` | ``sampler_weights``; both hold the
         optimizer's state."""
         path = f"tinker://{name}/{kind}/{label}"
-        folder = self.folder_of(path)
+        folder = checkpoint_folder(self._folder, path)
         if folder.exists() and not overwrite:
             raise BadRequest(f"{path} exists. Choose another name, or set overwrite")
         self._hold(name)
@@ -159,7 +162,7 @@ class TrainedModels:
         path, model = self.save(name, "sampler_weights", label, overwrite=False), self._models[name]
         model.unnamed.append(path)
         while len(model.unnamed) > UNNAMED:
-            folder = self.folder_of(model.unnamed.pop(0))
+            folder = checkpoint_folder(self._folder, model.unnamed.pop(0))
             self._equal.discard(folder)
             shutil.rmtree(folder)
         return path
@@ -171,19 +174,16 @@ class TrainedModels:
         if not optimizer and not issubclass(trainer, RestartsOptimizer):
             raise BadRequest(f"trainer {trainer.name!r} loads weights with the optimizer's state only")
         model = self._hold(name)
-        self._read(self.folder_of(path))
+        self._read(checkpoint_folder(self._folder, path))
         self._held, model.changed = model, True
         self._pending[name] = []
         if not optimizer:
             self._role.every("restart_optimizer")
 
     def export(self, path: str, folder: Path) -> None:
-        """Write the model of a checkpoint, and its adapter in PEFT's form in ``adapter/``. Raises BadRequest where the
-        folder exists."""
+        """Write the model of a checkpoint, with its adapter in PEFT's form."""
         self.facts(path)
-        if folder.exists():
-            raise BadRequest(f"{folder} exists. Choose another folder, or delete it")
-        self._show(self.folder_of(path))
+        self._show(checkpoint_folder(self._folder, path))
 
         def write(new: Path) -> None:
             self._role.every("export", new)
@@ -193,7 +193,7 @@ class TrainedModels:
     def facts(self, path: str) -> dict[str, Any]:
         """What a checkpoint says of itself. Raises BadRequest where there is none, or it is of another base."""
         try:
-            facts: dict[str, Any] = json.loads((self.folder_of(path) / FACTS).read_text())
+            facts: dict[str, Any] = json.loads((checkpoint_folder(self._folder, path) / FACTS).read_text())
         except OSError:
             raise BadRequest(
                 f"there is no checkpoint {path}. Of those without a name the last {UNNAMED} of a model are kept"
@@ -202,12 +202,6 @@ class TrainedModels:
         if facts != ours:
             raise BadRequest(f"{path} is of {facts}; this server trains {ours}")
         return facts
-
-    def folder_of(self, path: str) -> Path:
-        match = PATH.fullmatch(path)
-        if match is None or set(match[3]) == {"."}:
-            raise BadRequest(f"{path!r} is no checkpoint: names have letters, digits, '.', '_' and '-'")
-        return self._folder / _folder_name(match[1]) / match[2] / match[3]
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -221,7 +215,7 @@ class TrainedModels:
             self._role.every("use_view", "base")  # without the adapters that the trainer holds
         else:
             self.facts(source)
-            self._show(self.folder_of(source))
+            self._show(checkpoint_folder(self._folder, source))
         try:
             prompts = [self._prompt_logprobs(each.ids) if each.prompt_logprobs else None for each in questions]
             return list(zip(self._draw(source, questions), prompts, strict=True))
@@ -300,6 +294,14 @@ class TrainedModels:
 
     def _own_facts(self) -> dict[str, Any]:
         return {"base_model": self._base, "lora_rank": self._policy.adapter_rank}
+
+
+def checkpoint_folder(folder: Path, path: str) -> Path:
+    """Where the checkpoint ``tinker://...`` is, below the folder of all. Raises BadRequest for another address."""
+    match = PATH.fullmatch(path)
+    if match is None or set(match[3]) == {"."}:
+        raise BadRequest(f"{path!r} is no checkpoint: names have letters, digits, '.', '_' and '-'")
+    return folder / _folder_name(match[1]) / match[2] / match[3]
 
 
 def _folder_name(model: str) -> str:

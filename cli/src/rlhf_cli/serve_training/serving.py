@@ -17,7 +17,7 @@ from rlhf_runtime.setup.prepare import PlacedPlugins
 from rlhf_cli.serve_reward.access import Access
 from rlhf_cli.serve_training.application import Served, TrainingApplication
 from rlhf_cli.serve_training.losses import BadRequest
-from rlhf_cli.serve_training.models import TrainedModels
+from rlhf_cli.serve_training.models import TrainedModels, checkpoint_folder
 
 
 def serve(
@@ -53,12 +53,17 @@ def serve(
 
 
 def export(placed: PlacedPlugins, name: str, folder: Path, checkpoint: str, target: Path) -> None:
-    """Write the model of a checkpoint in ``folder``. Raises ConfigError where there is none."""
-    with trained_policy(placed, note=_note) as policy:
-        try:
+    """Write the model of a checkpoint in ``folder``. Raises ConfigError, before the policy is loaded, where there is
+    none, or where ``target`` exists."""
+    try:
+        if not checkpoint_folder(folder, checkpoint).is_dir():
+            raise BadRequest(f"there is no checkpoint {checkpoint} in {folder} (--checkpoints)")
+        if target.exists():
+            raise BadRequest(f"{target} exists. Choose another folder, or delete it")
+        with trained_policy(placed, note=_note) as policy:
             TrainedModels(policy, name, folder).export(checkpoint, target)
-        except BadRequest as error:
-            raise ConfigError(str(error)) from None
+    except BadRequest as error:
+        raise ConfigError(str(error)) from None
 
 
 async def _serve(

@@ -79,11 +79,15 @@ def place_policy(config: RunFile, plugins: Plugins) -> PlacedPlugins:
 
 
 def _problems(config: RunFile, trainer: Selection) -> list[str]:
+    sections = {"trainer": config.trainer.options, "policy.trainer": config.policy.trainer}
     problems = [
-        f"trainer.{name}: clients decide it, with each optimizer step. Remove it"
+        f"{section}.{name}: clients decide it, with each optimizer step. Remove it"
+        for section, options in sections.items()
         for name in CLIENTS_DECIDE
-        if name in config.trainer.options
+        if name in options
     ]
+    if config.policy.model is None:
+        problems.append("no model is named. Set --model PATH (a folder or a hub name)")
     if config.reward or config.env is not None:
         problems.append("rewards and environments are the clients' own. Remove them")
     if getattr(trainer.config, "lora", None) is None:
