@@ -48,7 +48,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Processor time, because a clock would also count the time in which a busy machine runs other processes. The first
-    test that imports a large package is not measured: it does so for all that follow."""
+    test that imports a large package is not measured: it does so for all that follow.
+
+    A process with a thread per core would wait at each matrix product, and get other results."""
     limit, start, modules = item.config.getoption("longest_case", None), processor_seconds(), len(sys.modules)
     result = yield
     seconds = processor_seconds() - start
@@ -58,6 +60,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             "or mark it slow (pytest.mark.slow)",
             pytrace=False,
         )
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        pytest.fail(f"torch computes with {threads} threads after the test", pytrace=False)
     return result
 
 

@@ -3,7 +3,6 @@ the tests that take long, and no test waits for the one before or for threads of
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import subprocess
@@ -81,10 +80,3 @@ def test_messages_about_reruns_do_not_wait_for_each_other(request):
     if not hasattr(database, "sock"):
         pytest.skip("pytest-rerunfailures connects the processes of pytest -n only")
     assert database.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_torch_computes_with_the_threads_of_conftest():
-    """torch reads OMP_NUM_THREADS when it is imported. Processes with a thread per core wait at each matrix product."""
-    import torch
-
-    assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])

@@ -27,6 +27,7 @@ from rlhf_plugin_vllm.engine.global_state import (
     use_exact_products,
 )
 from rlhf_plugin_vllm.engine.images import ImagePrompts
+from rlhf_plugin_vllm.engine.speculative import start_numba
 from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
@@ -104,6 +105,8 @@ class Engine:
 
         vllm.envs.disable_envs_cache()  # an earlier engine cached the environment of its start
         prepare()  # vLLM calls it for the first engine of a process only
+        if config.speculative is not None:
+            start_numba()
         prepared = EngineArgs(**arguments(config, spec, where, self.dtype)).create_engine_config()
         if where.cpu:
             keep_seeds_on_a_cpu()

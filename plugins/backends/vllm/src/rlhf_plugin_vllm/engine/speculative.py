@@ -44,3 +44,11 @@ def speculative_arguments(config: SpeculativeConfig, sequences: int) -> dict[str
         },
         "per_request_spec_decode_metrics": "summary",
     }
+
+
+def start_numba() -> None:
+    """numba sets the number of OpenMP's threads, which are torch's too, when it starts its own. vLLM would make it do
+    so at the first proposal, where nothing restores the number."""
+    import numba
+
+    numba.get_num_threads()
