@@ -94,6 +94,19 @@ def test_a_run_that_ends_before_its_policy_is_trained_is_refused(shop: Workshop)
     assert shop.train("ppo", "run", **warm_up, run={"steps": 4}).lines()[3]["policy/grad_norm"] > 0
 
 
+def test_an_average_that_bf16_would_stop_is_refused(shop: Workshop) -> None:
+    soft: dict[str, Any] = {
+        "data": {"train": str(shop.rows("pairs.jsonl", PAIRS))},
+        "policy": {"storage": "bf16", "dtype": "bf16"},
+    }
+    soft |= {"algorithm": {"snapshot_every": 2, "snapshot_share": 0.05}}
+    refused = shop.run("dpo", "run", **soft)
+    assert refused.code == 2
+    assert "Set --reference.storage fp32" in refused.said
+    run = shop.train("dpo", "run", **soft, reference={"storage": "fp32", "dtype": "bf16"}, trainer={"lr": 1e-2})
+    assert run.lines()
+
+
 def test_a_resume_makes_an_export_that_a_kill_prevented(shop: Workshop) -> None:
     """The process died between the checkpoint of a step and the export of it."""
     config = {"run": {"steps": 5}, "checkpoint": {"every": 2, "export_every": 2}}

@@ -183,6 +183,13 @@ def check_roles(plugins_of_run: RunPlugins, steps: int, updates: Mapping[str, in
         if not issubclass(trainers[name], ability)
     ]
     raise_problems("these weights cannot be copied", uncopied)
+    rounded = [
+        f"{algorithm.name} moves the weights of {name!r} by a share at a time. Stored in bf16, they would lose small "
+        f"moves to rounding. Set --{where_trainer(name).removesuffix('.trainer')}.storage fp32."
+        for name in sorted(snapshots & schedule.sources)
+        if plugins_of_run.spec(name).storage == "bf16"
+    ]
+    raise_problems("these weights cannot be averaged", rounded)
     precomputed = [name for name in roles if plugins_of_run.section(name).precompute]
     raise_problems("these roles cannot be precomputed", problems_of(precomputed, algorithm, trained, snapshots))
     raise_problems("this head cannot be lent", lending_problems(algorithm.needs().lent, roles, snapshots, precomputed))
