@@ -77,6 +77,7 @@ class StateCases(TrainerRankSetup):
         self.steps(trainer, range(2))
         trainer.save(self.folder / f"lora-saved-{layout}")
         trainer.export(self.folder / f"lora-exported-{layout}")
+        trainer.export(self.folder / f"lora-average-{layout}", "ema")
         self.keep(f"lora-weights-{layout}", held(trainer))
         self.keep(f"lora-parts-{layout}", held(trainer, PARTS))
         return {"base": same(base, held(trainer, "base")), "merged": not same(base, held(trainer))}

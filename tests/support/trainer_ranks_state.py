@@ -160,6 +160,9 @@ class StateOfRanks(RankTests):
         same_bits(parts, ranks.tensors(f"lora-parts-{layout}").items(), "the base and its adapters")
         same_bits(adapters, exported.items(), "the adapters alone, under PEFT's names")
         equal(parts.keys() - adapters.keys(), weights.keys(), "the names of the base")
+        trainer.use_view("ema")
+        average = load_file(ranks.folder / f"lora-average-{layout}" / file)
+        same_bits(average, trainer.weights(ADAPTERS), "the exported adapter of the average")
 
     @reads("export")
     def test_an_export_gathers_few_tensors_at_a_time_and_loads_in_transformers(

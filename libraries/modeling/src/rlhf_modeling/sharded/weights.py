@@ -218,6 +218,8 @@ def write_weights(path: Path, weights: Iterator[tuple[str, Tensor]], sizes: Mapp
         save_file(tensors, path / file, metadata={"format": "pt"})
         (path / file).chmod(0o644)
         weight_map |= dict.fromkeys(tensors, file)
+    for name, _ in weights:  # read to the end, so that this rank leaves the view when the others do
+        raise TrainingError(f"the export expected no further weight and was given {name!r}")
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / f"{WEIGHTS_FILE}.index.json").write_text(
