@@ -167,6 +167,12 @@ def test_a_failed_run_writes_its_page_too(shop: Workshop) -> None:
     assert "no such <b>row</b>" in facts["why"]
 
 
+def test_a_run_with_steps_without_samples_is_shown(shop: Workshop) -> None:
+    run = shop.run("rloo", "empty", stream={"filter": {"low": 9.0, "max_rounds": 1}})
+    assert "groups did not pass stream.filter" in run.said
+    assert values(run.path / "report.html")["runs"][0]["samples"]["total"] == 0
+
+
 def test_what_was_left_out_is_counted_with_its_reason(shop: Workshop) -> None:
     reward = shop.file("some_fail.py", FAILS.format(when='row["answer"] in "24"'))
     run = shop.train(

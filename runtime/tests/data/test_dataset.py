@@ -101,8 +101,9 @@ def test_prompts_that_need_answers_are_refused_without(write, chars):
 
 def test_data_without_a_row_that_fits_is_an_error(write, chars):
     section = DataSection(train=(write("a.jsonl", prompts(4)[1:]),), max_prompt_tokens=1, too_long="drop")
-    with pytest.raises(DataError, match="nothing is left to train on"):
-        TrainData(section, chars, "prompts", 0).take(1)
+    for read in (lambda data: data.take(1), lambda data: data.check(1)):  # the check ends before models are loaded
+        with pytest.raises(DataError, match="nothing is left to train on"):
+            read(TrainData(section, chars, "prompts", 0))
 
 
 def test_demonstrations_are_limited_by_the_whole_row(write, chars):

@@ -149,11 +149,7 @@ class TrainData:
             self.bad_rows += self._why.kind == "bad_rows"
             misses += 1
             if misses >= 2 * self.rows_per_epoch:
-                raise DataError(
-                    f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
-                    f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
-                    f"left to train on. The last one: {self._why.text}"
-                )
+                raise self._nothing_left(misses, self._why)
         return rows
 
     def examples(self, rows: Sequence[Row]) -> list[Example]:
@@ -203,14 +199,19 @@ class TrainData:
         Args:
             stopped: called before each row; True ends the check.
 
-        Raises DataError: a row would be refused by :meth:`take`.
+        Raises DataError: a row would be refused by :meth:`take`, or no row is usable.
         """
         order = RowOrder(self._train, self.order.seed, self.order.shuffle)
-        for _ in range(rows):
+        count = usable = 0
+        while count < rows or (rows and not usable):
             if stopped():
                 return
             row = order.take(1)[0]
-            self._require_wanted(row, self._train, self.judge(row, row.source in self.answered))
+            why = self.judge(row, row.source in self.answered)
+            self._require_wanted(row, self._train, why)
+            count, usable = count + 1, usable + (not why.kind)
+            if not usable and count >= 2 * self.rows_per_epoch:
+                raise self._nothing_left(count, why)
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
@@ -263,6 +264,13 @@ class TrainData:
             self._examples[row.source, row.index] = why.example  # for `examples`: rows are tokenised once
         self._require_wanted(row, sources, why)
         return not why.kind
+
+    def _nothing_left(self, misses: int, why: RowVerdict) -> DataError:
+        return DataError(
+            f"{misses} rows in a row are over the limits (data.max_tokens = {self.section.max_tokens}, "
+            f"data.max_prompt_tokens = {self.section.max_prompt_tokens}) or cannot be learnt from: nothing is "
+            f"left to train on. The last one: {why.text}"
+        )
 
     def _require_wanted(self, row: Row, sources: Sequence[Source], why: RowVerdict) -> None:
         """Raises DataError if a row cannot be used and such rows are not left out."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import html
+import itertools
 import json
 import math
 import random
@@ -228,7 +229,7 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[Recor
             continue
         numbers, statuses = columns["group"], columns["status"]
         starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
-        for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
+        for first, last in itertools.pairwise([*starts, len(numbers)]):
             if columns["sample"][first] is not None:
                 prompt = (str(columns["source"][first]), columns["row"][first])
                 groups.append(RecordedGroup(step, prompt, range(first, last), "failed" in statuses[first:last]))
