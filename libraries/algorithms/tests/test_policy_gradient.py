@@ -206,6 +206,8 @@ def test_a_short_batch_has_one_minibatch_per_sample():
     [
         ({"minibatches": 8}, OnlineShape(8, 9, 99), None),
         ({"minibatches": 9}, OnlineShape(8, 9, 99), "--algorithm.minibatches 8 or less"),
+        ({"kl": KLConfig(coef=0.1, target=1.0, horizon=1.7)}, OnlineShape(8, 9, 99), None),
+        ({"kl": KLConfig(coef=0.1, target=1.0, horizon=1.6)}, OnlineShape(8, 9, 99), "horizon above 1.6"),
         ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=12)}, OnlineShape(8, 9, 9), None),
         (
             {"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)},
@@ -215,7 +217,7 @@ def test_a_short_batch_has_one_minibatch_per_sample():
         ({"shaping": ShapingConfig(overlong_buffer=4, overlong_max=13)}, OnlineShape(8, 9, 99), None),
     ],
 )
-def test_options_without_effect_are_refused_before_the_run(config, shape, says):
+def test_options_that_do_not_fit_the_batches_are_refused_before_the_run(config, shape, says):
     told = build(**config).misfits(shape)
     assert not told if says is None else says in " ".join(told)
 

@@ -212,6 +212,11 @@ class PolicyGradient(Algorithm[Group]):
                 f"algorithm.minibatches = {self.config.minibatches}: a batch has {shape.trajectories} samples, so some "
                 f"would be empty. Set --algorithm.minibatches {shape.trajectories} or less."
             )
+        if self.config.kl.target is not None and 0.2 * shape.trajectories >= self.config.kl.horizon:  # KLController
+            problems.append(
+                f"algorithm.kl.horizon = {self.config.kl.horizon:g}: a batch has {shape.trajectories} samples, which "
+                f"could turn the coefficient negative. Set --algorithm.kl.horizon above {0.2 * shape.trajectories:g}."
+            )
         if shaping.overlong_max is not None and shaping.overlong_max - shaping.overlong_buffer >= shape.most_tokens:
             problems.append(
                 f"algorithm.shaping: punishment begins above overlong_max - overlong_buffer = "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from rlhf.interfaces import Slot
 from rlhf.ops.losses import LossInput
 from rlhf.types import Needs
@@ -20,6 +20,12 @@ from torch import Tensor
 class LuffyConfig(PolicyGradientConfig):
     given_samples: int = Field(default=1, ge=1)
     """How many samples of each group are the answer in the data. The policy samples the others."""
+
+    @model_validator(mode="after")
+    def _scored(self) -> Self:
+        if not self.teacher.task:
+            raise ValueError("teacher.task = false leaves out the reward, which the answers in the data need; set true")
+        return self
 
 
 class Luffy(PolicyGradient):
