@@ -173,6 +173,7 @@ def test_rewards_come_from_a_run_file_and_unusable_answers_are_counted(shop: Wor
     rows = [*ROWS[:2], {"prompt": "1+1=", "answer": "2", "responses": ["2", ""]}, {"prompt": "1", "responses": []}]
     data, out = shop.rows("rows.jsonl", rows), shop.folder / "scored.jsonl"
     online = {"stream": {"staleness": 1}, "generator": {"max_batch": 4}, "eval": {"samples": 2, "temperature": 1.0}}
+    online["curriculum"] = {"use": "pass_rate"}
     run = shop.config("grpo", "unused", **online, data={"bad_rows": "drop"})
     _, path = shop.arguments(run)
     code, told, err = say("score", path, "--data", data, "-o", out)

@@ -49,7 +49,6 @@ SCORES: Sequence[Check] = (
     sections.ignored_columns,
     sections.trainer_capabilities,
     sampling.environment,
-    sections.curriculum,
     sections.reward_sources,
     sampling.generator_capabilities,
     sections.evaluation,
