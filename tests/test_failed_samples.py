@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_reward_that_fails_for_bad_answers_does_not_look_better(shop: Workshop
     text = """
 async def score(prompt, completion, row):
     if sum(map(ord, completion)) % 2:
-        raise ValueError("odd")
+        raise ValueError("odd" if sum(map(ord, completion)) % 3 else "divisible by three")
     return 1.0
 """
     reward = [{"use": f"file:{shop.file('fails.py', text)}"}]
@@ -83,6 +84,8 @@ async def score(prompt, completion, row):
         assert line["reward/mean_with_failed"] == pytest.approx(scored / (scored + failed))
     assert run.out.count("see the metric reward/mean_with_failed") == 1
     assert "with_failed=" in run.out
+    for cause in ("odd", "divisible by three"):
+        assert re.search(rf"failed: .*{cause} .*\n(.*\n)*  \d+: .*{cause} ", run.out), "when it comes first, and at the end"
 
 
 @pytest.mark.parametrize("form", ["async def", "def"])

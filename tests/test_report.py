@@ -298,12 +298,12 @@ def test_a_hundred_thousand_samples_fit_on_a_page(shop: Workshop, tmp_path: Path
 
 
 def test_the_samples_of_a_large_run_are_whole_groups_from_end_to_end() -> None:
-    groups = [RecordedGroup(step, ("rows", step * 4 % 300 + n), range(4 * n, 4 * n + 4), step == 50)
+    groups = [RecordedGroup(step, ("rows", step * 4 % 300 + n), range(4 * n, 4 * n + 4))
               for step in range(1, 101) for n in range(4)]  # fmt: skip
     picked = chosen(groups, 200)
     assert 0.8 * 200 <= sum(len(group.rows) for group in picked) <= 200
     assert picked == chosen(groups, 200)
-    assert {1, 50, 100} <= {group.step for group in picked}
+    assert {1, 100} <= {group.step for group in picked}
     prompts = [group.prompt for group in picked]
     assert sum(prompts.count(prompt) > 1 for prompt in {*prompts}) >= 5
     assert chosen(groups, 1600) == groups
@@ -438,4 +438,3 @@ def test_text_of_samples_never_ends_the_data(whole: Finished, shop: Workshop, tm
     (sample,) = [sample for sample in data["runs"][0]["samples"]["samples"] if sample["step"] == 5]
     assert sample["turns"][0]["text"] == f"{MARKUP}\ud83d\u2028"
     assert (sample["error"], sample["reward"]) == (MARKUP, "inf")
-    assert data["runs"][0]["samples"]["errors"] == [[MARKUP, 1]]

@@ -1,9 +1,9 @@
-"""Failed samples are counted, the first is reported with its cause, and too large a share stops the run."""
+"""Failed samples are counted, the first of each cause is reported, and too large a share stops the run."""
 
 import pytest
 from rlhf.errors import RolloutError
 from rlhf.types import Row, Trajectory
-from rlhf_runtime.samples.failures import WINDOW, Failures
+from rlhf_runtime.samples.failures import CAUSES, WINDOW, Failures
 
 
 def drawn(failures: Failures, *causes: str) -> None:
@@ -20,14 +20,26 @@ def add(failures: Failures, *causes: str) -> None:
         failures.add(sample)
 
 
-def test_the_first_failure_is_noted_once_and_all_are_counted():
+def test_the_first_failure_of_each_cause_is_noted_and_all_are_counted():
     notes: list[str] = []
     failures = Failures(0.5, notes.append)
-    drawn(failures, "", "", "the server is down", "another", "")
-    note, _ = notes
-    assert note.startswith("sample 2 of row 2 of 'unit' failed: the server is down\n")
-    assert "a share of more than 0.5 fails (stream.max_failed)" in note
-    assert str(failures) == "2 of 5 samples failed (40 %)"
+    drawn(failures, "", "", "no answer in 3 s\nits output", *[""] * 17)
+    assert failures.by_cause() == "", "one cause, which is noted"
+    drawn(failures, "no answer in 12.5 s", "down", *[""] * 18)
+    first, second = notes
+    assert first.startswith("sample 2 of row 2 of 'unit' failed: no answer in 3 s\nits output\nA failed sample")
+    assert "a share of more than 0.5 fails (stream.max_failed)" in first
+    assert second == "sample 1 of row 1 of 'unit' failed: down"
+    assert str(failures) == "3 of 40 samples failed (7.5 %)"
+    assert failures.by_cause().splitlines()[1:] == ["  2: no answer in N s", "  1: down"]
+
+
+def test_causes_that_are_all_different_are_not_noted_without_end():
+    notes: list[str] = []
+    failures = Failures(1.0, notes.append)
+    drawn(failures, *[f"bad answer {'x' * n}" for n in range(CAUSES + 5)])
+    assert len(notes) == CAUSES + 1, "the last is about the share"
+    assert failures.by_cause().splitlines()[1] == "  5: other causes"
 
 
 def test_a_share_of_failures_above_a_tenth_is_noted_once_with_what_it_does_to_means():

@@ -288,11 +288,20 @@ class Reports:
         """Keep what was computed of each token, until the samples of the step are written."""
         self._token_values = token_values(batch, annotations)
 
-    def samples(self, steps_done: int, ready: ReadyBatch, save: bool, show: bool, prompt_of: TellPrompt) -> Metrics:
+    def samples(
+        self,
+        steps_done: int,
+        ready: ReadyBatch,
+        save: bool,
+        show: bool,
+        prompt_of: TellPrompt,
+        step_sources: Mapping[str, float],
+    ) -> Metrics:
         """Write the groups that a step was trained on, show them on the terminal, and pass them to observers.
 
         Args:
             prompt_of: the prompt of a trajectory, which is written beside its answer.
+            step_sources: sources of step rewards (``RunOptions.step_sources``).
 
         Returns the counts of the step's prompts and the means of its samples.
         """
@@ -306,7 +315,7 @@ class Reports:
         self.observe("rollouts_finished", steps_done, ready.groups)
         counts = {f"stream/{name}": value for name, value in ready.counts.items()}
         counts |= {"stream/version": float(ready.version)} | ready.curriculum_metrics
-        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0))
+        counts |= failure_metrics(ready.groups, ready.counts.get("failed_samples", 0.0), step_sources)
         return counts | source_metrics(ready.groups) | info_metrics(ready.groups)
 
     def name_uncovered(self, roles: Mapping[str, Role], metrics: Metrics) -> None:

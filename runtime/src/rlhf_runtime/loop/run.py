@@ -199,7 +199,12 @@ class Run:
         if ready is not None:
             show = _due(steps_done, self.config.run.show_samples)
             metrics |= self.reports.samples(
-                steps_done, ready, self.config.checkpoint.save_rollouts, show, self.data.template.prompt_of
+                steps_done,
+                ready,
+                self.config.checkpoint.save_rollouts,
+                show,
+                self.data.template.prompt_of,
+                self.algorithm.run.step_sources,
             )
         elif self.data.chosen is not None:
             metrics |= self.data.chosen.metrics()
@@ -251,6 +256,8 @@ class Run:
 
     def close(self) -> None:
         """Export the model of a finished run, report how the run ended, release everything."""
+        for causes in filter(None, (failures.by_cause() for failures in self.failures)):
+            self.progress.note(causes)
         try:
             if self.status != "failed":
                 if self.status == "finished" and not self.state.updates:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from rlhf.ops.sample_values import step_rewards_of
 from rlhf.types import Group, Trajectory
 
 
@@ -144,10 +145,15 @@ def info_metrics(groups: Iterable[Group]) -> dict[str, float]:
     return {name: math.fsum(column) / len(column) for name, column in sorted(numbers.items())}
 
 
-def failure_metrics(groups: Iterable[Group], failed: float) -> dict[str, float]:
+def failure_metrics(groups: Iterable[Group], failed: float, step_sources: Mapping[str, float]) -> dict[str, float]:
     """``reward/mean_with_failed``: the mean reward where failed samples count with the lowest reward, which is at most
-    0. The mean of the other samples rises if a policy makes its reward fail where it would be low."""
-    rewards = [t.reward for group in groups for t in group.trajectories if t.reward is not None]
+    0. The mean of the other samples rises if a policy makes its reward fail where it would be low.
+
+    Args:
+        step_sources: ``RunOptions.step_sources``, whose rewards are no part of ``Trajectory.reward``.
+    """
+    scored = [t for group in groups for t in group.trajectories if t.reward is not None]
+    rewards = [math.fsum((t.reward or 0.0, *step_rewards_of(t, step_sources).values())) for t in scored]
     if not failed or not rewards:
         return {}
     lowest = min(0.0, *rewards)

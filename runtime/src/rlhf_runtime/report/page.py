@@ -10,7 +10,7 @@ import json
 import math
 import random
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -109,9 +109,8 @@ SAMPLES, TOKENS, CHARACTERS = 2000, 250_000, 6000
 """Samples of all runs; tokens of them that are shown with their values; characters of one text."""
 STEPS, EVALUATIONS, ANSWERS = 2000, 8, 100
 """Steps of a run among whose samples the page chooses; its evaluations, and answers of one of them."""
-SHARES = (0.2, 0.3, 0.1)
-"""Parts of the samples: of the first and last step, of prompts that came twice, of groups in which a sample failed. The
-others are drawn at random."""
+SHARES = (0.2, 0.3)
+"""Parts of the samples: of the first and last step, of prompts that came twice. The others are drawn at random."""
 
 NO_POLICY = (
     "The log-probs of the policy are not recorded, as nothing needed them before the update: it has one optimizer "
@@ -129,7 +128,6 @@ class RecordedGroup:
     """Source and row."""
     rows: range
     """Its rows in the file."""
-    failed: bool
 
 
 class ShownSamples:
@@ -146,10 +144,10 @@ class ShownSamples:
 
     def of(self, record: RunRecord, number: int) -> dict[str, Any]:
         """``samples`` of the run with this number; ``total``: how many were trained on, ``shown``: how many of them are
-        here; ``with_tokens``: samples that have their tokens; ``errors`` of failed samples and how often each came;
-        ``texts`` of tokens, by their ids; ``note`` about the numbers of tokens."""
+        here; ``with_tokens``: samples that have their tokens; ``texts`` of tokens, by their ids; ``note`` about the
+        numbers of tokens."""
         steps = recorded_steps(record.path)
-        groups, errors = recorded_groups(record, spread(steps, STEPS))
+        groups = recorded_groups(record, spread(steps, STEPS))
         rows: defaultdict[int, set[int]] = defaultdict(set)
         for group in chosen(groups, self._most):
             rows[group.step].update(group.rows)
@@ -184,7 +182,6 @@ class ShownSamples:
             "shown": sum(map(len, rows.values())),
             "steps": [len(spread(steps, STEPS)), len(steps)],
             "with_tokens": sum(any("ids" in turn for turn in sample["turns"]) for sample in samples),
-            "errors": errors.most_common(20),
             "texts": token_texts(record, sorted(ids)) if ids else {},
         }
 
@@ -216,27 +213,23 @@ class ShownSamples:
         return {**values, **{name: value for name, value in more.items() if value not in ({}, "", None)}}
 
 
-def recorded_groups(record: RunRecord, steps: Sequence[int]) -> tuple[list[RecordedGroup], Counter[str]]:
-    """The groups of these steps, and the errors of failed samples with their numbers."""
+def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGroup]:
+    """The groups of these steps."""
     groups: list[RecordedGroup] = []
-    errors: Counter[str] = Counter()
     for step in steps:
         path = record.path / "rollouts" / f"step-{step:06d}.arrow"
         try:
-            columns = read_columns(path, ["group", "source", "row", "status", "error", "sample"])
+            columns = read_columns(path, ["group", "source", "row", "sample"])
         except RlhfError as error:
             record.problems.append(str(error))
             continue
-        numbers, statuses = columns["group"], columns["status"]
+        numbers = columns["group"]
         starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
         for first, last in itertools.pairwise([*starts, len(numbers)]):
             if columns["sample"][first] is not None:
                 prompt = (str(columns["source"][first]), columns["row"][first])
-                groups.append(RecordedGroup(step, prompt, range(first, last), "failed" in statuses[first:last]))
-        errors.update(
-            str(e).split("\n")[0][:300] for e, s in zip(columns["error"], statuses, strict=True) if s == "failed"
-        )
-    return groups, errors
+                groups.append(RecordedGroup(step, prompt, range(first, last)))
+    return groups
 
 
 def chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
@@ -252,7 +245,7 @@ def chosen(groups: Sequence[RecordedGroup], most: int) -> list[RecordedGroup]:
     again = [group for same in apart if same[0].step != same[-1].step for group in (same[0], same[-1])]
     result: dict[RecordedGroup, None] = {}
     left = most
-    for part, share in zip((ends, again, [g for g in shuffled if g.failed], shuffled), (*SHARES, 1.0), strict=True):
+    for part, share in zip((ends, again, shuffled), (*SHARES, 1.0), strict=True):
         quota = min(left, int(share * most))
         for group in part:
             if group not in result and len(group.rows) <= quota:

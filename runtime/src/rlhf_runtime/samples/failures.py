@@ -1,7 +1,9 @@
-"""Failed samples: the first failure is reported at once, and too large a share of failures stops the run."""
+"""Failed samples: the first failure of each cause is reported at once, and too large a share stops the run."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 
 from rlhf.errors import RolloutError
@@ -14,6 +16,12 @@ small batch one bad row would be a large share."""
 NOTED = 0.1
 """Share of failures above which a note says that means of rewards leave them out."""
 
+CAUSES = 10
+"""Number of different causes that are reported. More are not told apart: their messages may hold the sample's text."""
+
+OTHERS = "other causes"
+_NUMBERS = re.compile(r"\b\d+(\.\d+)?\b")
+
 
 class Failures:
     """Counts the samples that are drawn for one purpose, and stops the run when too many fail. Failed samples have no
@@ -22,8 +30,8 @@ class Failures:
     Args:
         allowed: largest share of failed samples (``stream.max_failed``). The share is over the samples of the last
             call of :meth:`expect`, extended by earlier samples up to :data:`WINDOW` or its ``at_least``.
-        note: reports the first failure.
-        what: name of a sample in messages.
+        note: reports the first failure of each cause.
+        label: name of a sample in messages.
         then: what happens to a failed sample, in messages.
         metric: the metric that shows what failures change.
     """
@@ -43,6 +51,8 @@ class Failures:
         """Samples that failed so far."""
         self.first = ""
         """Which sample failed first, and why."""
+        self.causes: Counter[str] = Counter()
+        """Samples that failed for each cause: the first line of the error, with ``N`` for numbers."""
         self._recent: list[str] = []
         """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
         self._expected = 0
@@ -73,12 +83,17 @@ class Failures:
         if not failed:
             return
         self.failed += 1
-        if not self.first:
-            self.first = describe(trajectory)
-            self._note(
-                f"{self._label} {self.first}\nA failed {self._label} {self._then}. The run stops if a share of more "
-                f"than {self._allowed:.4g} fails (stream.max_failed). Later failures are only counted."
+        cause = _NUMBERS.sub("N", trajectory.error.partition("\n")[0])
+        if cause not in self.causes and len(self.causes) >= CAUSES:
+            cause = OTHERS
+        elif cause not in self.causes:
+            rules = (
+                f"\nA failed {self._label} {self._then}. The run stops if a share of more than {self._allowed:.4g} fails "
+                "(stream.max_failed). Later failures of the same cause are only counted."
             )
+            self._note(f"{self._label} {describe(trajectory)}{'' if self.first else rules}")
+        self.first = self.first or describe(trajectory)
+        self.causes[cause] += 1
         causes = [cause for cause in self._recent if cause]
         if len(causes) > self._allowed * self._expected:
             latest = f"The last of them: {self._label} {causes[-1]}\n" if len(causes) > 1 else ""
@@ -94,6 +109,13 @@ class Failures:
                 "others, so a policy that makes its reward fail would look better; see the metric "
                 f"{self._metric}."
             )
+
+    def by_cause(self) -> str:
+        """A line for each cause with its number of samples; empty where there are not several causes."""
+        if len(self.causes) < 2:
+            return ""
+        lines = [f"\n  {count}: {cause}" for cause, count in self.causes.most_common()]
+        return f"{self.failed} {self._label}s failed, N standing for any number:{''.join(lines)}"
 
     def __str__(self) -> str:
         """``3 of 64 samples failed (4.7 %)``; empty if none failed."""

@@ -550,7 +550,7 @@ function sampled(run) {
   const answers = list.length - shown;
   const parts = [];
   if (shown < total) parts.push(`${number(shown)} of the ${number(total)} samples that were trained on are on this page: whole groups of the first `
-    + "and last step, of prompts that came more than once, of groups in which a sample failed, and others at random.");
+    + "and last step, of prompts that came more than once, and others at random.");
   if (steps[0] < steps[1]) parts.push(`They are chosen among those of ${number(steps[0])} of ${number(steps[1])} steps.`);
   if (answers) parts.push(`${many(answers, "answer")} of evaluations are here: all answers to some prompts, at most about 100 of each of at most 8 evaluations.`);
   if (tokens < list.length) parts.push(`${number(tokens)} of them all have their tokens with log-probs.`);
@@ -651,13 +651,10 @@ function showLeftOut() {
   const rows = runs.flatMap((run) => run.left_out.map(([metric, count, what]) => make("tr", {},
     runs.length > 1 ? make("td", {}, run.label) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, what),
     make("td", {}, metric))));
-  const errors = runs.flatMap((run) => run.samples.errors.map(([text, count]) => make("tr", {},
-    runs.length > 1 ? make("td", {}, run.label) : null, make("td", { class: "number" }, number(count)), make("td", { class: "words" }, text))));
   const notes = runs.filter((run) => run.notes.length);
   const first = runs.length > 1 ? ["run"] : [];
   section("left-out", "Left out, and why",
     rows.length ? table([...first, "count", "what", "metric"], rows) : make("p", {}, "Nothing was left out of training."),
-    errors.length ? [make("h3", {}, "Errors of failed samples"), table([...first, "samples", "error"], errors)] : null,
     notes.length ? make("h3", {}, "Notes of the run") : null,
     notes.map((run) => [runs.length > 1 ? make("p", {}, run.label) : null, run.notes.map((text) => make("div", { class: "note" }, text))]));
 }
