@@ -321,6 +321,9 @@ def test_the_worst_and_the_best_samples_of_a_step(whole, capsys):
     assert f"worst 1 of 3: group {worst['group']}, sample {worst['sample']}, row {worst['row']} of 'data'" in text
     assert f"  reward {worst['reward']:.4g} (mean of its group {worst['group_mean']:.4g}): reward " in text
     assert f"  prompt\n    {worst['prompt']}\n  completion\n" in text
+    first = called(capsys, "samples", whole.path, "--step", 2)
+    assert first.count("\ngroup ") == 5
+    assert "12 samples of 4 prompts; the first 5 are shown (others: --worst" in first.partition("\n")[0]
 
 
 def test_samples_are_sorted_by_one_reward_or_by_length(whole, capsys):
@@ -340,7 +343,7 @@ def test_samples_of_one_group_source_or_at_random(whole, capsys):
     assert [(s["group"], s["sample"]) for s in shown(capsys, whole.path, "--group", group)] == [
         (group, 0), (group, 1), (group, 2)
     ]  # fmt: skip
-    assert len(shown(capsys, whole.path)) == 5
+    assert len(shown(capsys, whole.path)) == 12
     drawn = [shown(capsys, whole.path, "--random", 4) for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert len({(s["group"], s["sample"]) for s in drawn[0]}) == 4

@@ -172,6 +172,9 @@ def test_show_an_unknown_name(installed, tmp_path, capsys):
     installed("probe", REWARD)
     code, _, err = run(capsys, "show", "prob")
     assert code == 2
+    assert run(capsys, "show", "rlhf-plugin-probe")[2] == (
+        "rlhf: 'rlhf-plugin-probe' is a distribution. Name a plugin of it: probe (--kind reward)\n"
+    )
     text = "rlhf: no plugin named 'prob'. Did you mean 'probe'? `rlhf plugins list` shows what is installed."
     assert err == f"{text} Plugins of this project are in rlhf-kit; one of this name would be in rlhf-plugin-prob.\n"
     info = tmp_path / "rlhf_kit-0.1.0.dist-info"

@@ -138,6 +138,9 @@ def _resolve_all(plugins: Plugins, ref: str, kind: str | None) -> list[Resolved]
         return [plugins.resolve(kind, ref)]
     if ref.startswith(("file:", "python:", "model:", "http:", "https:")):
         raise PluginNotFound(f"{ref!r} could be of any kind: add --kind, e.g. --kind reward")
+    parts = [f"{e.name} (--kind {e.kind})" for e in plugins.list() if e.distribution == ref]
+    if parts:
+        raise PluginNotFound(f"{ref!r} is a distribution. Name a plugin of it: {', '.join(parts)}")
     reference = parse_reference(KINDS[0], ref)
     kinds = list(dict.fromkeys(e.kind for e in plugins.list() if e.name == reference.name and e.kind in KINDS))
     if not kinds:

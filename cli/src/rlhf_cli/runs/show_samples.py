@@ -23,8 +23,8 @@ class SamplesCommand(Command):
     """Show samples of a step of a run: `rlhf samples runs/latest --step 12 --worst 5`.
 
     Each sample is shown with its prompt, its completion (or the turns of the policy and of the environment), the reward
-    in total and by name, its length and its status. By default the first 5 samples are shown, and with --group all
-    samples of that group. RUN may also be a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`.
+    in total and by name, its length and its status. By default the first 5 samples are shown, and with --group or
+    --json all. RUN may also be a file of `rlhf eval --save`, `rlhf generate --save` or `rlhf score`.
     """
 
     name = "samples"
@@ -104,7 +104,7 @@ def _selections(
     if args.random is not None:
         selections.append(("random", draw_samples(samples, args.random, seed=0)))
     if not selections:
-        selections.append(("", samples if args.group is not None else samples[:FIRST]))
+        selections.append(("", samples if args.group is not None or args.json else samples[:FIRST]))
     return selections
 
 
@@ -128,9 +128,10 @@ def _print(
     from rlhf_cli.runs.sample_text import sample_text
 
     console = terminal()
-    console.print(
-        f"{path}: {len(all_samples)} samples of {len({sample.group for sample in all_samples})} prompts", style="bold"
-    )
+    heading = f"{path}: {len(all_samples)} samples of {len({sample.group for sample in all_samples})} prompts"
+    if len(selections) == 1 and not selections[0][0] and len(selections[0][1]) < len(all_samples):
+        heading += f"; the first {len(selections[0][1])} are shown (others: --worst, --best, --random, --group)"
+    console.print(heading, style="bold", soft_wrap=True)
     unscored = sum(sample.value(args.sort_by) is None for sample in all_samples)
     if unscored and (args.worst is not None or args.best is not None):
         console.print(f"{unscored} of them have no {args.sort_by or 'reward'}, and are not compared.", style="yellow")

@@ -70,7 +70,7 @@ class EnvStep:
     ``temperature`` (above 0) and the stop conditions. It may not exclude tokens that ``[sampling]`` allows."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """JSON values. Numbers and bools are stored with the sample, of each key the last value of the episode. Their means
-    over samples are metrics, ``env/KEY``."""
+    over the samples that have the key are metrics, ``env/KEY``: give a share its 0 too."""
     images: tuple[bytes, ...] = ()
     """Contents of image files, shown to the policy before the text of the observation."""
     score: float | None = None

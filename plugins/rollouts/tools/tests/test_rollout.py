@@ -153,6 +153,7 @@ def test_several_calls_of_an_answer_are_executed_and_their_results_are_in_order(
         "rollout/calls/now": 1.0,
         "rollout/calls_unknown": 1.0,
         "rollout/calls_unreadable": 0.0,
+        "rollout/no_room": 0.0,
         "rollout/errors/add": 1.0,
         "rollout/errors/fail": 1.0,
         "rollout/errors/now": 0.0,
@@ -196,6 +197,7 @@ def test_results_that_leave_no_room_are_left_out(template) -> None:
         [trajectory], asked = play(template, config("long"), text, "never<eos>", max_tokens=left)
         assert (len(trajectory.turns), trajectory.status) == (turns, status)
         assert trajectory.turns[-1].sampled
+        assert trajectory.info["rollout/no_room"] == float(turns == 2)
     [trajectory], _ = play(template, config("long"), text, max_tokens=50)
     assert "the prompt with the descriptions of the tools leaves no room for an answer" in trajectory.error
 

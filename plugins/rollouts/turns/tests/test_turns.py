@@ -25,6 +25,10 @@ class Context(RolloutContext):
         self.sampling, self.max_tokens = sampling, max_tokens
         self.asked: list[tuple[list[int], Sampling, int]] = []
         self.followed: list[str] = []
+        self.reported: dict[str, float] = {}
+
+    def report(self, name, value):
+        self.reported[name] = value
 
     def encode_prompt(self, row):
         return self._turn(row["prompt"], sampled=False)
@@ -114,6 +118,7 @@ def test_multi_turn_alternates_and_keeps_every_reward_at_its_turn() -> None:
     assert env.given == (ROW, 5)
     assert env.actions == ["a", "bb", "ccc"]
     assert [number for _, _, number in context.asked] == [0, 1, 2]
+    assert context.reported == {"no_room": 0.0}
     assert "".join(map(chr, context.asked[2][0])) == "prompt:open;aone;bbtwo;"  # the sampled tokens, unchanged
 
 
@@ -132,8 +137,10 @@ def test_the_budget_cuts_the_answer_and_the_environment_still_sees_it() -> None:
 
 def test_an_observation_that_leaves_no_room_is_left_out_whole() -> None:
     env = Scripted("", EnvStep("long observation", 0.5))
-    turns = run(MultiTurn, Context("aa", env=env, max_tokens=20))
+    context = Context("aa", env=env, max_tokens=20)
+    turns = run(MultiTurn, context)
     assert [t.text for t in turns] == ["prompt:", "aa"]
+    assert context.reported == {"no_room": 1.0}
     assert (turns[-1].finish, turns[-1].reward) == ("length", 0.5)
     with pytest.raises(RolloutError, match="environment's opening leaves no room"):
         run(MultiTurn, Context("a", env=Scripted("a long opening"), max_tokens=20))

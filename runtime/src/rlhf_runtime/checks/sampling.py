@@ -305,8 +305,8 @@ def stream(run: RunPlugins) -> list[str]:
         )
     elif generator is not None and not issubclass(generator, AnswersRequests):
         problems.append(
-            f"stream.mode = 'continuous': generator {generator.name!r} answers no single requests. Remove it, or use "
-            "another --generator.use."
+            f"stream.mode = 'continuous': generator {generator.name!r} answers no single requests. Remove it, or use a "
+            "generator that does (--generator.use): `rlhf plugins list generator`, `rlhf plugins show NAME`."
         )
     if section.round > 1:
         problems.append(

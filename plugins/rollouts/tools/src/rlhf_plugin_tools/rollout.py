@@ -90,6 +90,7 @@ class ToolsRollout(Rollout):
                 following = replace(ctx.encode_messages(messages, tools), fresh=True)
             if _room([*turns, following], ctx) < 1:
                 turn.finish = "length"
+                counts["no_room"] = 1
                 break
             turns.append(following)
         for name, count in counts.items():

@@ -35,7 +35,7 @@ class Toolbox:
         """The counts of a sample, all 0. :meth:`answer` adds to them. Names that the policy makes up have one count, so
         that metrics do not get names of its choice."""
         of_tools = [f"{kind}/{name}" for name in self.tools for kind in ("calls", "errors")]
-        return Counter(dict.fromkeys([*of_tools, "calls_unknown", "calls_unreadable"], 0))
+        return Counter(dict.fromkeys([*of_tools, "calls_unknown", "calls_unreadable", "no_room"], 0))
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

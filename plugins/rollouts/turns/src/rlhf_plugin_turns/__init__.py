@@ -34,7 +34,8 @@ class MultiTurn(Rollout):
     * the environment returns ``done`` (at the latest after ``[env] max_turns`` steps),
     * a sampled turn uses the last token of ``data.max_tokens``: its ``finish`` is ``length``, and the environment
       still gets it, because it may have completed the task, or
-    * an observation leaves no room for an answer: it is left out, and the turn before it gets ``finish = "length"``.
+    * an observation leaves no room for an answer: it is left out, the turn before it gets ``finish = "length"``, and
+      the metric ``rollout/no_room`` counts the sample.
 
     So ``Trajectory.truncated`` is true exactly if the token budget ended the episode before the environment did, or if
     the last answer was cut at ``max_new_tokens``. Sampled tokens are never decoded and encoded again.
@@ -60,7 +61,9 @@ class MultiTurn(Rollout):
         step = EnvStep(opening) if isinstance(opening, str) else opening
         game = AgentConversations(row, ctx)
         for turn_number in itertools.count():
-            if not game.observe(step):
+            fits = game.observe(step)
+            ctx.report("no_room", float(not fits))
+            if not fits:
                 return game.turns()
             turns, sampling = game.conversations[step.agent], step.sampling or sampling
             env.sampling = sampling
