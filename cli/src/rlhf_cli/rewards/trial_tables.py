@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -197,13 +198,13 @@ def _failures(trial: Trial) -> TrialTable:
             late = call.seconds >= trial.rewards[call.reward].deadline
             failures.setdefault((call.reward, late, message), []).append(call)
     rows = [
-        (reward, "took too long" if late else "failed", str(len(calls)), message, *_samples(calls[0])[::2])
+        (reward, "took too long" if late else "failed", str(len(calls)), *_samples(calls[0])[::2], message)
         for (reward, late, message), calls in sorted(failures.items(), key=lambda item: not item[0][1])
     ]
     expired = sum(len(calls) for (_, late, _), calls in failures.items() if late)
     failed = sum(map(len, failures.values())) - expired
     notes = [f"{expired} calls took longer than their deadline, {failed} failed otherwise"] if rows else []
-    columns = ("reward", "", "calls", "message", "first row", "first answer")
+    columns = ("reward", "", "calls", "first row", "first answer", WHOLE)
     return TrialTable("Calls without a result", columns, rows[: 2 * MOST], notes)
 
 
@@ -213,6 +214,8 @@ def _number(value: float | None) -> str:
 
 LONGEST = 60
 """Characters of a cell in a terminal. The page has whole texts."""
+WHOLE = "message"
+"""The column whose cells are never cut: the cause of an error is often its last words."""
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
 body { margin: 2rem auto; max-width: 75rem; padding: 0 1rem }
@@ -248,13 +251,14 @@ def as_page(title: str, parts: Sequence[TrialTable]) -> str:
 
 def _table(part: TrialTable) -> str:
     rows = [part.columns, *part.rows] if part.rows else []
-    cells = [[_cell(cell) for cell in row] for row in rows]
+    longest = [sys.maxsize if column == WHOLE else LONGEST for column in part.columns]
+    cells = [[_cell(cell, most) for cell, most in zip(row, longest, strict=True)] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(set_cell_size(c, w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([part.title, *(f"  - {note}" for note in part.notes), *(f"  {line}" for line in lines), ""])
 
 
-def _cell(text: str) -> str:
+def _cell(text: str, longest: int) -> str:
     """One line, without control characters."""
     line = "".join(c if c.isprintable() else " " for c in text.strip())
-    return line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…"
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"

@@ -225,7 +225,7 @@ def recorded_groups(record: RunRecord, steps: Sequence[int]) -> list[RecordedGro
             continue
         numbers = columns["group"]
         starts = [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
-        for first, last in itertools.pairwise([*starts, len(numbers)]):
+        for first, last in itertools.pairwise([*starts, len(numbers)]):  # nothing in a step without samples
             if columns["sample"][first] is not None:
                 prompt = (str(columns["source"][first]), columns["row"][first])
                 groups.append(RecordedGroup(step, prompt, range(first, last)))
