@@ -266,6 +266,12 @@ def test_slots_of_the_wrong_form(plugins, loss, expected):
 def test_an_unknown_plugin_in_a_slot(plugins):
     message = refused(lambda: build_algorithm(plugins, Choice(use="algo", options={"loss": "clipp"})), PluginNotFound)
     assert "'clip'" in message
+    assert "takes it for its slot" not in message
+    absent = type("Absent", (Algo,), {"name": "other", "slots": {"loss": Slot("loss", "absent")}, "__doc__": "x"})
+    plugins.register("algorithm", absent)
+    message = refused(lambda: build_algorithm(plugins, Choice(use="other")), PluginNotFound)
+    assert "no loss named 'absent'" in message
+    assert "The algorithm takes it for its slot where algorithm.loss.use is not set." in message
 
 
 @cache

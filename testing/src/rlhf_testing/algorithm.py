@@ -73,7 +73,8 @@ class AlgorithmSubject(Contract):
         try:
             cls = self._plugins.resolve(slot.kind, slot.use).cls
         except Exception as error:
-            raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error}") from error
+            hint = f"If the class is in the same file, the algorithm says conformance = {{'parts': {{{name!r}: CLASS}}}}."
+            raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error} {hint}") from error
         try:
             return cls(cls.Config.model_validate(dict(slot.defaults)))
         except ValidationError as error:

@@ -257,7 +257,15 @@ def _slot(
         raise ConfigError(
             f"{where}.use{origin(f'{where}.use', origins)}: the name of a plugin, got {type_and_value(use)}"
         )
-    resolved = plugins.resolve(slot.kind, str(use))
+    try:
+        resolved = plugins.resolve(slot.kind, str(use))
+    except PluginNotFound as error:
+        if "use" in setting:
+            raise
+        raise PluginNotFound(
+            f"{error} The algorithm takes it for its slot where {where}.use is not set. Set that to another, or to a "
+            "class in a file: file:PATH.py:CLASS."
+        ) from None
     if _same(plugins, slot, resolved):
         options = {**slot.defaults, **options}
     return resolved, options
