@@ -49,7 +49,10 @@ def encode(value: Any, where: str = "state", nonfinite: Nonfinite = "refuse") ->
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == MARK:
-                raise CheckpointError(f"{where} has the key {key!r}; keys must be text other than {MARK!r}.")
+                raise CheckpointError(
+                    f"{where} has the key {key!r}; keys must be text other than {MARK!r}. Keep str(key) and convert it "
+                    "where it is read, or keep a list of [key, value]."
+                )
         return {key: encode(item, f"{where}.{key}", nonfinite) for key, item in value.items()}
     raise CheckpointError(
         f"{where} is a {type(value).__name__}, which JSON cannot hold. Allowed: dict with text keys, list, str, "
