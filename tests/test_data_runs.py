@@ -137,6 +137,9 @@ def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> 
     for name in ("train 'rows'", "eval 'held'"):
         (said,) = [text for text in run.said.splitlines() if f"data.{name}" in text]
         assert said.endswith("is read as prompt = 'question', response = 'answer'")
+    left_out = "of the first 6 training rows 1 are left out (1 with nothing to learn or malformed), e.g. "
+    assert left_out in run.said
+    assert "rows.jsonl, line 3: column 'answer': the answer is empty" in run.said
     assert [line["data/bad_rows"] for line in run.lines()] == [1, 2, 3]  # 15 of 18 draws are used
     assert "data/dropped" not in run.lines()[0]
     assert "evaluation rows" not in run.said
@@ -145,6 +148,7 @@ def test_recognised_columns_are_printed_and_bad_rows_counted(shop: Workshop) -> 
     assert "1 evaluation rows are bad and left out" in some.said
     dry = shop.run("sft", "third", "--dry-run", data={**data, "bad_rows": "drop"})
     assert "is read as prompt = 'question', response = 'answer'" in dry.out
+    assert left_out in dry.out
 
 
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}

@@ -138,6 +138,18 @@ def test_the_trained_model_answers(shop):
         result.generate(["1+1=", ""])
 
 
+def test_the_samples_of_a_step_are_objects(shop):
+    result = train(shop, "out", steps=2)
+    for step in (1, 2):
+        samples = result.samples(step)
+        assert sum(s.reward for s in samples) / len(samples) == pytest.approx(result.metrics[step - 1]["reward/mean"])
+        answers = {row["prompt"]: row["answer"] for row in PROMPTS}
+        assert [s.reward for s in samples] == [digits([s.completion], [answers[s.prompt]])[0] for s in samples]
+    assert result.samples() == samples
+    with pytest.raises(ConfigError, match="It holds samples of steps 1 to 2"):
+        result.samples(3)
+
+
 def test_metrics_are_a_table_in_a_notebook(shop):
     metrics = train(shop, "out", steps=2).metrics
     table = metrics._repr_html_()

@@ -75,11 +75,11 @@ def _show_run(config: RunFile, plugins: Plugins) -> Prepared:
     notes = check_output(prepared)
     checked = row_check(prepared)
     checked.start()
-    checked.wait()
+    left_out = checked.wait()
     sys.stdout.write(to_toml(prepared.config))
     sys.stdout.write("\n# What this run would do\n")
     sys.stdout.write(f"# steps: {prepared.total_steps}, {prepared.data.rows_per_epoch} rows per epoch\n")
-    for note in (*prepared.notes, *notes):
+    for note in filter(None, (*prepared.notes, *notes, left_out)):
         sys.stdout.write(f"# {note}\n")
     for name, spec in prepared.specs.items():
         kind = "trained" if spec.role.trained else "frozen"

@@ -68,6 +68,13 @@ def test_refused_or_left_out_and_counted(load, chars, form, good, bad, message):
     assert text.endswith('Correct the row, or set data.bad_rows = "drop" to leave such rows out (counted).')
 
     data = load(chars, form, rows, bad_rows="drop")
+    assert data.check(len(good)) == ""
+    note = data.check(len(rows))
+    assert note.startswith(
+        f"of the first {len(rows)} training rows 1 are left out (1 with nothing to learn or malformed)"
+    )
+    assert f"rows.jsonl, line {len(rows)}: " in note
+    assert message in note
     taken = data.take(2 * len(good) + 1)  # into the third pass
     assert [r.index for r in taken] == [*range(len(good)), *range(len(good)), 0]
     assert (data.bad_rows, data.dropped) == (2, 0)

@@ -145,7 +145,7 @@ def test_missing_required_columns_are_refused(write, chars, chat):
     data = TrainData(DataSection(train=(write("b.jsonl", [{"m": talk}]),), messages="m"), chat, "demonstrations", 0)
     assert len(data.examples(data.take(1))) == 1
     assert data.template.encode_prompt(data.row("b", 0)).text == "a"  # for evaluation by rollouts
-    with pytest.raises(DataError, match="has no column 'chosen'"):
+    with pytest.raises(DataError, match="has no column 'prompt' or 'chosen' or 'rejected'"):
         TrainData(DataSection(train=(only,)), chat, "pairs", 0)
 
 

@@ -182,9 +182,22 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
         ("pairs", {"prompt": "a", "chosen": "b"}, "has no column 'rejected'; columns"),
         ("pairs", {"prompt": "other", "chosen": [USER, BOT], "rejected": [USER, NO]}, "that they do not repeat; name"),
         ("labels", {"prompt": "a", "response": "b", "score": 7.5}, "has no column 'label';"),
-        ("steps", {"prompt": "a", "steps": [{"text": "b"}]}, "has no column 'completions';"),
+        ("steps", {"prompt": "a", "steps": [{"text": "b"}]}, "has no column 'completions' or 'labels';"),
         ("steps", {"prompt": "a", "completions": ["b"]}, "has no column 'labels';"),
         ("demonstrations", {"prompt": "a"}, "has no column 'response';"),
+        (
+            "demonstrations",
+            {"question": "a", "complettion": "b"},
+            "no column 'response'; columns present: question, "
+            "complettion. Did you mean 'complettion'? Name the right one with --data.response.",
+        ),
+        ("labels", {"question": "a", "answer": "b", "score": 0.7}, "has no column 'label';"),
+        (
+            "pairs",
+            {"question": "a", "answer": "b"},
+            "has no column 'chosen' or 'rejected'; columns present: question, "
+            "answer. Name the right ones with --data.chosen, --data.rejected.",
+        ),
     ],
 )
 def test_the_error_for_unknown_columns_says_what_is_missing(form, row, message):

@@ -59,6 +59,16 @@ def test_a_dataset_keeps_its_selected_rows_and_its_types(tmp_path):
     assert [p.name for p in (tmp_path / "given").iterdir()] == [Path(path).name]
 
 
+def test_a_pandas_frame_is_its_rows_without_the_index(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "n": 1, "x": 0.5}, {"prompt": [], "n": 2, "x": None}]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
+    for frame in (pandas.DataFrame(rows, index=["i", "j"]), pandas.read_parquet(tmp_path / "a.parquet")):
+        assert read(GivenFiles(tmp_path).rows("train", frame)) == rows
+    with pytest.raises(DataError, match="row 0, 'day': got Timestamp"):
+        GivenFiles(tmp_path).rows("train", pandas.DataFrame({"day": pandas.to_datetime(["2020-01-01"])}))
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [

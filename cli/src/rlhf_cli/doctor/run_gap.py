@@ -39,9 +39,7 @@ def examine_run(args: argparse.Namespace) -> int:
     from rlhf.plugins import Plugins
     from rlhf_runtime.config.load import load, look_for_models
     from rlhf_runtime.jobs.mismatch import examine, weights_kept
-    from rlhf_runtime.report.recorded_samples import recorded_steps
-
-    from rlhf_cli.runs.show_samples import samples_file
+    from rlhf_runtime.report.recorded_samples import recorded_steps, samples_file
 
     folder = Path(args.run_file)
     if args.start or args.timeout is not None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf import hookimpl
 from rlhf.errors import ConfigError
@@ -42,7 +42,7 @@ class SamplesCommand(Command):
         parser.add_argument("--json", action="store_true", help="one JSON object a line for each sample")
 
     def run(self, args: argparse.Namespace) -> int:
-        from rlhf_runtime.report.recorded_samples import check_sort, read_samples, select
+        from rlhf_runtime.report.recorded_samples import check_sort, read_samples, samples_file, select
 
         path, step = samples_file(args.run_folder, args.step)
         samples = select(read_samples(path, step), args.source, args.group)
@@ -55,38 +55,6 @@ class SamplesCommand(Command):
         else:
             _print(samples, selections, path, args)
         return 0
-
-
-def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
-    """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
-    from rlhf_runtime.report.recorded_samples import recorded_steps
-    from rlhf_runtime.report.run_record import RunRecord
-
-    if run.is_file():
-        if step is not None:
-            raise ConfigError(f"--step {step}: {run} is one file of samples, without steps. Leave --step out.")
-        return run, None
-    record = RunRecord.read(run)
-    steps = recorded_steps(run)
-    if not steps:
-        raise ConfigError(f"{run} holds no samples. {_why_no_samples(record)}")
-    if step is not None and step not in steps:
-        whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
-        listing = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
-        word = "step" if len(steps) == 1 else "steps"
-        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
-    step = steps[-1] if step is None else step
-    return run / "rollouts" / f"step-{step:06d}.arrow", step
-
-
-def _why_no_samples(record: Any) -> str:
-    if record.option("checkpoint.save_rollouts") is False:
-        return "The run was told not to write them (checkpoint.save_rollouts = false)."
-    if not record.lines:
-        return "The run has finished no step."
-    if "stream/version" not in record.last:  # every step that was trained on samples has it
-        return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
-    return "They were deleted: the run sampled, and its folder rollouts/ has no files."
 
 
 def _selections(

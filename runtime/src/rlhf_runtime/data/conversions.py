@@ -161,7 +161,7 @@ def describe(conversion: str) -> str:
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",
         "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
-        "context": "the history, then the instruction, a blank line, its context",
+        "context": "the instruction, a blank line, its context; a history comes before them",
         "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         "rated_steps": "a list of steps with their ratings or labels",
         "prm800k": "PRM800K: the chosen completion of each step; neutral ratings count as right",

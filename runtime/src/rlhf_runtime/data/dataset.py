@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -193,8 +194,9 @@ class TrainData:
         """Whether a row can be used, and its tokens (:func:`rlhf_runtime.data.row_rules.judge`). Changes no counter."""
         return judge(row, self.form, self.template, self.section, answered)
 
-    def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Check the first ``rows`` training rows of a run, in its order, without taking or counting them.
+    def check(self, rows: int, stopped: Callable[[], bool] = lambda: False) -> str:
+        """Check the first ``rows`` training rows of a run, in its order, without taking or counting them. Returns a
+        note on those that will be left out; empty where none will.
 
         Args:
             stopped: called before each row; True ends the check.
@@ -202,16 +204,26 @@ class TrainData:
         Raises DataError: a row would be refused by :meth:`take`, or no row is usable.
         """
         order = RowOrder(self._train, self.order.seed, self.order.shuffle)
-        count = usable = 0
-        while count < rows or (rows and not usable):
+        counts, first, checked = Counter[str](), "", 0
+        while checked < rows or (rows and checked == counts.total()):  # at least until a row is usable
             if stopped():
-                return
+                break
             row = order.take(1)[0]
-            why = self.judge(row, row.source in self.answered)
-            self._require_wanted(row, self._train, why)
-            count, usable = count + 1, usable + (not why.kind)
-            if not usable and count >= 2 * self.rows_per_epoch:
-                raise self._nothing_left(count, why)
+            verdict = self.judge(row, row.source in self.answered)
+            self._require_wanted(row, self._train, verdict)
+            checked += 1
+            if verdict.kind:
+                counts[verdict.kind] += 1
+                first = first or f"{self._source(self._train, row.source).where(row.index)}: {verdict.text}"
+            if checked == counts.total() >= 2 * self.rows_per_epoch:
+                raise self._nothing_left(checked, verdict)
+        if not counts:
+            return ""
+        reasons = ", ".join(f"{counts[kind]} {name}" for kind, name in _LEFT_OUT.items() if counts[kind])
+        return (
+            f"of the first {checked} training rows {counts.total()} are left out ({reasons}), e.g. "
+            f"{first.rstrip('.')}. `rlhf data preview --check` names all of them."
+        )
 
     def every_example(self, size: int) -> Iterator[list[Example]]:
         """All usable rows, first of training and then of evaluation, as tokens, in lists of ``size``. Changes no
@@ -280,7 +292,8 @@ class TrainData:
                 'Correct the row, or set data.bad_rows = "drop"'
             )  # fmt: skip
             where = self._source(sources, row.source).where(row.index)
-            text = f"{where}: {why.text.rstrip('.')}. {advice} to leave such rows out (counted)."
+            end = "" if why.text.endswith((".", "?")) else "."
+            text = f"{where}: {why.text}{end} {advice} to leave such rows out (counted)."
             raise DataError(text) from why.error
 
     @staticmethod
@@ -290,6 +303,8 @@ class TrainData:
                 return source
         raise DataError(f"no data source {name!r}; there are {', '.join(s.name for s in sources)}")
 
+
+_LEFT_OUT = {"too_long": "over the limits", "bad_rows": "with nothing to learn or malformed"}
 
 CHECKED = 5_000
 """Number of training rows that are tokenised before the first step. This takes a few seconds, usually less than loading
@@ -311,17 +326,20 @@ class RowCheck:
         self._data, self._rows = data, min(rows, CHECKED, data.rows_per_epoch)
         self._stopped = Event()
         self._error: BaseException | None = None
+        self._note = ""
         self._thread = Thread(target=self._run, name="row-check", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until all rows are checked. Raises DataError with file and line of the first row that is refused."""
+    def wait(self) -> str:
+        """Wait until all rows are checked. Returns a note on rows that are left out, or an empty text. Raises DataError
+        with file and line of the first row that is refused."""
         if self._thread.is_alive():
             self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._note
 
     def stop(self) -> None:
         """End the check, because the run has failed for another reason."""
@@ -331,6 +349,6 @@ class RowCheck:
 
     def _run(self) -> None:
         try:
-            self._data.check(self._rows, self._stopped.is_set)
+            self._note = self._data.check(self._rows, self._stopped.is_set)
         except BaseException as error:  # raised again in wait()
             self._error = error

@@ -119,6 +119,7 @@ def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, An
 PROMPTS = ("question", "problem", "query", "instruction", "input")
 RESPONSES = ("completion", "output", "answer", "solution")
 LABELS = ("score", "is_correct")
+_COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": LABELS}
 CONTEXTS = ("input", "context")
 """Column beside ``instruction`` with its context."""
 HISTORY = "history"
@@ -209,18 +210,36 @@ class _Case:
         if "margin" in self.named:
             fields.append("margin")
         names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
-        lacking = [
-            f"has no column {c!r}; {self.present()}{did_you_mean(c, self.columns)} Name the right one with --data.{f}."
-            for f, c in names.items()
-            if c not in self.columns
-        ]
+        lacking = {f: c for f, c in names.items() if c not in self.columns and not self._known(f)}
         if lacking:
-            return " It ".join(lacking)
+            hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
+            ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
+            return (
+                f"has no column {' or '.join(map(repr, lacking.values()))}; {self.present()}{''.join(hints)} "
+                f"Name the right {ones} with {flags}."
+            )
         why = " ".join(f"{c!r} holds {type(self.row.get(c)).__name__}." for c in names.values())
         return (
             f"has no layout of the form {self.form!r} that is known; {self.present()} {why} The documentation's page "
             "on data lists them."
         )
+
+    def _known(self, field: str) -> bool:
+        """Whether a column with a common name is read as this field, so that it is not what is missing."""
+        if field in self.named:
+            return False
+        if field == "label":
+            return any(map(self._is_label, self._choices(field, LABELS)))
+        return bool(self._choices(field, _COMMON.get(field, ())))
+
+    def _did_you_mean(self, field: str, column: str) -> str:
+        """The column whose name is nearly that of the field, or one of its common names."""
+        if field in self.named:
+            return did_you_mean(column, self.columns)
+        known = {*DEFAULTS.values()}.union(*_COMMON.values())
+        others = [c for c in self.columns if c not in known]
+        hints = (did_you_mean(name, others) for name in (column, *_COMMON.get(field, ())))
+        return next(filter(None, hints), "")
 
     # ------------------------------------------------------------------------------------- forms
 
@@ -339,7 +358,7 @@ class _Case:
         return self.form, self.columns, self.row, self.named, True, self.prompt
 
     def present(self) -> str:
-        return f"columns present: {', '.join(self.columns)}."
+        return f"columns present: {', '.join(c or repr(c) for c in self.columns)}."
 
 
 def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:

@@ -42,7 +42,7 @@ class GivenFiles:
 
     def rows(self, name: str, data: Iterable[Any]) -> str:
         """Writes the rows and returns the path. A ``datasets.Dataset`` is saved by its own library, anything else as
-        jsonl. An iterable is read once, to its end.
+        jsonl. An iterable is read once, to its end. Missing values of a pandas frame are null.
 
         Args:
             name: ``train`` or ``eval``, for messages and the file's name.
@@ -51,6 +51,8 @@ class GivenFiles:
         """
         if is_dataset(data):
             return self._keep(name, "", lambda path: save_dataset(data, path))
+        if is_frame(data):
+            data = frame_rows(data)
         return self._keep(name, ".jsonl", lambda path: save_rows(data, path, name))
 
     def model(self, model: Any, tokenizer: Any) -> str:
@@ -98,6 +100,28 @@ def is_dataset(data: object) -> bool:
     return library is not None and isinstance(data, library.Dataset)
 
 
+def is_frame(data: object) -> bool:
+    """Whether ``data`` is a ``pandas.DataFrame``. Does not import that library."""
+    library = sys.modules.get("pandas")
+    return library is not None and isinstance(data, library.DataFrame)
+
+
+def frame_rows(frame: Any) -> Iterator[dict[Any, Any]]:
+    """The rows of a pandas frame, without its index. A missing value (NaN, NA, NaT) is None, and an array of one
+    dimension, as pandas reads the lists of a parquet file, is a list."""
+    import pandas
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cell(item) for key, item in value.items()}
+        if isinstance(value, list) or getattr(value, "ndim", None) == 1:
+            return [cell(item) for item in (value if isinstance(value, list) else value.tolist())]
+        return None if pandas.api.types.is_scalar(value) and pandas.isna(value) else value
+
+    for row in frame.to_dict("records"):
+        yield cell(row)
+
+
 def save_dataset(data: Any, path: Path) -> str:
     """Save the selected rows with ``save_to_disk``. Returns the SHA-256 of the values."""
     import datasets
@@ -132,8 +156,7 @@ def lines(data: Iterable[Any], name: str) -> Iterator[bytes]:
         where = f"{name} data, row {number}"
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{where}: a row is a dict of columns, got {shown(row)}. Of a table of pandas give "
-                "frame.to_dict('records'), of a dict of splits one split."
+                f"{where}: a row is a dict of columns, got {shown(row)}. Of a dict of splits give one split."
             )
         values = json_value(dict(row), where)
         try:

@@ -18,6 +18,7 @@ from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.config.sections import Choice, EvalSection, StreamSection, SyncSection
 from rlhf_runtime.jobs.inference import evaluate_model
 from rlhf_runtime.observe.progress import HEADLINE
+from rlhf_runtime.report.recorded_samples import RecordedSample, read_samples, samples_file
 
 SHOWN_ROWS = 20
 """Maximum number of rows in a notebook's table."""
@@ -60,6 +61,17 @@ class Result:
     """One dict per step, as in ``metrics.jsonl``."""
     config: RunFile = field(repr=False)
     """The resolved run file."""
+
+    def samples(self, step: int | None = None) -> list[RecordedSample]:
+        """The samples that a step was trained on, each with ``prompt``, ``completion``, ``reward``, ``rewards`` by name
+        and more.
+
+        Args:
+            step: None: the last step that has samples.
+
+        Raises ConfigError: the step has none, or the algorithm samples nothing.
+        """
+        return read_samples(*samples_file(self.output, step))
 
     def generate(
         self,

@@ -102,10 +102,11 @@ def train(
         model: a folder or a hub name; or a loaded model of transformers. An object is saved once to ``given/`` of the
             run's folder and read from there; the object itself is not trained.
         tokenizer: the tokenizer of a model that is given as an object.
-        data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, or any iterable of dicts.
-            Objects are written once to ``given/`` of the run's folder before the run starts; an iterable is read to its
-            end. The run reads that file, so the order of rows, a resume and ``rlhf train OUTPUT/config.toml`` work as
-            with a file. Allowed values are those of JSON: text, numbers, booleans, None, lists and dicts.
+        data: rows to train on: paths of files, a list of dicts, a ``datasets.Dataset``, a pandas frame, or any iterable
+            of dicts. Objects are written once to ``given/`` of the run's folder before the run starts; an iterable is
+            read to its end. The run reads that file, so the order of rows, a resume and ``rlhf train
+            OUTPUT/config.toml`` work as with a file. Allowed values are those of JSON: text, numbers, booleans, None,
+            lists and dicts.
         eval_data: held-out rows, in the same forms.
         reward: one reward, a list, or {name: reward}: a function ``f(prompt, completion, row)`` or ``f(completions,
             **columns)`` (:mod:`rlhf.plugins.functions`), a Reward class or instance, or a reference

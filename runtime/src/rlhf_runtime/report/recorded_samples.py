@@ -16,6 +16,7 @@ from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, s
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
 from rlhf_runtime.data.recorded_answers import SUCH
+from rlhf_runtime.report.run_record import RunRecord
 
 LENGTH = "length"
 _FILE = re.compile(r"step-(\d{6,})\.arrow")
@@ -66,6 +67,11 @@ class RecordedSample:
     agent: str = ""
     """Whose conversation it is, where the policy plays several agents."""
 
+    @property
+    def completion(self) -> str:
+        """Text of everything after the prompt, observations included."""
+        return "".join(turn.text for turn in self.turns)
+
     def value(self, name: str | None) -> float | None:
         """The value that samples are sorted by: a reward by its name, the length, or for None the total reward."""
         if name is None:
@@ -78,6 +84,35 @@ def recorded_steps(run: Path) -> list[int]:
     folder = run / "rollouts"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+
+def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
+    """The file of samples, and its step. Raises ConfigError naming the steps that have samples."""
+    if run.is_file():
+        if step is not None:
+            raise ConfigError(f"--step {step}: {run} is one file of samples, without steps. Leave --step out.")
+        return run, None
+    record = RunRecord.read(run)
+    steps = recorded_steps(run)
+    if not steps:
+        raise ConfigError(f"{run} holds no samples. {_why_no_samples(record)}")
+    if step is not None and step not in steps:
+        whole = steps[-1] - steps[0] + 1 == len(steps) and len(steps) > 1
+        listing = f"{steps[0]} to {steps[-1]}" if whole else ", ".join(map(str, steps))
+        word = "step" if len(steps) == 1 else "steps"
+        raise ConfigError(f"--step {step}: {run} holds no samples of it. It holds samples of {word} {listing}.")
+    step = steps[-1] if step is None else step
+    return run / "rollouts" / f"step-{step:06d}.arrow", step
+
+
+def _why_no_samples(record: RunRecord) -> str:
+    if record.option("checkpoint.save_rollouts") is False:
+        return "The run was told not to write them (checkpoint.save_rollouts = false)."
+    if not record.lines:
+        return "The run has finished no step."
+    if "stream/version" not in record.last:  # every step that was trained on samples has it
+        return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
+    return "They were deleted: the run sampled, and its folder rollouts/ has no files."
 
 
 def read_samples(path: Path, step: int | None) -> list[RecordedSample]:

@@ -162,7 +162,9 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
         if isinstance(role.group.worker, Trainer):  # in this process: nothing is sent to show its progress
             role.group.worker.progress = functools.partial(progress.count, "micro-batches")
     with phase("checking rows"):
-        checked.wait()
+        left_out = checked.wait()
+    if left_out:
+        progress.note(left_out)
     stop = StopRequest(show=progress.urge)
     timeline = _timeline(prepared, directory, progress)
     resources.callback(timeline.close)
