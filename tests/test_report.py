@@ -342,13 +342,18 @@ def browse(tmp_path: Path):
 
 
 LAYOUT = """
+const plots = [], Plot = uPlot;
+uPlot = new Proxy(Plot, { construct: (_, parts) => { plots.push(new Plot(...parts)); return plots.at(-1); } });
+charts.forEach((one) => one.draw());
+const times = plots.filter((plot) => plot.root.closest("#time"));
 const wide = [...document.querySelectorAll("section, header, footer")].filter((e) => e.scrollWidth > innerWidth);
-document.title = JSON.stringify({
+queueMicrotask(() => document.title = JSON.stringify({  // after those in which charts get their scales
   charts: document.querySelectorAll(".chart canvas").length,
   timeline: document.querySelectorAll("canvas.timeline").length,
+  lowest: times.map((plot) => plot.scales.y.min), steps: plots.flatMap((plot) => plot.axes[0]._splits),
   rows: document.querySelectorAll(".rows tbody tr").length, wide: wide.map((e) => e.id),
   ground: getComputedStyle(document.body).backgroundColor, images: document.images.length,
-  sections: [...document.querySelectorAll("section")].map((e) => e.id).join(" ") });
+  sections: [...document.querySelectorAll("section")].map((e) => e.id).join(" ") }));
 """
 
 
@@ -357,6 +362,8 @@ document.title = JSON.stringify({
 def test_a_browser_shows_every_part(whole: Finished, browse, width: int, dark: bool) -> None:
     found = json.loads(browse(whole.path / "report.html", LAYOUT, width, dark))
     assert found["charts"] > 8
+    assert found["lowest"] == [0]
+    assert all(step == round(step) for step in found["steps"])
     assert (found["timeline"], found["wide"], found["images"]) == (1, [], 0)
     assert found["rows"] == len([*whole.samples()]) + 6
     assert found["ground"] == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")

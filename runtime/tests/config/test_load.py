@@ -260,8 +260,10 @@ def test_missing_unreadable_and_invalid_files(tmp_path, write):
     assert "there are: rloo.toml. Did you mean 'rloo.toml'?" in message
     assert "is not valid TOML: " in (message := refused(write("a = [1,\nb = 2\n")))
     assert "line 2" in message
-    with pytest.raises(ConfigError, match="cannot read the run file"):
-        load(str(tmp_path))
+    assert "cannot read the run file" in (message := refused(str(tmp_path)))
+    assert "--model" not in message
+    (tmp_path / "config.toml").write_text("")
+    assert f"is {tmp_path}/config.toml, its model --model {tmp_path}/model." in refused(str(tmp_path))
 
 
 def test_secrets_are_refused_and_not_repeated(write):

@@ -191,7 +191,9 @@ def _read(path: str) -> str:
         hint = f" In {file.parent} there are: {', '.join(beside)}.{did_you_mean(file.name, beside)}" if beside else ""
         raise ConfigError(f"no run file {path}.{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the run file {path}: {error}") from None
+        config = file / "config.toml"
+        hint = f" The run file of this run is {config}, its model --model {file / 'model'}." if config.exists() else ""
+        raise ConfigError(f"cannot read the run file {path}: {error}.{hint}") from None
 
 
 def _expand_backend(overrides: Sequence[Override], plugins: Plugins) -> list[Override]:

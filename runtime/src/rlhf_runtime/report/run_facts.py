@@ -43,8 +43,8 @@ LEFT_OUT = {
 }
 """{metric: what its sum over the steps counts}."""
 LEFT_OUT_SO_FAR = {
-    "data/dropped": "rows were longer than data.max_tokens (data.too_long)",
-    "data/bad_rows": "rows were malformed (data.bad_rows)",
+    "data/dropped": "rows were longer than data.max_tokens (data.too_long), counted anew in each pass",
+    "data/bad_rows": "rows were malformed (data.bad_rows), counted anew in each pass",
 }
 """{metric that counts since the first step: what}."""
 

@@ -77,6 +77,8 @@ const bounds = (_, low, high) => {
   const more = low === high ? Math.abs(low) || 1 : 0.08 * (high - low);
   return [low >= 0 && low - more < 0 ? 0 : low - more, high + more];
 };
+const fromZero = (_, low, high) => [0, 1.08 * high || 1];  // of layers, whose heights are compared
+const STEPS_BETWEEN_TICKS = [...Array(12).keys()].flatMap((n) => [1, 2, 5].map((digit) => digit * 10 ** n));
 
 // A chart of series {label, colour, steps, values, fill} with a line of the values under the cursor.
 function chart(title, series, { log = false, height = 170, stacked = null } = {}) {
@@ -106,8 +108,8 @@ function chart(title, series, { log = false, height = 170, stacked = null } = {}
       font: "11px system-ui", gap: 3 };
     plot = new uPlot({
       width: Math.max(200, place.clientWidth), height, cursor: { sync: { key: "steps" }, y: false, points: { size: 6 } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: bounds } },
-      axes: [{ ...axis, size: 22 }, { ...axis, size: 52, values: (_, ticks) => ticks.map((t) => t === null ? "" : number(t, 3)) }],
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: stacked ? fromZero : bounds } },
+      axes: [{ ...axis, size: 22, incrs: STEPS_BETWEEN_TICKS }, { ...axis, size: 52, values: (_, ticks) => ticks.map((t) => t === null ? "" : number(t, 3)) }],
       series: [{}, ...lines.map((one) => ({
         stroke: one.colour, width: one.quiet ? 1 : 1.6, fill: one.fill, spanGaps: true,
         points: { show: one.steps.length < 12 && !one.fill, size: 5 },
