@@ -42,7 +42,8 @@ class LoraOptions(ComponentConfig):
 
 class TrainingConfig(ComponentConfig):
     lr: float = Field(1e-6, ge=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW. The default is for all weights of a model; adapters (``lora``) usually need ten to a
+    hundred times as much, and so does a new scalar head."""
     betas: Annotated[tuple[float, float], BeforeValidator(_pair)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: float = Field(1e-8, gt=0)

@@ -120,6 +120,12 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         if self.tokenizer is not None and loaded.kind != "lm":
             set_padding(self.module, self.tokenizer, self.eos_token_ids)
         self._notes = try_export(spec, self.module, self.tokenizer) if self.tokenizer is not None else ()
+        default = type(self.config).model_fields["lr"].default
+        if spec.role.trained and self.config.lora is not None and self.config.lr == default:
+            self._notes += (
+                f"{spec.role.name}: trainer.lr is {default:g}, the default, at which adapters learn very slowly. "
+                "Usual are 1e-5 to 2e-4.",
+            )
         self.borrowed: dict[str, OutputHead] = {}
         """{lending role: output head}."""
         self._active_view = ExitStack()

@@ -9,6 +9,7 @@ import torch
 from rlhf.errors import CapabilityError, ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
+from rlhf_modeling.config import LoraOptions
 from rlhf_modeling.model import load_model
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file, save_file
@@ -120,6 +121,12 @@ def test_ordinary_models_are_packed_without_a_note(model_path, make_trainer):
         trainer = make_trainer(model_path, head=head)
         assert (trainer.loaded.layout, trainer.loaded.boundaries, trainer.facts().notes) == ("shared", False, ())
     assert make_trainer(model_path).facts().shares_prefixes
+
+
+def test_adapters_at_the_default_learning_rate_are_noted(model_path, make_trainer):
+    [note] = make_trainer(model_path, lora=LoraOptions(rank=2), lr=1e-6).facts().notes
+    assert note.startswith("policy: trainer.lr is 1e-06, the default, at which adapters learn very slowly.")
+    assert make_trainer(model_path, lora=LoraOptions(rank=2), lr=1e-4).facts().notes == ()
 
 
 def test_noise_in_training_is_recognised_by_any_name(tmp_path, make_trainer, make_batch, nll, monkeypatch):
