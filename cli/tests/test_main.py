@@ -181,6 +181,12 @@ def test_a_section_that_selects_plugins_is_a_flag():
     assert ([o.use for o in run.observer], run.env.use, run.algorithm.use) == (["wandb"], "game", "sft")
 
 
+def test_files_that_a_shell_lists_behind_one_flag_are_refused(capsys):
+    assert main(["train", "--algo", "sft", "--data", "a.jsonl", "b.jsonl", "c.jsonl"]) == 2
+    assert "unexpected argument 'c.jsonl'; " in (told := capsys.readouterr().err)
+    assert "--data a.jsonl --data b.jsonl" in told
+
+
 @pytest.mark.parametrize(
     ("word", "advice"),
     [("compare", "Did you mean 'show'?"), ("serve", "Did you mean 'serve-reward'?"), ("trian", "Did you mean 'train'?"),

@@ -55,7 +55,8 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
     check(run, ANSWERS)
     prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:
-        _say(note)
+        if not note.startswith("data.train "):  # the same rows a second time
+            _say(note)
     launcher = prepared.parts["launcher"].build()
     assert prepared.rollout is not None, "rollouts answer prompts"
     with ExitStack() as resources:
