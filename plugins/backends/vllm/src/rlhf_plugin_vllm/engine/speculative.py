@@ -49,6 +49,6 @@ def speculative_arguments(config: SpeculativeConfig, sequences: int) -> dict[str
 def start_numba() -> None:
     """numba sets the number of OpenMP's threads, which are torch's too, when it starts its own. vLLM would make it do
     so at the first proposal, where nothing restores the number."""
-    import numba
+    from vllm.v1.spec_decode.ngram_proposer import get_num_threads
 
-    numba.get_num_threads()
+    get_num_threads()
