@@ -33,7 +33,9 @@ def stub_run(flags, algorithm, *, needs_env=False, replays_env=False, reward_rol
     )
     roles = {role.name: role for role in (*algorithm.needs().roles, *reward_roles)}
     selected: dict[str, Any] = {"trainer": AnyTrainer, "launcher": AnyLauncher, **classes}
-    parts: Any = {kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls)) for kind, cls in selected.items()}
+    parts: Any = {
+        kind: SimpleNamespace(resolved=SimpleNamespace(cls=cls), config=None) for kind, cls in selected.items()
+    }
     selections: Any = {"algorithm": algorithm}
     values = SimpleNamespace(teaches=False)
     rewards: Any = [SimpleNamespace(name=r.label, sources=r.sources, instance=values) for r in config.reward]

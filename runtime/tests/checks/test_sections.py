@@ -174,6 +174,20 @@ def test_truncated_sampling_needs_a_correction(key, value):
     check(flags, Fake(features=("correction",)))
 
 
+def test_samples_of_a_coarser_copy_of_the_policy_need_a_correction():
+    class Coarse(TakesTensors, Generator):
+        name = "coarse"
+
+        @classmethod
+        def approximation(cls, config):
+            return "generator.bits = 8"
+
+    message = messages(BASE, generator=Coarse)
+    assert "generator.bits = 8: training samples come from a coarser copy of the policy" in message
+    assert "Set an importance correction (`rlhf explain algorithm.loss` lists" in message
+    check(BASE, Fake(features=("correction",)), generator=Coarse)
+
+
 @pytest.mark.parametrize(
     ("flags", "given", "expected"),
     [

@@ -349,6 +349,8 @@ def test_an_image_canary_has_room_for_a_token_after_the_image_or_is_left_out_wit
         (0.25, "bf16", "fp32", None, True),
         (0.25, "fp32", "bf16", None, True),
         (0.35, "bf16", "bf16", None, False),
+        (0.7, "bf16", "fp8", None, True),
+        (0.9, "bf16", "fp8", None, False),
         (0.06, "fp32", "fp32", 0.07, True),
         (0.04, "bf16", "bf16", 0.03, False),
         (float("nan"), "bf16", "bf16", 9.0, False),

@@ -28,7 +28,7 @@ class Proof:
     received: Mapping[str, str] = field(default_factory=dict)
     """{tensor name: fingerprint of the bytes as they arrived}, computed by the receiver."""
     dtype: str = ""
-    """``fp32`` | ``bf16``: the arithmetic of sampling; empty: the trainer's own."""
+    """``fp32`` | ``bf16`` | ``fp8``: the arithmetic of sampling; empty: the trainer's own."""
     peak_memory: Mapping[str, int] = field(default_factory=dict)
     """:func:`rlhf.process_memory.peak_memory` of the process that holds the weights; empty: not known."""
     drafts: tuple[int, int] = (0, 0)

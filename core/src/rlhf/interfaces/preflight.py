@@ -85,6 +85,12 @@ class GeneratorPreflight(Preflight):
         return f"generator {cls.__name__} takes whole weights only"
 
     @classmethod
+    def approximation(cls, config: Any) -> str:
+        """The option, with its value, by which the engine computes more coarsely than in the precision of its weights,
+        so that samples come from another distribution than the policy's; empty: there is none."""
+        return ""
+
+    @classmethod
     def parallel_sizes(cls, config: Any) -> tuple[int, int]:
         """(tensor parallel, pipeline parallel): one engine has as many workers as their product."""
         return 1, 1

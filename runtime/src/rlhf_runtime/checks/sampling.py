@@ -52,6 +52,13 @@ def sampling(run: RunPlugins) -> list[str]:
             "whose log-probs are trained on. Leave it at its default, or set an importance correction: "
             "`rlhf explain algorithm.loss` lists the loss's options for it."
         )
+    coarse = run.generator_class.approximation(run.parts[GENERATOR].config) if run.generator_class is not None else ""
+    if coarse and CORRECTION not in needs.features:
+        problems.append(
+            f"{coarse}: training samples come from a coarser copy of the policy, and {name} configured like this "
+            "trains on them as if they were the policy's own. Set an importance correction (`rlhf explain "
+            "algorithm.loss` lists the loss's options for it), or remove it."
+        )
     problems += algorithm.misfits(_shape(run))
     problems += _teachers(run, needs)
     problems += _turn_credit(config, algorithm)

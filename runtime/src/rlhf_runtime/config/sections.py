@@ -181,7 +181,7 @@ class SyncSection(ComponentConfig):
     has an image. 0 compares fingerprints only."""
     tolerance: Positive | None = None
     """Largest allowed difference of log-probs: the mean of each canary in fp32, default 1e-4; the median of all if
-    either side computes in bf16, default 0.3."""
+    either side computes in bf16, default 0.3, or the generator in fp8, default 0.8."""
 
 
 class EvalSection(ComponentConfig):

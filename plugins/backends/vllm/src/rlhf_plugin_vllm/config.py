@@ -61,6 +61,10 @@ class VllmGeneratorConfig(ComponentConfig):
     sleep_level: Literal[1, 2] = 1
     """What ``sleep`` does with the weights: 1 moves them to host memory, 2 discards them until the next sync, which
     saves two copies a step. 2 is for models all of whose tensors are parameters or buffers (README). GPUs only."""
+    quantization: Literal["fp8_per_channel"] | None = None
+    """vLLM quantises the linear layers, without the head, at every load of weights, which arrive as ever.
+    ``fp8_per_channel``: E4M3 with a scale for each output, inputs with a scale for each token. Samples come from
+    another distribution than the policy's, so the algorithm needs an importance correction."""
     speculative: SpeculativeConfig | None = None
     """Speculative decoding; absent: one token of a sample per forward pass."""
 

@@ -21,6 +21,7 @@ from rlhf_plugin_vllm.cpu_models import check_cpu_config
 from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
+from rlhf_plugin_vllm.engine.quantization import check_quantization
 from rlhf_plugin_vllm.engine.speculative import check_speculative
 from rlhf_plugin_vllm.memory import engine_memory
 from rlhf_plugin_vllm.platforms import Platform, platform
@@ -65,6 +66,10 @@ class VllmGenerator(WeightLoading):
         return refusal(config, spec, None)
 
     @classmethod
+    def approximation(cls, config: Any) -> str:
+        return "" if config.quantization is None else f"generator.quantization = {config.quantization!r}"
+
+    @classmethod
     def memory(
         cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
     ) -> EngineMemory:
@@ -79,6 +84,7 @@ class VllmGenerator(WeightLoading):
         where = platform() if device is not None else None
         _check_records(config, spec, where)
         _check_speculative(config, spec, where, samplings)
+        check_quantization(config, spec, where)
         if where is not None:
             check_platform(config, where)
             prefill_tokens(config, spec, where)
@@ -96,6 +102,7 @@ class VllmGenerator(WeightLoading):
         _check_adapters(self.config, spec, where.device)
         _check_records(self.config, spec, where)
         _check_speculative(self.config, spec, where)
+        check_quantization(self.config, spec, where)
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)

@@ -9,6 +9,7 @@ from rlhf_modeling.images.memory import prompts_working
 from rlhf_modeling.memory import product
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine.quantization import bytes_saved
 
 PREFILL_TOKENS = 8192
 """Tokens of one forward pass where ``max_batched_tokens`` is absent."""
@@ -35,7 +36,8 @@ def engine_memory(
     tensor, pipeline = config.tensor_parallel, config.pipeline_parallel
     parts, token = tensor * pipeline, size.cache_bytes(element, tensor, pipeline)
     count = size.parameters + (size.head if device == "cpu" and size.tied else 0)
-    weights = int(count * element / parts)
+    saved = bytes_saved(size, element) if config.quantization is not None else 0
+    weights = int((count * element - saved) / parts)
     working = CPU_WORKING if device == "cpu" else 0
     space = config.kv_cache_gib if device == "cuda" or config.kv_cache_gib is not None else KV_CACHE_GIB
     if space is not None:
@@ -59,10 +61,13 @@ def engine_memory(
         generate = Held({**awake.device, "working": working + added})
     # asleep it keeps its process's memory only; at level 1 the host holds the weights
     asleep = awake if device != "cuda" else Held({}, weights if config.sleep_level == 1 else 0)
+    explained = product(count, element, parts, over="devices")
+    if saved:
+        explained += f", less {saved / parts / 1e6:.4g} MB that quantised layers save"
     return EngineMemory(
         {"rest": awake, "asleep": asleep, "generate": generate},
         sleeps=device == "cuda",
         cache_token=token,
         cache=cache,
-        arithmetic={"weights": product(count, element, parts, over="devices"), "cache": how},
+        arithmetic={"weights": explained, "cache": how},
     )

@@ -104,8 +104,9 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self.version, self._not_ready, self._given_up = version, "", False
         self.has_base = True
         self._change_version(version)
+        arithmetic = self.engine.dtype if self.config.quantization is None else "fp8"
         first, *others = [
-            Proof(version, worker, result.nbytes, result.received, self.engine.dtype, result.peak_memory)
+            Proof(version, worker, result.nbytes, result.received, arithmetic, result.peak_memory)
             for worker, result in loaded.items()
         ]
         drafts, self._drafts = self._drafts, (0, 0)

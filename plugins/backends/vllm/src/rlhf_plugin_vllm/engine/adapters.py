@@ -24,6 +24,8 @@ def refusal(config: VllmGeneratorConfig, spec: GeneratorSpec, device: str | None
     assert spec.adapters is not None
     if config.pipeline_parallel > 1:
         return f"generator.pipeline_parallel = {config.pipeline_parallel}: a stage has a part of the layers only"
+    if config.quantization is not None:
+        return f"generator.quantization = {config.quantization!r}: no test proves it beside a quantised base"
     if spec.max_images:
         return "the rows have images, with which no test proves it"
     if spec.adapters.rank > RANKS[-1]:

@@ -34,6 +34,7 @@ def arguments(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform,
         "skip_mm_profiling": where.cpu,  # the size of the cache is given, so that nothing has to be measured
         "trust_remote_code": spec.trust_remote_code,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
+        "quantization": config.quantization,
         "seed": spec.seed % 2**32,
         "max_model_len": length,
         "max_num_seqs": config.max_sequences,

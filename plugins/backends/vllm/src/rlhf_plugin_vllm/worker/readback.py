@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from rlhf_plugin_vllm.worker.quantized import is_quantised, quantised
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 ROWS = 256
@@ -49,6 +50,8 @@ def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bo
     if not isinstance(weight, Tensor):
         return False
     start = 0 if part is None else sum(getattr(layer, "output_sizes", ())[:part])
+    if is_quantised(layer) and attribute == "weight":
+        return not _same(_multiplied(layer, tensor, start), quantised(tensor.to(layer.orig_dtype)), 2**-7)
     if isinstance(layer, LinearBase) and attribute == "weight" and tensor.dim() == 2:
         return not _same(_multiplied(layer, tensor, start), tensor)
     if part is not None:
@@ -63,7 +66,7 @@ def _differs(layer: Any, attribute: str, part: int | None, tensor: Tensor) -> bo
 def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
     """Rows ``start`` to ``start + len(like)`` of the weight that the layer's kernel uses, shape [N, K]."""
     rows, columns = like.shape
-    dtype = next(p.dtype for p in layer.parameters(recurse=False))
+    dtype = getattr(layer, "orig_dtype", next(p.dtype for p in layer.parameters(recurse=False)))
     parts = []
     for first in range(0, columns, ROWS):
         eye_RK = torch.zeros(min(ROWS, columns - first), columns, dtype=dtype)
@@ -72,12 +75,14 @@ def _multiplied(layer: Any, like: Tensor, start: int = 0) -> Tensor:
     return torch.cat(parts).T
 
 
-def _same(value: Tensor, reference: Tensor) -> bool:
-    """Whether two tensors are equal in the model's precision. fp32 products on a GPU may use TF32, so they get a
-    tolerance."""
+def _same(value: Tensor, reference: Tensor, share: float = 0) -> bool:
+    """Whether two tensors are equal in the model's precision, up to ``share`` of each value. fp32 products on a GPU
+    may use TF32, so they get a tolerance."""
     reference = reference.to(device=value.device, dtype=value.dtype)
     if value.shape != reference.shape:
         return False
+    if share:
+        return bool(torch.allclose(value, reference, rtol=share, atol=0))
     if value.dtype == torch.float32:
         return bool(torch.allclose(value, reference, rtol=1e-3 if value.is_cuda else 1e-6, atol=0))
     return torch.equal(value, reference)

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from rlhf_plugin_vllm.worker.quantized import QuantisedLayers
 from rlhf_plugin_vllm.worker.tensor_names import TensorNames
 
 _SHOWN = 8
@@ -34,14 +35,17 @@ class Reload:
         self.model: Any = model  # vLLM's, with its own load_weights
         self.model_config = model_config
         self.names = TensorNames(model)
-        self.needed = [name for name, _ in model.named_parameters()]  # a tied parameter is named once
+        packed = [name for name, _ in model.named_parameters()]  # a tied parameter is named once
         self.tied = list(tied_heads(model))
         self.received: dict[str, str] = {}
         """{name as the trainer sent it: fingerprint of the received bytes}."""
         self.loaded: set[str] = set()
         """vLLM's names of parameters that were loaded, wholly or partly."""
         self.nbytes = 0
+        self.quantised = QuantisedLayers(model, self.names)
         initialize_layerwise_reload(model)
+        # Without the scales of quantised weights, which are computed here.
+        self.needed = sorted({name for name, _ in model.named_parameters()}.intersection(packed), key=packed.index)
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> None:
@@ -61,6 +65,7 @@ class Reload:
                 ) from error
             self.received |= marks.result()
         self.loaded |= set(loaded or ())
+        self.quantised.add(bucket)
         self.nbytes += bucket.nbytes
         self._keep(bucket)
 
@@ -80,6 +85,8 @@ class Reload:
         Returns:
             Names, as the trainer sent them, of tensors that the model needs and that did not arrive. If there are any,
             the model must not be sampled from.
+
+        Raises SyncError where a quantised layer computes with other weights than arrived.
         """
         missing = self.names.missing(self.needed, self.loaded, self.received)
         if not missing:
@@ -87,6 +94,7 @@ class Reload:
         self.abandon()
         if not missing:
             repack_tied(self.tied)
+            self.quantised.check()
         return missing
 
     def _unfinished(self) -> Iterator[str]:

@@ -1,0 +1,44 @@
+"""What an engine needs to quantise the weights that it gets, and where it is refused."""
+
+from __future__ import annotations
+
+from rlhf.errors import CapabilityError
+from rlhf.interfaces import GeneratorSpec
+from rlhf.interfaces.memory import ModelSize
+
+from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.platforms import Platform
+from rlhf_plugin_vllm.versions import require
+
+SCALE = 4
+"""Bytes of the scale of a row."""
+
+
+def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
+    """Raises CapabilityError where vLLM would not quantise, or where no test proves the samples or the sync."""
+    if config.quantization is None:
+        return
+    dtype = config.dtype if config.dtype != "auto" else spec.dtype
+    refused = {
+        "generator.dtype = 'fp32', because vLLM multiplies bf16 with it. Set generator.dtype = 'bf16'": dtype == "fp32",
+        "generator.pipeline_parallel > 1": config.pipeline_parallel > 1,
+        "generator.sleep_level = 2": config.sleep_level == 2,
+        "generator.speculative": config.speculative is not None,
+        "images in the rows": spec.max_images > 0,
+        "trainer.router_replay": spec.experts is not None,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            advice = "" if dtype == "fp32" else ", with which no test proves it. Remove one of the two"
+            raise CapabilityError(
+                f"the generator 'vllm' with generator.quantization = {config.quantization!r} cannot do "
+                f"{reason}{advice}."
+            )
+    if where is not None:
+        require(where.distribution, "generator.quantization", "loads weights with it in a way that no test proves")
+
+
+def bytes_saved(size: ModelSize, element: float) -> float:
+    """Bytes that quantised linear layers save, with ``element`` bytes per unquantised weight. Layers of one name count
+    as equal."""
+    return sum(i * o // count * (element - 1) - SCALE * o for _, i, o, count in size.linear)
