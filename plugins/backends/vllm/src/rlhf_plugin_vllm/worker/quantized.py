@@ -33,9 +33,8 @@ class QuantisedLayers:
         self.layers: dict[str, Any] = {
             path: layer for path, layer in model.named_modules() if is_quantised(layer) and layer.tp_size == 1
         }
-        self.devices = {
-            path: layer.weight.device for path, layer in self.layers.items()
-        }  # the reload takes weights away
+        self.devices = {path: layer.weight.device for path, layer in self.layers.items()}
+        """A reload moves weights to torch's device ``meta`` first."""
         self.products: dict[str, tuple[str, int | None, Tensor]] = {}
         """{name as the trainer sent it: (layer, part of it, product [N])}."""
 

@@ -44,8 +44,8 @@ class Reload:
         self.nbytes = 0
         self.quantised = QuantisedLayers(model, self.names)
         initialize_layerwise_reload(model)
-        # Without the scales of quantised weights, which are computed here.
-        self.needed = sorted({name for name, _ in model.named_parameters()}.intersection(packed), key=packed.index)
+        parameters = dict(model.named_parameters())  # without the scales of quantised weights, which are computed here
+        self.needed = [name for name in packed if name in parameters]
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> None:
