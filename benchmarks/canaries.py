@@ -1,8 +1,9 @@
 """What canaries of a weight sync show of a real model in bf16: its rounding, and faults planted in one layer or in all.
 
-    python benchmarks/canaries.py FOLDER_OF_A_LLAMA_MODEL
+    python benchmarks/canaries.py FOLDER_OF_A_LLAMA_MODEL [--fp8]
 
-The trainer computes with fp32 weights and bf16 products, the engine with bf16 weights, both in transformers.
+The trainer computes with fp32 weights and bf16 products, the engine with bf16 weights, both in transformers. With --fp8
+the engine rounds weights and inputs of linear layers as vLLM's ``fp8_per_channel`` does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,19 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
+def quantise(model: Any) -> None:
+    from rlhf_plugin_vllm.worker.quantized import quantised
+
+    def of_tokens(layer: Any, inputs: Any) -> Any:
+        [x_BTK] = inputs
+        return (quantised(x_BTK.flatten(0, -2)).view(x_BTK.shape).to(x_BTK.dtype),)
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            layer.weight.copy_(quantised(layer.weight))
+            layer.register_forward_pre_hook(of_tokens)
+
+
 def logprobs(model: Any, ids_BT: Tensor, autocast: bool) -> Tensor:
     parts = []
     for part_BT in ids_BT.split(8):
@@ -72,7 +86,9 @@ def row(name: str, apart_BT: Tensor) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a model of transformers' class LlamaForCausalLM")
-    path = parser.parse_args().model
+    parser.add_argument("--fp8", action="store_true", help="the engine computes in fp8")
+    arguments = parser.parse_args()
+    path = arguments.model
     from transformers import AutoModelForCausalLM
 
     def load(dtype: torch.dtype) -> Any:
@@ -86,11 +102,13 @@ def main() -> None:
         "| engine | mean of a canary: range (middle) | median of a canary | median of two | largest of one token |\n"
         "|---|---|---|---|---|"
     )
-    print(row("right", (logprobs(load(torch.bfloat16), ids_BT, False) - ours_BT).abs()), flush=True)
-    for name, plant in FAULTS.items():
+    for name, plant in {"right": lambda model: None, **FAULTS}.items():
         engine = load(torch.bfloat16)
         plant(engine)
-        print(row(name, (logprobs(engine, ids_BT[:WRONG], False) - ours_BT[:WRONG]).abs()), flush=True)
+        if arguments.fp8:
+            quantise(engine)
+        count = RIGHT if name == "right" else WRONG
+        print(row(name, (logprobs(engine, ids_BT[:count], False) - ours_BT[:count]).abs()), flush=True)
 
 
 if __name__ == "__main__":

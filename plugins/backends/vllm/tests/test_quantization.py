@@ -11,6 +11,7 @@ from rlhf.interfaces.model import LowRankAdapters
 from rlhf.types import ExpertLayers, GenerationRequest, Sampling
 from rlhf_cli.plan.model_size import read_size
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
+from rlhf_plugin_vllm.engine import device_memory
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform
@@ -145,6 +146,14 @@ def test_only_the_option_makes_samples_an_approximation():
     assert VllmGenerator.approximation(BF16) == ""
     assert arguments(FP8, spec(), CPU, "bf16")["quantization"] == "fp8_per_channel"
     assert arguments(BF16, spec(), CPU, "bf16")["quantization"] is None
+
+
+def test_on_a_gpu_of_a_stand_in_an_engine_starts_that_fits_quantised_only(monkeypatch):
+    gpu, free = Platform("cuda", "vllm 0.32.0", 1), int(1.5 * device_memory._elements(model_path(head_dim=32)) / 0.9)
+    monkeypatch.setattr(device_memory, "free_and_total", lambda devices: (free, free))
+    assert arguments(FP8.model_copy(update={"kv_cache_gib": None}), spec(shares_devices=True), gpu, "bf16")
+    with pytest.raises(CapabilityError, match="does not fit"):
+        arguments(BF16.model_copy(update={"kv_cache_gib": None}), spec(shares_devices=True), gpu, "bf16")
 
 
 @pytest.mark.parametrize("setup", CASES, indirect=True)

@@ -57,7 +57,8 @@ def memory_fraction(config: VllmGeneratorConfig, spec: GeneratorSpec, folder: Pa
             )
     if reads_images(spec.path) and not spec.max_images:  # vLLM loads the text part only, whose size is not known here
         return fraction
-    weights = math.ceil(_elements(folder) * {"fp32": 4, "bf16": 2}[dtype] / workers)
+    element = {"fp32": 4, "bf16": 2}[dtype] if config.quantization is None else 1  # at least: the embedding has 2
+    weights = math.ceil(_elements(folder) * element / workers)
     cache = int((config.kv_cache_gib or 0) * 2**30)
     if weights + cache > budget:
         parts = f"{_gib(weights)} for weights"
