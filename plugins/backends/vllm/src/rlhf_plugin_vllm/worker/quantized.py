@@ -60,8 +60,8 @@ class QuantisedLayers:
             if not apart <= ROUNDING * product_N.abs().max():
                 others.append(name)
         if others:
-            shown = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-            raise SyncError(f"quantised layers compute with other weights than those that arrived: {shown}.")
+            names = ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
+            raise SyncError(f"quantised layers compute with other weights than those that arrived: {names}.")
 
 
 def is_quantised(layer: nn.Module) -> bool:
