@@ -378,10 +378,8 @@ def test_the_tolerance_of_canaries_depends_on_the_arithmetic(
     if passes:
         assert made_sync.push(1)["sync/canary"] == pytest.approx(shift, rel=0.01)
     else:
-        with pytest.raises(
-            SyncError,
-            match=r"differ from the trainer's by .* (on average|in the median); allowed are .*No single tensor",
-        ):
+        message = r"differ from the trainer's by .* (on average|in the median); allowed are .*No single tensor"
+        with pytest.raises(SyncError, match=message):
             made_sync.push(1)
 
 
