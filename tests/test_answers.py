@@ -115,9 +115,12 @@ def test_a_run_file_on_pairs_is_evaluated_by_its_prompts_with_a_note(shop: Works
 
 
 def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
-    code, out, _ = say("generate", "--model", shop.model, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)
-    assert code == 0
-    assert [line[:4] for line in out.splitlines() if line[1:2] == "+"] == ["1+1=", "2+2="]
+    rows = {"data": {"prompt": "question", "eval": [{"path": str(shop.data), "max_rows": 2}]}, "eval": {"max_rows": 1}}
+    _, path = shop.arguments(shop.config("grpo", "unused", **rows))
+    for words in (["--model", shop.model], [path]):  # of the run file the rows are not read
+        code, out, err = say("generate", *words, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)
+        assert code == 0, err
+        assert [line[:4] for line in out.splitlines() if line[1:2] == "+"] == ["1+1=", "2+2="]
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,10 @@ class GenerateCommand(Command):
             raise ConfigError("--prompt is empty; an answer needs at least one token before it")
         flags = overrides(args, {"data": "data.eval"})
         with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "prompts.jsonl"
             if args.prompt:
-                file = Path(folder) / "prompts.jsonl"
                 file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in args.prompt))
-                flags.append(("data.eval", str(file)))
-            config, plugins = load_for_answers(args.run_file, flags, scored=False)
+            config, plugins = load_for_answers(args.run_file, flags, False, file if args.prompt else None)
             from rlhf_runtime.jobs.inference import evaluate_model
 
             groups, prompt_of = evaluate_model(config, plugins, save=args.save)[1:]

@@ -8,6 +8,7 @@ from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 from rlhf_runtime.checks.sections import equal_answers
 from rlhf_runtime.config.components import select
+from rlhf_runtime.config.data_section import SourceSection
 from rlhf_runtime.config.load import load, look_for_models
 from rlhf_runtime.config.runfile import RunFile
 
@@ -31,14 +32,21 @@ def check_folder(save: Path | None) -> None:
 
 
 def load_for_answers(
-    run_file: str | None, flags: list[tuple[str, str | None]], scored: bool = True
+    run_file: str | None, flags: list[tuple[str, str | None]], scored: bool = True, prompts: Path | None = None
 ) -> tuple[RunFile, Plugins]:
     """The run file with flags, and the plugins. The algorithm is not used and need not be set.
+
+    Args:
+        prompts: file with the column ``prompt``, in place of the rows of the run file and of its columns.
 
     Raises ConfigError if a model, data or (with ``scored``) a reward is missing, and for a flag that only the sampling
     of training reads.
     """
     config = load(run_file, flags, algorithm="answer")
+    if prompts is not None:
+        rows = {"eval": (SourceSection(path=str(prompts)),), "prompt": None, "messages": None}
+        every = config.eval.model_copy(update={"max_rows": None})
+        config = config.model_copy(update={"data": config.data.model_copy(update=rows), "eval": every})
     for field, instead in INSTEAD.items():
         if config.origins.get(f"sampling.{field}", "").startswith("flag"):
             raise ConfigError(f"--sampling.{field} is about training samples, which are not drawn here. {instead}")

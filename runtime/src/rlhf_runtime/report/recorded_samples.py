@@ -106,12 +106,12 @@ def samples_file(run: Path, step: int | None) -> tuple[Path, int | None]:
 
 
 def _why_no_samples(record: RunRecord) -> str:
-    if record.option("checkpoint.save_rollouts") is False:
-        return "The run was told not to write them (checkpoint.save_rollouts = false)."
     if not record.lines:
         return "The run has finished no step."
     if "stream/version" not in record.last:  # every step that was trained on samples has it
         return f"The algorithm {record.algorithm or 'of the run'} learns from data and samples nothing."
+    if record.option("checkpoint.save_rollouts") is False:
+        return "The run was told not to write them (checkpoint.save_rollouts = false)."
     return "They were deleted: the run sampled, and its folder rollouts/ has no files."
 
 

@@ -216,7 +216,8 @@ class PerSource(Algorithm[Group]):
                 if head.over != "loss_mask" or head.columns:
                     raise ConfigError(
                         f"member {name!r}: its algorithm {member.name!r} reads {head.name!r} of the role {a.role!r}, "
-                        "which is not of tokens under loss_mask alone; per_source cannot join it"
+                        "which is not of tokens under loss_mask alone; per_source cannot join it. Leave out the "
+                        "member's option that needs this role"
                     )
                 own = replace(head, name=f"{name}/{head.name}", over=f"{name}/loss_mask")
                 annotations.append(replace(a, output=own, column=f"{name}/{a.column}"))

@@ -133,4 +133,7 @@ def _spread(values: Tensor, keep: Tensor) -> Tensor:
 
 
 def _unfit(name: str, loss: Loss, why: str) -> ConfigError:
-    return ConfigError(f"member {name!r}: the loss {loss.name!r} {why}, which per_source cannot join. Use another loss")
+    return ConfigError(
+        f"member {name!r}: the loss {loss.name!r} {why}, which per_source cannot join. Leave out its option that "
+        "does, or use another loss"
+    )
