@@ -35,6 +35,7 @@ EVERYWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
     "engines elsewhere": (
         "grpo", ON_RAY, "generator 'transformers' samples from a trainer's module in the same process",
     ),
+    "no engines": ("grpo", {"launcher": {"use": "simulated"}}, "which launcher 'simulated' gives to no generator"),
     "one rank": (
         "sft", ON_RAY | {"placement": {"policy": {"ranks": 2}}}, "role 'policy' asks for 2. Use --trainer.use fsdp",
     ),

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlhf.errors import ConfigError
-from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, Trainer, WorkerGroup
+from rlhf.errors import CapabilityError, ConfigError
+from rlhf.interfaces import Generator, GeneratorSpec, Launcher, ModelSpec, Place, TakesTensors, Trainer, WorkerGroup
 from rlhf.plugins import Resolved
 
 from rlhf_plugin_simulated.generator import SimulatedGenerator
@@ -39,6 +39,11 @@ class SimulatedLauncher(Launcher):
     @classmethod
     def check(cls, config: Any, places: Mapping[str, Place], generator: type[Generator] | None, transport: str) -> None:
         super().check(config, places, generator, transport)
+        if generator is not None and not issubclass(generator, TakesTensors):
+            raise CapabilityError(
+                f"generator {generator.name!r} samples from a trainer's module, which launcher 'simulated' gives to no "
+                "generator. Set --generator.use simulated, or --launcher.use local."
+            )
         for name, place in places.items():
             if place.ranks != 1 or place.devices != 1:
                 raise ConfigError(
