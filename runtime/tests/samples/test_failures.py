@@ -23,15 +23,18 @@ def add(failures: Failures, *causes: str) -> None:
 def test_the_first_failure_of_each_cause_is_noted_and_all_are_counted():
     notes: list[str] = []
     failures = Failures(0.5, notes.append)
-    drawn(failures, "", "", "no answer in 3 s\nits output", *[""] * 17)
+    drawn(failures, "", "", "no answer in 3 s:\nits output\nKeyError: 7", *[""] * 17)
     assert failures.by_cause() == "", "one cause, which is noted"
-    drawn(failures, "no answer in 12.5 s", "down", *[""] * 18)
+    drawn(failures, "no answer in 12.5 s:\nKeyError: 8", "no answer in 3 s:\nOSError", *[""] * 18)
     first, second = notes
-    assert first.startswith("sample 2 of row 2 of 'unit' failed: no answer in 3 s\nits output\nA failed sample")
+    assert first.startswith("sample 2 of row 2 of 'unit' failed: no answer in 3 s:\nits output\nKeyError: 7\nA failed sample")
     assert "a share of more than 0.5 fails (stream.max_failed)" in first
-    assert second == "sample 1 of row 1 of 'unit' failed: down"
+    assert second == "sample 1 of row 1 of 'unit' failed: no answer in 3 s:\nOSError"
     assert str(failures) == "3 of 40 samples failed (7.5 %)"
-    assert failures.by_cause().splitlines()[1:] == ["  2: no answer in N s", "  1: down"]
+    assert failures.by_cause().splitlines()[1:] == [
+        "  2: no answer in N s: ... KeyError: N",
+        "  1: no answer in N s: ... OSError",
+    ]
 
 
 def test_causes_that_are_all_different_are_not_noted_without_end():

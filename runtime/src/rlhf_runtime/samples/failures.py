@@ -52,7 +52,7 @@ class Failures:
         self.first = ""
         """Which sample failed first, and why."""
         self.causes: Counter[str] = Counter()
-        """Samples that failed for each cause: the first line of the error, with ``N`` for numbers."""
+        """Samples that failed for each cause: the error, as :func:`_cause` shortens it."""
         self._recent: list[str] = []
         """Cause of failure of each of the latest samples; empty for a sample that did not fail."""
         self._expected = 0
@@ -83,7 +83,7 @@ class Failures:
         if not failed:
             return
         self.failed += 1
-        cause = _NUMBERS.sub("N", trajectory.error.partition("\n")[0])
+        cause = _cause(trajectory.error)
         if cause not in self.causes and len(self.causes) >= CAUSES:
             cause = OTHERS
         elif cause not in self.causes:
@@ -121,6 +121,12 @@ class Failures:
         """``3 of 64 samples failed (4.7 %)``; empty if none failed."""
         share = f"{100 * self.failed / self.sample_count:.3g} %" if self.failed else ""
         return f"{self.failed} of {self.sample_count} {self._label}s failed ({share})" if self.failed else ""
+
+
+def _cause(error: str) -> str:
+    """The first and the last line, with ``N`` for numbers. Of a program's output the last line tells causes apart."""
+    first, *others = error.strip().splitlines() or [""]
+    return _NUMBERS.sub("N", f"{first} ... {others[-1].strip()}" if others else first)
 
 
 def describe(trajectory: Trajectory) -> str:
