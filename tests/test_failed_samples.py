@@ -85,7 +85,7 @@ async def score(prompt, completion, row):
     assert run.out.count("see the metric reward/mean_with_failed") == 1
     assert "with_failed=" in run.out
     for cause in ("odd", "divisible by three"):
-        assert re.search(rf"failed: .*{cause} .*\n(.*\n)*  \d+: .*{cause} ", run.out), "when it comes first, and at the end"
+        assert re.search(rf"failed: .*{cause} .*\n(.*\n)*  \d+: .*{cause} ", run.out), "first, and at the end"
 
 
 @pytest.mark.parametrize("form", ["async def", "def"])

@@ -499,5 +499,5 @@ def test_undeclared_coefficient_is_named():
 
 
 def test_unknown_part_is_named():
-    with pytest.raises(Nonconformance, match=r"slot 'loss'.*conformance = \{'parts': \{'loss': CLASS\}\}\."):
+    with pytest.raises(Nonconformance, match=r"slot 'loss'.*conformance = \{'parts': \{'loss': CLASS\}\}"):
         suite(Simple, parts={"advantage": Centered}).test_needs()

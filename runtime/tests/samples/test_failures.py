@@ -27,7 +27,7 @@ def test_the_first_failure_of_each_cause_is_noted_and_all_are_counted():
     assert failures.by_cause() == "", "one cause, which is noted"
     drawn(failures, "no answer in 12.5 s:\nKeyError: 8", "no answer in 3 s:\nOSError", *[""] * 18)
     first, second = notes
-    assert first.startswith("sample 2 of row 2 of 'unit' failed: no answer in 3 s:\nits output\nKeyError: 7\nA failed sample")
+    assert first.startswith("sample 2 of row 2 of 'unit' failed: no answer in 3 s:\nits output\nKeyError: 7\nA")
     assert "a share of more than 0.5 fails (stream.max_failed)" in first
     assert second == "sample 1 of row 1 of 'unit' failed: no answer in 3 s:\nOSError"
     assert str(failures) == "3 of 40 samples failed (7.5 %)"

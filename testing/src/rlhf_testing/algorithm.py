@@ -73,7 +73,7 @@ class AlgorithmSubject(Contract):
         try:
             cls = self._plugins.resolve(slot.kind, slot.use).cls
         except Exception as error:
-            hint = f"If the class is in the same file, the algorithm says conformance = {{'parts': {{{name!r}: CLASS}}}}."
+            hint = f"If its class is in the same file: conformance = {{'parts': {{{name!r}: CLASS}}}} in the algorithm."
             raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error} {hint}") from error
         try:
             return cls(cls.Config.model_validate(dict(slot.defaults)))

@@ -88,8 +88,8 @@ class Failures:
             cause = OTHERS
         elif cause not in self.causes:
             rules = (
-                f"\nA failed {self._label} {self._then}. The run stops if a share of more than {self._allowed:.4g} fails "
-                "(stream.max_failed). Later failures of the same cause are only counted."
+                f"\nA failed {self._label} {self._then}. The run stops if a share of more than {self._allowed:.4g} "
+                "fails (stream.max_failed). Later failures of the same cause are only counted."
             )
             self._note(f"{self._label} {describe(trajectory)}{'' if self.first else rules}")
         self.first = self.first or describe(trajectory)
