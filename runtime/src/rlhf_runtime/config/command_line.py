@@ -96,8 +96,8 @@ def dotted(words: Sequence[str]) -> list[tuple[str, str | None]]:
         word = rest.pop(0)
         if not word.startswith("--") or len(word) < 3:
             raise ConfigError(
-                f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3. A flag takes one value: "
-                "--data a.jsonl --data b.jsonl"
+                f"unexpected argument {word!r}; fields of the run file are flags: --run.seed 3. A flag takes one "
+                "value: --data a.jsonl --data b.jsonl"
             )
         key, equals, text = word[2:].partition("=")
         value = text if equals else rest.pop(0) if rest and not rest[0].startswith("--") else None

@@ -236,8 +236,8 @@ class _Case:
         """The column whose name is nearly that of the field, or one of its common names."""
         if field in self.named:
             return did_you_mean(column, self.columns)
-        known = {*DEFAULTS.values()}.union(*_COMMON.values())
-        others = [c for c in self.columns if c not in known]
+        common_names = {*DEFAULTS.values()}.union(*_COMMON.values())
+        others = [c for c in self.columns if c not in common_names]
         hints = (did_you_mean(name, others) for name in (column, *_COMMON.get(field, ())))
         return next(filter(None, hints), "")
 

@@ -109,7 +109,7 @@ def is_frame(data: object) -> bool:
 def frame_rows(frame: Any) -> Iterator[dict[Any, Any]]:
     """The rows of a pandas frame, without its index. A missing value (NaN, NA, NaT) is None, and an array of one
     dimension, as pandas reads the lists of a parquet file, is a list."""
-    import pandas
+    pandas = sys.modules["pandas"]
 
     def cell(value: Any) -> Any:
         if isinstance(value, Mapping):
