@@ -192,6 +192,7 @@ def test_ambiguous_columns_are_refused(form, row, ways, naming):
             "complettion. Did you mean 'complettion'? Name the right one with --data.response.",
         ),
         ("labels", {"question": "a", "answer": "b", "score": 0.7}, "has no column 'label';"),
+        ("demonstrations", {"": "0", "prompt": "a"}, "has no column 'response'; columns present: '', prompt."),
         (
             "pairs",
             {"question": "a", "answer": "b"},
@@ -204,7 +205,7 @@ def test_the_error_for_unknown_columns_says_what_is_missing(form, row, message):
     with pytest.raises(DataError) as error:
         found(form, row, chat=True)
     assert message in str(error.value)
-    assert f"columns present: {', '.join(row)}." in str(error.value) or "repeat" in message
+    assert f"columns present: {', '.join(c or repr(c) for c in row)}." in str(error.value) or "repeat" in message
 
 
 # ------------------------------------------------------------------------------------- what rows become
