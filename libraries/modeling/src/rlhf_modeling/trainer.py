@@ -124,7 +124,7 @@ class PackedTrainer(WeightViews, SendsWeights, TakesWeights, Offloads, LendsHead
         if spec.role.trained and self.config.lora is not None and self.config.lr == default:
             self._notes += (
                 f"{spec.role.name}: trainer.lr is {default:g}, the default, at which adapters learn very slowly. "
-                "Usual are 1e-5 to 2e-4.",
+                "Usual rates are 1e-5 to 2e-4.",
             )
         self.borrowed: dict[str, OutputHead] = {}
         """{lending role: output head}."""
