@@ -200,7 +200,7 @@ def test_missing_inputs_of_a_preview_are_named(models, tmp_path, capsys):
     assert "no model is named: its tokenizer makes the tokens" in capsys.readouterr().err
     words = ["data", "preview", "--algo", "sft", "--model", str(models / "plain"), "--data", str(rows)]
     assert main(words) == 1
-    assert "has no column 'prompt'; columns present: a." in capsys.readouterr().err
+    assert "has no column 'prompt' or 'response'; columns present: a." in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*words, "--rows", "-1"])
 
