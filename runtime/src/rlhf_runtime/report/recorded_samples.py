@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.errors import CheckpointError, ConfigError, DataError, did_you_mean, shown
+from rlhf.ops.sample_values import ENV
 
 from rlhf_runtime.checkpoint.saved_groups import agent_of, recorded
 from rlhf_runtime.data.image_files import image_size
@@ -53,7 +54,7 @@ class RecordedSample:
     turns: list[RecordedTurn]
     reward: float | None
     rewards: dict[str, float | None]
-    """By the name of the reward, before its weight; None if it did not apply."""
+    """By the name of the reward, before its weight; None if it did not apply. ``env``: those of an environment."""
     status: str
     error: str
     length: int
@@ -210,7 +211,7 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
             for turn in turns[first:]
         ],
         reward=_reward(line["reward"]),
-        rewards={name: _reward(result["value"]) for name, result in line["rewards"].items()},
+        rewards={name: _reward(result["value"]) for name, result in line["rewards"].items()} | _of_environment(turns),
         status=line["status"],
         error=line["error"],
         length=sum(len(turn["ids"]) for turn in turns if turn["sampled"]),
@@ -218,6 +219,13 @@ def _sample(line: Mapping[str, Any], step: int | None) -> RecordedSample:
         agent=agent_of(turns),
         findings={name: dict(result["info"]) for name, result in line["rewards"].items() if result.get("info")},
     )
+
+
+def _of_environment(turns: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """{"env": the sum of the rewards of the turns}, as the metric reward/env/mean has it; empty where there are none.
+    With ``env.credit = "step"`` the reward of the sample is without it."""
+    rewards = [reward for turn in turns if (reward := _reward(turn.get("reward"))) is not None]
+    return {ENV: sum(rewards)} if rewards else {}
 
 
 def _text(turn: Mapping[str, Any]) -> str:
