@@ -260,6 +260,9 @@ def test_missing_unreadable_and_invalid_files(tmp_path, write):
     assert "there are: rloo.toml. Did you mean 'rloo.toml'?" in message
     assert "is not valid TOML: " in (message := refused(write("a = [1,\nb = 2\n")))
     assert "line 2" in message
+    assert "--data FILE" not in message
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}')
+    assert "A file of rows takes a flag of its own: --data FILE" in refused(str(tmp_path / "rows.jsonl"))
     assert "cannot read the run file" in (message := refused(str(tmp_path)))
     assert "--model" not in message
     (tmp_path / "config.toml").write_text("")

@@ -63,7 +63,8 @@ def load(
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also an integer of thousands of digits, and thousands of brackets
-        raise ConfigError(f"{path} is not valid TOML: {error}.{unquoted(text, str(error))}") from None
+        flag = "" if file_name.endswith(".toml") else " A file of rows takes a flag of its own: --data FILE."
+        raise ConfigError(f"{path} is not valid TOML: {error}.{flag}{unquoted(text, str(error))}") from None
     origins = {p: f"{file_name}, line {n}" for p, n in line_numbers(text).items()}
     _check_depth(data)
     plugins = plugins or Plugins.discover()
