@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rlhf.errors import CapabilityError, SyncError
@@ -11,7 +14,7 @@ from rlhf.interfaces.model import LowRankAdapters
 from rlhf.types import ExpertLayers, GenerationRequest, Sampling
 from rlhf_cli.plan.model_size import read_size
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.engine import device_memory
+from rlhf_plugin_vllm.engine import device_memory, quantization
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform
@@ -134,6 +137,16 @@ def test_what_is_not_proven_is_refused_before_the_start(options, other, named):
     VllmGenerator.check(config.model_copy(update={"quantization": None}), spec(**other), [], None)
     with pytest.raises(CapabilityError, match=named):
         VllmGenerator.check(config, spec(**other), [], None)
+
+
+def test_a_processor_that_computes_in_fp32_by_itself_is_refused_by_a_stand_in(monkeypatch):
+    config, automatic = FP8.model_copy(update={"dtype": "auto"}), replace(spec(), dtype="auto")
+    precision = SimpleNamespace(name="bf16")
+    monkeypatch.setattr(quantization, "choose_precision", lambda dtype, device: precision)
+    quantization.check_quantization(config, automatic, CPU)
+    precision.name = "fp32"
+    with pytest.raises(CapabilityError, match=r"Set generator\.dtype = 'bf16'"):
+        quantization.check_quantization(config, automatic, CPU)
 
 
 def test_a_vllm_before_0_32_is_refused():

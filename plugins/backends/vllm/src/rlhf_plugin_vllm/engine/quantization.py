@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from rlhf.errors import CapabilityError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.interfaces.memory import ModelSize
+from rlhf_modeling.precision import choose_precision
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.platforms import Platform
@@ -19,6 +21,8 @@ def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: 
     if config.quantization is None:
         return
     dtype = config.dtype if config.dtype != "auto" else spec.dtype
+    if where is not None:
+        dtype = choose_precision(dtype, torch.device(where.device)).name
     refused = {
         "generator.dtype = 'fp32', because vLLM multiplies bf16 with it. Set generator.dtype = 'bf16'": dtype == "fp32",
         "generator.pipeline_parallel > 1": config.pipeline_parallel > 1,
