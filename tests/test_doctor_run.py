@@ -219,7 +219,7 @@ def test_a_trainer_that_computes_packed_sequences_otherwise(
 
 @pytest.mark.cluster  # the generator vllm
 @pytest.mark.full
-def test_a_run_that_sampled_with_vllm_in_bf16(shop: Workshop) -> None:
+def test_runs_that_sampled_with_vllm_in_bf16_and_fp8(shop: Workshop) -> None:
     pytest.importorskip("vllm")
     model = tiny_model(shop.folder / "wide", hidden=64, heads=2, kv_heads=1)
     changes = {"policy": {"model": str(model)}, "trainer": {"lora": {"rank": 2}}}
@@ -228,6 +228,12 @@ def test_a_run_that_sampled_with_vllm_in_bf16(shop: Workshop) -> None:
     answer = result(shop, run)
     assert answer["causes"] == [ARITHMETIC], answer
     assert 1e-5 < answer["gap"] <= 3 * answer["rounding"]
+    coarse = {**generator, "quantization": "fp8_per_channel"}
+    changes |= {"generator": coarse, "algorithm": {"loss": {"correction": {"preset": "tis"}}}}
+    answer = result(shop, shop.train("grpo", "coarse", **merged(SHORT, changes)).path)
+    assert answer["causes"] == [], answer
+    assert answer["gap"] > 3 * answer["rounding"]
+    assert "generator.quantization = 'fp8_per_channel' makes the engine compute more coarsely" in answer["verdict"]
 
 
 def test_a_run_without_a_gap(shop: Workshop, trained: Callable[..., Path]) -> None:

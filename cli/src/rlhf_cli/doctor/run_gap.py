@@ -74,6 +74,8 @@ def verdict(result: Mismatch) -> str:
         return f"{gap}: generator and trainer agree, up to rounding."
     if not result.causes:
         why = "the engine may compute with other weights."
+        if result.approximation:
+            why = f"{result.approximation} makes the engine compute more coarsely than the trainer, which is not tried."
         if result.unkept:
             why = (
                 f"the weights of the versions {result.unkept}, which sampled tokens here, are not kept. Run with "

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from rlhf_runtime.checkpoint import CheckpointStore
 from rlhf_runtime.checkpoint.saved_groups import read_groups, recorded, unit_of
+from rlhf_runtime.config.components import select
 from rlhf_runtime.config.runfile import RunFile
 from rlhf_runtime.data.template import Template
 from rlhf_runtime.jobs.export import loaded_policy
@@ -115,6 +116,8 @@ class Mismatch:
     """The gap with the changes of all ``causes``."""
     unkept: Sequence[int]
     """Versions of the weights that sampled some of the tokens and are not kept."""
+    approximation: str
+    """The generator's option that makes it compute coarsely (``Generator.approximation``), which is not tried."""
 
 
 def weights_kept(run: Path) -> list[int]:
@@ -142,6 +145,7 @@ def examine(
             f"{', '.join(map(str, steps)) or '(none)'}. Run with --checkpoint.every 1 to keep those of the last steps."
         )
     trajectories = _usable(file, most)
+    generator = select(plugins, "generator", config.generator)
     samples = _Samples.of(trajectories)
     causes, passes, dtype = _computed(config, plugins, run, file, trajectories, samples, version, note)
     residual = _Residual(samples, passes.table, version)
@@ -182,6 +186,7 @@ def examine(
         ways={cause: change.name for cause, change in zip(chosen, changes, strict=True) if change.name},
         left=left,
         unkept=sorted(set(samples.version_A.tolist()) - set(checkpoints)),
+        approximation=generator.resolved.cls.approximation(generator.config),
     )
 
 
