@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from rlhf.errors import CapabilityError
@@ -114,7 +114,8 @@ def launch_sampler(
     resources.callback(main.close)
     scorer = make_scorer(prepared, score_with_role(roles, main), read_role(roles, main))
     resources.callback(scorer.close)
-    with phase("starting rewards" if episodes is None else "starting the environment and rewards"):
+    names = [*(["the environment"] if episodes is not None else []), *(["rewards"] if prepared.rewards else [])]
+    with phase(f"starting {' and '.join(names)}") if names else nullcontext():
         if episodes is not None:
             resources.callback(episodes.close)
             main.run(episodes.start())
