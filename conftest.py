@@ -15,6 +15,7 @@ import anyio._backends._asyncio  # noqa: F401  (the last paragraph of the docstr
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, so before any test module is
+THREADS = int(os.environ["OMP_NUM_THREADS"])
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # figures of the tests are those of a processor
 os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests would leave Ray's workers no processor
 
@@ -48,9 +49,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Processor time, because a clock would also count the time in which a busy machine runs other processes. The first
-    test that imports a large package is not measured: it does so for all that follow.
-
-    A process with a thread per core would wait at each matrix product, and get other results."""
+    test that imports a large package is not measured: it does so for all that follow."""
     limit, start, modules = item.config.getoption("longest_case", None), processor_seconds(), len(sys.modules)
     result = yield
     seconds = processor_seconds() - start
@@ -60,10 +59,16 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             "or mark it slow (pytest.mark.slow)",
             pytrace=False,
         )
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Tests that follow one that changes torch's number of threads would be slower, and get other results."""
+    result = yield
     torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() != int(os.environ["OMP_NUM_THREADS"]):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if torch is not None and (threads := torch.get_num_threads()) != THREADS:
+        torch.set_num_threads(THREADS)
         pytest.fail(f"torch computes with {threads} threads after the test", pytrace=False)
     return result
 

@@ -54,8 +54,8 @@ def test_a_run_file_for_eval_needs_no_algorithm(shop: Workshop, say: Say) -> Non
     code, out, err = say("eval", path, "--model", shop.model, *SHORT, "--json")
     assert code == 0, err
     rows = shop.rows("questions.jsonl", [{"question": "1+1=", "answer": "2"}])
-    told = say("eval", path, "--model", shop.model, "--data", rows, *SHORT, "--json")[2]
-    assert told.count("is read as prompt = 'question'") == 1, "the same rows are not told of twice"
+    notes = say("eval", path, "--model", shop.model, "--data", rows, *SHORT, "--json")[2]
+    assert notes.count("is read as prompt = 'question'") == 1, "the same rows are named once"
     assert json.loads(out)["prompts"] == 12
 
 

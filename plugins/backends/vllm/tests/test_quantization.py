@@ -45,10 +45,10 @@ def model_of(generator):
 
 @pytest.fixture
 def setup(request, engines):
-    made = Setup(Quantising(engines, FP8), getattr(request, "param", "qwen3, tied"))
-    made.sync().push(0)
-    yield made
-    del made.generator.take
+    syncing = Setup(Quantising(engines, FP8), getattr(request, "param", "qwen3, tied"))
+    syncing.sync().push(0)
+    yield syncing
+    del syncing.generator.take
 
 
 @pytest.mark.parametrize("setup", CASES, indirect=True)
@@ -172,11 +172,11 @@ def test_on_a_gpu_of_a_stand_in_an_engine_starts_that_fits_quantised_only(monkey
 @pytest.mark.parametrize("setup", CASES, indirect=True)
 def test_the_plan_counts_the_bytes_of_quantised_weights(setup):
     size = read_size(str(setup.path))
-    held = VllmGenerator.memory(FP8, "fp32", size, SamplingWork(1, 1, 64, 32), "cuda", None)
-    counted = held.phases["rest"].device["weights"]
+    memory = VllmGenerator.memory(FP8, "fp32", size, SamplingWork(1, 1, 64, 32), "cuda", None)
+    counted = memory.phases["rest"].device["weights"]
     heads = ("embed_tokens.weight", "lm_head.weight")  # vLLM pads their rows
     parameters = model_of(setup.generator).named_parameters()
     assert counted == sum((p[: size.vocabulary] if n.endswith(heads) else p).nbytes for n, p in parameters)
-    assert "that quantised layers save" in held.arithmetic["weights"]
+    assert "that quantised layers save" in memory.arithmetic["weights"]
     plain = VllmGenerator.memory(BF16, "fp32", size, SamplingWork(1, 1, 64, 32), "cuda", None)
     assert plain.phases["rest"].device["weights"] == 2 * size.parameters > 1.3 * counted
