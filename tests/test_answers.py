@@ -118,7 +118,10 @@ def test_a_run_file_on_pairs_is_evaluated_by_its_prompts_with_a_note(shop: Works
 
 
 def test_generate_answers_prompts_in_order(shop: Workshop, say: Say) -> None:
-    rows = {"data": {"prompt": "question", "eval": [{"path": str(shop.data), "max_rows": 2}]}, "eval": {"max_rows": 1}}
+    rows = {
+        "data": {"prompt": "question", "images": "image", "eval": [{"path": str(shop.data), "max_rows": 2}]},
+        "eval": {"max_rows": 1},
+    }
     _, path = shop.arguments(shop.config("grpo", "unused", **rows))
     for words in (["--model", shop.model], [path]):  # of the run file the rows are not read
         code, out, err = say("generate", *words, "--prompt", "1+1=", "--prompt", "2+2=", *SHORT)

@@ -44,7 +44,7 @@ def load_for_answers(
     """
     config = load(run_file, flags, algorithm="answer")
     if prompts is not None:
-        rows = {"eval": (SourceSection(path=str(prompts)),), "prompt": None, "messages": None}
+        rows = {"eval": (SourceSection(path=str(prompts)),), "prompt": None, "messages": None, "images": None}
         every = config.eval.model_copy(update={"max_rows": None})
         config = config.model_copy(update={"data": config.data.model_copy(update=rows), "eval": every})
     for field, instead in INSTEAD.items():

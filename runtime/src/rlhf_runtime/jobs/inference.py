@@ -55,7 +55,7 @@ def answers(config: RunFile, plugins: Plugins) -> Iterator[tuple[Prepared, Sampl
     check(run, ANSWERS)
     prepared = prepare_run(run, plugins)
     for note in prepared.data.notes:
-        if not note.startswith("data.train "):  # the same rows a second time
+        if not note.startswith("data.train "):  # which are not read here
             _say(note)
     launcher = prepared.parts["launcher"].build()
     assert prepared.rollout is not None, "rollouts answer prompts"

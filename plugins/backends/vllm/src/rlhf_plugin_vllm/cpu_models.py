@@ -53,8 +53,13 @@ def check_cpu_config(model: str, config: Any) -> None:
         size = hidden // heads
     if getattr(config, "kv_lora_rank", None):
         size = None
+    check_cpu_model(model, size, supported_head_sizes(), expert_count(config))
+
+
+def expert_count(config: Any) -> int:
+    """Experts of a layer, by the transformers config of the text model; 0 where it has none."""
     counts = [getattr(config, name, None) for name in _EXPERTS]
-    check_cpu_model(model, size, supported_head_sizes(), max(c if isinstance(c, int) else 0 for c in counts))
+    return max(c if isinstance(c, int) else 0 for c in counts)
 
 
 @cache

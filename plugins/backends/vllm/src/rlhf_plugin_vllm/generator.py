@@ -17,7 +17,7 @@ from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
-from rlhf_plugin_vllm.cpu_models import check_cpu_config
+from rlhf_plugin_vllm.cpu_models import check_cpu_config, expert_count
 from rlhf_plugin_vllm.engine.adapters import refusal
 from rlhf_plugin_vllm.engine.arguments import prefill_tokens, text_config
 from rlhf_plugin_vllm.engine.engine import Engine, engine_precision
@@ -84,7 +84,7 @@ class VllmGenerator(WeightLoading):
         where = platform() if device is not None else None
         _check_records(config, spec, where)
         _check_speculative(config, spec, where, samplings)
-        check_quantization(config, spec, where)
+        _check_quantization(config, spec, where)
         if where is not None:
             check_platform(config, where)
             prefill_tokens(config, spec, where)
@@ -102,7 +102,7 @@ class VllmGenerator(WeightLoading):
         _check_adapters(self.config, spec, where.device)
         _check_records(self.config, spec, where)
         _check_speculative(self.config, spec, where)
-        check_quantization(self.config, spec, where)
+        _check_quantization(self.config, spec, where)
         self._names = count()
         super().__init__(Engine(self.config, spec, where), frees_memory=not where.cpu and spec.shares_devices)
         self.longest = min(spec.max_tokens, self.engine.length)
@@ -277,6 +277,11 @@ def _check_records(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Plat
             )
     if where is not None:
         require(where.distribution, "trainer.router_replay", "may report wrong experts for tokens of a cached prefix")
+
+
+def _check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
+    if config.quantization is not None:
+        check_quantization(config, spec, where, expert_count(text_config(spec)))
 
 
 def _check_speculative(

@@ -16,8 +16,12 @@ SCALE = 4
 """Bytes of the scale of a row."""
 
 
-def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None) -> None:
-    """Raises CapabilityError where vLLM would not quantise, or where no test proves the samples or the sync."""
+def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: Platform | None, experts: int) -> None:
+    """Raises CapabilityError where vLLM would not quantise, or where no test proves the samples or the sync.
+
+    Args:
+        experts: of a layer of the model.
+    """
     if config.quantization is None:
         return
     dtype = config.dtype if config.dtype != "auto" else spec.dtype
@@ -29,7 +33,7 @@ def check_quantization(config: VllmGeneratorConfig, spec: GeneratorSpec, where: 
         "generator.sleep_level = 2": config.sleep_level == 2,
         "generator.speculative": config.speculative is not None,
         "images in the rows": spec.max_images > 0,
-        "trainer.router_replay": spec.experts is not None,
+        "mixtures of experts": experts > 0,
     }
     for reason, applies in refused.items():
         if applies:
