@@ -525,6 +525,14 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
     ("form", "row", "said"),
     [
         ("demonstrations", {"conversations": [{"from": ["x"], "value": "x"}, GPT]}, "a turn is from"),
+        *(
+            ("demonstrations", {"conversations": [HUMAN, {"from": "function_call", "value": value}]}, said)
+            for value, said in (
+                ("f(1)", "must be the JSON of {name, arguments} or a list of them, got str 'f(1)'"),
+                ("[]", "must be the JSON of"),
+                ('{"arguments": {}}', "a tool call must be {id, type, function: {name, arguments}}"),
+            )
+        ),
         ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": [1]}]}, "a rating is -1"),
         ("steps", {"prompt": "p", "steps": [{"text": "t", "rating": "1"}]}, "a rating is -1"),
         ("steps", {"question": {"problem": "p"}, "label": {"steps": [1]}}, "step 1: must have completions"),

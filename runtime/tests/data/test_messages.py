@@ -8,6 +8,7 @@ import pytest
 from rlhf.errors import DataError
 from rlhf.types import Row
 from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.conversions import turns
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_runtime.data.messages import as_api_writes, as_template_reads
 from rlhf_runtime.data.template import Template
@@ -257,3 +258,13 @@ def test_weights_that_cannot_be_kept_are_refused(template_with, weights, loss_on
 def test_templates_do_not_see_weights(template_with):
     text = CHATML.replace("m.content", "(m | length | string) + m.content")
     assert "assistant\n22<eos>" in prompt_text(template_with(text), [USER, {**BOT, "weight": 0, "train": False}, USER])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_tool_calls_in_sharegpt_turns_are_those_of_the_chat_api(several):
+    calls = [{"name": "add", "arguments": {"a": 1}}, {"name": "look_up", "arguments": "{}"}][: 1 + several]
+    value = json.dumps(calls if several else calls[0])
+    talk = [("human", "1+1?"), ("function_call", value), ("observation", "2"), ("gpt", "2")]
+    row = turns({"messages": [{"from": speaker, "value": text} for speaker, text in talk]}, True)
+    messages = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "2"}, BOT]
+    assert as_template_reads(row["messages"]) == as_template_reads(messages)

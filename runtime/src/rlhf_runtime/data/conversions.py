@@ -10,11 +10,14 @@ from rlhf.errors import DataError, shown
 
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import ROLES, read_messages
+from rlhf_runtime.data.strict_json import STRICT
 
 Values = dict[str, Any]
 """{field: value} of one row."""
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+CALLS = "function_call"
+"""The ``from`` of a ShareGPT turn whose value is the JSON of tool calls, as Glaive's data has them."""
 MARK = "ки"
 """Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
@@ -250,10 +253,25 @@ def _rating(value: Any) -> int:
 def _message(turn: Any) -> dict[str, Any]:
     if not is_turn(turn):
         raise DataError(f"a turn must be {{from, value}}, got {str(turn)[:60]!r}")
-    if not isinstance(turn["from"], str) or turn["from"] not in ROLES:
-        raise DataError(f"a turn is from {turn['from']!r}; known are {', '.join(ROLES)}")
+    speaker, value = turn["from"], turn["value"]
+    if not isinstance(speaker, str) or speaker not in (*ROLES, CALLS):
+        raise DataError(f"a turn is from {speaker!r}; known are {', '.join((*ROLES, CALLS))}")
     rest = {k: v for k, v in turn.items() if k not in ("from", "value")}
-    return {**rest, "role": ROLES[turn["from"]], "content": turn["value"]}
+    if speaker == CALLS:
+        return {**rest, "role": "assistant", "content": None, "tool_calls": _calls(value)}
+    return {**rest, "role": ROLES[speaker], "content": value}
+
+
+def _calls(value: Any) -> list[Any]:
+    try:
+        calls = STRICT.decode(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        calls = None
+    if not calls or not isinstance(calls, list | Mapping):
+        raise DataError(
+            f"a turn from {CALLS!r} must be the JSON of {{name, arguments}} or a list of them, got {shown(value)}"
+        )
+    return calls if isinstance(calls, list) else [calls]
 
 
 def _listed(values: Values, field: str) -> list[Any]:
