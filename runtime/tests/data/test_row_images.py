@@ -175,6 +175,27 @@ def test_a_column_fills_parts_and_placeholders_in_their_order(data, family):
         rows.check(1)
 
 
+@pytest.mark.parametrize(("family", "answer"), [("qwen2_5_vl", "yes<image>"), ("idefics3", "yes")])
+def test_a_common_mark_is_the_place_of_an_image(data, family, answer):
+    """Also where it is not the model's placeholder; in answers it is text."""
+    texts = ("<image>a", "<image><image>", " <image> b")
+    parts = (
+        [PLACE, {"type": "text", "text": "a"}],
+        [PLACE, PLACE],
+        [{"type": "text", "text": " "}, PLACE, {"type": "text", "text": " b"}],
+    )
+    images = {"images": ["red.png", "blue.jpg", "red.png", "blue.jpg"]}
+    encoded = []
+    for contents in (texts, parts):
+        messages = [
+            m for content in contents for m in ({"role": "user", "content": content}, {**ANSWER, "content": answer})
+        ]
+        rows = data([{"messages": messages, **images}], "demonstrations", family=family, max_images=4)
+        encoded.append(rows.template.encode_demonstration(*rows.take(1)).sequences[0])
+    assert list(encoded[0].ids) == list(encoded[1].ids)
+    assert [i.data for i in encoded[0].images] == [RED, BLUE, RED, BLUE]
+
+
 def test_a_run_knows_whether_its_data_have_images(data):
     assert not data([{"prompt": [{"role": "user", "content": [{"text": "a part without a type"}]}]}]).has_images
     parts = [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]
@@ -235,7 +256,12 @@ def test_an_image_that_cannot_be_used_names_the_row(data, case):
 
 def test_as_many_placeholders_as_images_are_needed(data):
     for prompt, images, message in (
-        (USER, ["red.png"], "2 image parts of the messages hold no image, and column 'images' holds 1"),
+        (
+            USER,
+            ["red.png"],
+            r"2 image parts \(or '<image>' in texts\) of the messages hold no image, and column 'images' holds 1",
+        ),
+        ("<image> or <image>?", ["red.png"], "2 image parts .* hold no image, and column 'images' holds 1"),
         ("<|image_pad|><|image_pad|>", ["red.png"], "2 placeholders of images in the text and 1 image;"),
         ("<|image_pad|>", [], "1 placeholder of images in the text and 0 images"),
     ):

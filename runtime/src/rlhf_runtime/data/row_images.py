@@ -20,6 +20,8 @@ from rlhf_runtime.data.row_fields import Cells
 from rlhf_runtime.data.sources import ONE_IMAGE, Source
 
 NO_IMAGES = "the policy is a model of text"
+COMMON_MARK = "<image>"
+"""The place of an image in the texts of data sets that are for several models (LLaVA's, ShareGPT4V, verl's)."""
 MARKED = object()
 """Stands for the image of a placeholder in a text."""
 
@@ -59,11 +61,15 @@ class RowImages:
         """Messages of a row (:meth:`Cells.messages`) as chat templates read them, and the files of their images.
 
         The images of the row's column belong to the places without an image of their own, in order: parts of messages,
-        and placeholders in texts. Where there are no such places, they come before the text of the first user message.
+        and placeholders in texts; in a row without these, every :data:`COMMON_MARK` outside answers. Where there are no
+        such places, they come before the text of the first user message.
         """
         images: list[Any] = []
         conversation = [self._read(message, images) for message in messages]
-        column, free = self._column(cells), [n for n, image in enumerate(images) if image is None or image is MARKED]
+        column = self._column(cells)
+        if column and not images:
+            conversation = [self._read(_with_parts(message), images) for message in messages]
+        free = [n for n, image in enumerate(images) if image is None or image is MARKED]
         user = next((i for i, m in enumerate(conversation) if m["role"] == "user"), None)
         if column and not free and user is not None:
             before = places(conversation[:user])
@@ -77,7 +83,7 @@ class RowImages:
                 images[n] = image
         elif None in images:
             raise DataError(
-                f"{images.count(None)} image parts of the messages hold no image, and "
+                f"{images.count(None)} image parts (or {COMMON_MARK!r} in texts) of the messages hold no image, and "
                 f"{cells.name('images')} holds {len(column)}; they must be equal"
             )
         else:  # :meth:`place` will say how a placeholder is spelt
@@ -146,6 +152,15 @@ class RowImages:
         if len(files) > self.limit:
             raise DataError(f"the row has {len(files)} images, over data.max_images = {self.limit}")
         return files
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message of text with a part for each :data:`COMMON_MARK`; an answer as it is."""
+    texts = message["content"].split(COMMON_MARK)
+    if message["role"] == "assistant" or len(texts) == 1:
+        return message
+    parts = [part for text in texts for part in (PLACE, {"type": "text", "text": text}) if part.get("text") != ""]
+    return {**message, "content": parts[1:]}
 
 
 def with_urls(messages: Sequence[Mapping[str, Any]], images: Sequence[bytes]) -> list[dict[str, Any]]:
