@@ -118,6 +118,23 @@ def test_rows_of_a_parquet_file_have_no_arguments_of_other_tools(tmp_path, token
     assert [list(example.sequences[0].ids)] == [ids for ids, _ in expected]
 
 
+def test_pairs_of_openais_api_and_of_ms_swift_are_those_of_a_prompt_and_two_answers(tmp_path, tokenizer_with):
+    path, tools = tmp_path / "rows.jsonl", {"tools": [ADD]}
+    expected = {"prompt": [ASK], "chosen": [ANSWER], "rejected": [OTHER], **tools}
+    rows = [
+        {"input": {"messages": [ASK], **tools}, "preferred_output": [ANSWER], "non_preferred_output": [OTHER]},
+        {"messages": [ASK, ANSWER], "rejected_response": "3", **tools},
+    ]
+    section, pairs = DataSection(train=(SourceSection(path=str(path)),), shuffle=False, bad_rows="drop"), []
+    for row, bad in ((expected, {"rejected": 3}), (rows[0], {"input": "1+1?"}), (rows[1], {"messages": []})):
+        path.write_text(json.dumps(row) + "\n" + json.dumps(row | bad) + "\n")
+        data = TrainData(section, tokenizer_with(HERMES), "pairs", 0)
+        pairs.append([(list(s.ids), list(s.loss_mask)) for s in data.examples(data.take(1))[0].sequences])
+        (source,) = data.sources["train"]
+        assert data.judge(source[1]).kind == "bad_rows"
+    assert pairs[0] == pairs[1] == pairs[2]
+
+
 def test_a_rollout_with_tools_of_its_own_does_not_show_those_of_rows(tokenizer_with):
     template = Template(tokenizer_with(HERMES), DataSection())
     template.shows_tools = False

@@ -41,6 +41,20 @@ def answers_in_turns(values: Values, chat: bool) -> Values:
     return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt} | answers
 
 
+def preferred_outputs(values: Values, chat: bool) -> Values:
+    """A request, ``{messages, tools}``, and two outputs, of which one is preferred (OpenAI's fine-tuning API)."""
+    request = values.get("prompt")
+    if not isinstance(request, Mapping):
+        raise DataError(f"input must be {{messages, tools}}, got {shown(request)}")
+    return {**values, "prompt": request.get("messages"), "tools": request.get("tools")}
+
+
+def rejected_beside(values: Values, chat: bool) -> Values:
+    """A conversation, whose last answer is chosen, and another answer, which is rejected (ms-swift)."""
+    *prompt, chosen = _listed(values, "messages")
+    return {k: v for k, v in values.items() if k != "messages"} | {"prompt": prompt, "chosen": [chosen]}
+
+
 def without_repeated_prompt(values: Values) -> Values:
     """A pair without its prompt, if both answers are whole conversations."""
     answers, prompt = [values.get(k) for k in ("chosen", "rejected")], values.get("prompt")
@@ -154,7 +168,18 @@ def prm800k(values: Values, chat: bool) -> Values:
 
 
 CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
-    f.__name__: f for f in (turns, answers_in_turns, dialogues, context, marked_steps, rated_steps, prm800k)
+    f.__name__: f
+    for f in (
+        turns,
+        answers_in_turns,
+        preferred_outputs,
+        rejected_beside,
+        dialogues,
+        context,
+        marked_steps,
+        rated_steps,
+        prm800k,
+    )
 }
 
 
@@ -163,6 +188,8 @@ def describe(conversion: str) -> str:
     return {
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",
+        "preferred_outputs": "a request of the chat API and the output that is preferred to another",
+        "rejected_beside": "the last answer of the conversation is chosen",
         "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
         "context": "the instruction, a blank line, its context; a history comes before them",
         "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",

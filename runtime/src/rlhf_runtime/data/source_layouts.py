@@ -124,6 +124,7 @@ CONTEXTS = ("input", "context")
 """Column beside ``instruction`` with its context."""
 HISTORY = "history"
 """Column beside ``instruction`` or ``query`` with the turns before it."""
+OUTPUTS = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
 SYSTEMS = ("system", "system_prompt")
 
 
@@ -244,6 +245,12 @@ class _Case:
     # ------------------------------------------------------------------------------------- forms
 
     def _pairs(self) -> Iterator[SourceLayout]:
+        if self.chat and not self.named:
+            if isinstance(self.row.get("input"), Mapping) and {*OUTPUTS.values()} <= {*self.columns}:
+                yield from self._join([{"prompt": "input", **OUTPUTS}], how="preferred_outputs")
+            if "rejected_response" in self.columns and convert.is_messages(self.row.get("messages")):
+                columns = {"messages": "messages", "rejected": "rejected_response"}
+                yield from self._join([columns], how="rejected_beside")
         pair = [
             {"chosen": a, "rejected": b}
             for a, b in product(self._choices("chosen", ()), self._choices("rejected", ()))
