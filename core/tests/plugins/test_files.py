@@ -67,11 +67,16 @@ def test_a_function_scores_each_trajectory_with_the_whole_row(site, write, prefi
     assert found.name == "exact"
 
 
-def test_an_attribute_names_any_function_of_three_arguments(site, write):
-    path = write("two.py", "def a(p, c, r): return 1\nasync def b(p, c, r, *, k=0): return None\nc = 3\ndef d(x): ...")
-    assert values(site.plugins().resolve("reward", f"file:{path}:a")) == [1.0, 1.0]
-    assert values(site.plugins().resolve("reward", f"file:{path}:b")) == [None, None]
-    for attribute in "cd":
+def test_an_attribute_names_a_function_by_whose_parameters_its_form_is_known(site, write):
+    """Three parameters of other names may be those of another framework, in another order."""
+    forms = "async def a(prompt, completion, row): return None\ndef b(completions): return [1.0] * len(completions)\n"
+    others = (
+        "c = 3\ndef d(x): ...\ndef e(answer, question, truth): return 1.0\ndef f(queries, prompts, labels): return 1.0"
+    )
+    path = write("two.py", forms + others)
+    assert values(site.plugins().resolve("reward", f"file:{path}:a")) == [None, None]
+    assert values(site.plugins().resolve("reward", f"file:{path}:b")) == [1.0, 1.0]
+    for attribute in "cdef":
         with pytest.raises(
             PluginInvalid, match=r"expected one subclass of rlhf.interfaces.Reward, or one function `def f\("
         ):

@@ -12,7 +12,6 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -143,8 +142,6 @@ def component_of(member: Any, kind: str, attribute: str, name: str, module: Modu
             component.name = name
         return check_class(kind, component, label)
     form = form_of_function(member) if callable(member) else None
-    if form is None and inspect.isfunction(member) and _takes_three(member):
-        form = "sample"
     if kind != "reward" or form is None:
         return None
     from rlhf.plugins.reward_functions import reward_of_function  # listing plugins starts without it
@@ -191,11 +188,3 @@ def expected(kind: str) -> str:
 
 def _is_function(value: object) -> bool:
     return inspect.isfunction(value) and not value.__name__.startswith("_")
-
-
-def _takes_three(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind("prompt", "completion", {})
-    except TypeError:
-        return False
-    return True
