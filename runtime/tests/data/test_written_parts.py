@@ -191,6 +191,8 @@ def test_a_template_that_reads_the_clock_reads_one_time(template_with):
     template = template_with(text, day=datetime(2001, 2, 3))
     assert prompted(template, "hi").text.startswith("03 Feb 2001")
     assert template.tokenizer.decode(encoded(template, [ASK, ANSWER]).ids).startswith("03 Feb 2001")
+    elsewhere = template.tokenizer.apply_chat_template([ASK], tokenize=False)
+    assert not elsewhere.startswith("03 Feb 2001"), "only the run's own renders are of its day"
     assert template.chat.day == datetime(2001, 2, 3)
     assert template_with(text).chat.day is not None
     assert template_with(GENERATION).chat.day is None

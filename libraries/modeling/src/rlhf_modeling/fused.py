@@ -10,7 +10,7 @@ Shape suffixes: N packed tokens, H hidden size or heads, D head size, F feed-for
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,15 +71,24 @@ class _FusedLayer:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.original = type(layer).forward
         self.window = _window(layer)
+        # transformers computes a layer again in its __call__ (to 5.22), or in the forward of its class, replaced here
+        self.recomputes = type(layer).__call__ is nn.Module.__call__
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        route = attention_route()
+        layer, route = self.layer, attention_route()
         embeddings = kwargs.get("position_embeddings")
-        plain = args or kwargs.get("past_key_values") is not None or kwargs.get("attention_mask") is not None
+        plain = args or any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "attention_mask"))
         if plain or embeddings is None or not isinstance(route, PackedAttention):
-            return self.original(self.layer, hidden_states, *args, **kwargs)
+            # the class of now: FSDP gives the layer another one, whose forward alone computes the layer again
+            out: Tensor = type(layer).forward(layer, hidden_states, *args, **kwargs)
+            return out
+        if self.recomputes and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+            out = layer._gradient_checkpointing_func(partial(self._packed, route, embeddings), hidden_states)
+            return out
+        return self._packed(route, embeddings, hidden_states)
+
+    def _packed(self, route: PackedAttention, embeddings: tuple[Tensor, Tensor], hidden_states: Tensor) -> Tensor:
         layer, attention, mlp = self.layer, self.layer.self_attn, self.layer.mlp
         device = hidden_states.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_states.dtype

@@ -88,8 +88,9 @@ def checkpoint_gradients(module: PreTrainedModel, inputs: HostInputs | None) -> 
         # the second forward pass runs inside backward(), outside of the contexts of the first one
         return nullcontext(), _as_before(attention_route(), replayed_choices())
 
+    enable = getattr(module, "activation_checkpointing_enable", None)  # its name from transformers 5.23 on
     try:
-        module.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        (enable or module.gradient_checkpointing_enable)({"use_reentrant": False, "context_fn": contexts})
     except ValueError as cause:
         raise CapabilityError(
             f"{type(module).__name__} cannot compute its layers again in the backward pass: transformers has no "

@@ -212,7 +212,7 @@ def test_recurrent_layers_are_packed_if_their_kernels_take_boundaries(
     """On a GPU transformers takes these kernels from the packages fla and causal_conv1d. Here torch is used."""
     plain = qwen3_next.torch_chunk_gated_delta_rule
 
-    def bounded_rule(query, key, value, g, beta, cu_seqlens=None, **options):
+    def bounded_rule(query, key, value, g, beta, cu_seqlens=None, seq_idx=None, **options):
         if cu_seqlens is None:
             return plain(query, key, value, g=g, beta=beta, **options)
         cuts = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,13 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_TAGS = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 _CLOCK = "strftime_now"
 """The function with which templates read the clock."""
+_day: ContextVar[datetime | None] = ContextVar("day", default=None)
+"""The time of the render in progress."""
+
+
+def _strftime(pattern: str) -> str:
+    """The clock of a compiled template. Other users of the template in this process keep theirs."""
+    return (_day.get() or datetime.now()).strftime(pattern)
 
 
 class TemplateRender:
@@ -79,11 +87,11 @@ class TemplateRender:
 
         def apply(conversation: list[dict[str, Any]]) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=answer, **{_CLOCK: self.day.strftime, **kwargs}
+                conversation, tokenize=False, add_generation_prompt=answer, **kwargs
             )
             return text
 
-        return self._applied(messages, apply)
+        return self._applied(messages, apply, self._tokenizer.get_chat_template(tools=kwargs.get("tools")))
 
     def marked_by_template(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """The render, and the characters of each ``{% generation %}`` block. Raises DataError, as :meth:`text`."""
@@ -92,18 +100,23 @@ class TemplateRender:
         def apply(conversation: list[dict[str, Any]]) -> tuple[str, list[Span]]:
             rendered: Any = render_jinja_template(
                 [conversation], chat_template=self._source, return_assistant_tokens_mask=True,
-                **{**self._tokenizer.special_tokens_map, _CLOCK: self.day.strftime, **self.kwargs},
+                **{**self._tokenizer.special_tokens_map, **self.kwargs},
             )  # fmt: skip
             texts, spans = rendered
             return texts[0], [(int(start), int(end)) for start, end in spans[0]]
 
-        return self._applied(messages, apply)
+        return self._applied(messages, apply, self._source)
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _applied(self, messages: Sequence[Message], apply: Callable[[list[dict[str, Any]]], T]) -> T:
+    def _applied(self, messages: Sequence[Message], apply: Callable[[list[dict[str, Any]]], T], source: str) -> T:
         """The render of the messages. Some templates read the arguments of calls as JSON text only."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        token = _day.set(self.day)
         try:
+            # from version 5.22 transformers passes no function among the keyword arguments
+            _compile_jinja_template(source).globals[_CLOCK] = _strftime
             return apply(self._as_read(messages))
         except Exception as error:  # jinja2 errors, and any error of a template
             if any(message.get("tool_calls") for message in messages):
@@ -113,6 +126,8 @@ class TemplateRender:
             raise DataError(
                 f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}"
             ) from error
+        finally:
+            _day.reset(token)
 
     def _as_read(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages with content in the form that the template reads."""
