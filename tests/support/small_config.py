@@ -45,9 +45,11 @@ KINDS = {
 FIXED = {name: size for name, size in BY_NAME.items() if size in (WINDOW, VOCABULARY)} | {
     "chunk_size": 16, "mamba_chunk_size": 16, "max_source_positions": 64, "num_mel_bins": 16, "num_codebooks": 2,
     "block_multiple_of": 16, "heavily_compressed_attention": WINDOW, "log_scaling_n_floor": WINDOW,
-    "floor_scale": 3 * WINDOW, "index_block_size": 8, "indexer_budget": 16,
+    "floor_scale": 3 * WINDOW, "index_block_size": 8, "index_n_heads": 8, "indexer_budget": 16,
+    "unpadded_vocab_size": VOCABULARY - 4,
 }  # fmt: skip
-"""Sizes that are not in proportion to others."""
+"""Sizes that are not in proportion to others. With few heads, an index scores many tokens 0, and which of them it
+chooses depends on the number of tokens."""
 _BY_SIZE = {64: "feed-forward", 32: "width", 16: "width"}
 KIND = (
     {name: _BY_SIZE[size] for name, size in BY_NAME.items() if size in _BY_SIZE}

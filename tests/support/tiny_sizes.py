@@ -37,6 +37,7 @@ SIZES = [
         sliding_window_size keep_window_size index_topk"""),
     (POSITIONS, """max_position_embeddings n_positions max_seq_len context_length max_target_positions n_ctx
         model_max_length rel_extent"""),
+    (VOCABULARY - 4, "unpadded_vocab_size"),
     (VOCABULARY, """vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size ngram_vocab_size_base
         shape_vocab_size pronunciation_vocab_size encoder_hash_byte_group_vocab"""),
 ]  # fmt: skip
@@ -74,7 +75,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": SHORT_AND_FULL | {"rope_parameters": dict.fromkeys(SHORT_AND_FULL["layer_types"], COMPASS)},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "ffn_config": {"moe_top_k": 2}},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW}},
+    "dory": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
     "dots1": SHORT_AND_FULL,
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
     "falcon_h1": {"mamba_d_head": 8, "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.8] * 5},
     "gemma3n_text": {"intermediate_size": [64] * 4, "num_kv_shared_layers": 2},
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **ASSISTANT}},
@@ -82,6 +94,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", **ASSISTANT}},
     "gemma4_unified_text": {"per_layer_config": {"1": {"head_dim": 16}}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "inkling2_loop_text": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 3,
+        "log_scaling_n_floor": WINDOW,
+    },
+    "inkling2_text": {"log_scaling_n_floor": WINDOW},
     "inkling_text": {"log_scaling_n_floor": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "laguna": SHORT_AND_FULL | {"num_attention_heads_per_layer": [4, 4]},

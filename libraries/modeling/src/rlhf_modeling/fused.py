@@ -81,11 +81,9 @@ class _FusedLayer:
         plain = args or any(kwargs.get(name) is not None for name in ("cache", "past_key_values", "attention_mask"))
         if plain or embeddings is None or not isinstance(route, PackedAttention):
             # the class of now: FSDP gives the layer another one, whose forward alone computes the layer again
-            out: Tensor = type(layer).forward(layer, hidden_states, *args, **kwargs)
-            return out
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
         if self.recomputes and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-            out = layer._gradient_checkpointing_func(partial(self._packed, route, embeddings), hidden_states)
-            return out
+            return layer._gradient_checkpointing_func(partial(self._packed, route, embeddings), hidden_states)
         return self._packed(route, embeddings, hidden_states)
 
     def _packed(self, route: PackedAttention, embeddings: tuple[Tensor, Tensor], hidden_states: Tensor) -> Tensor:

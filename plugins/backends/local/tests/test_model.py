@@ -12,6 +12,7 @@ from rlhf.types import RoleSpec
 from rlhf_modeling.model import load_model
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -131,9 +132,18 @@ def test_final_softcapping_and_scaling_are_applied_and_anything_else_refused(tmp
     assert load(soft).softcap == 2.0  # checked against the model's own logits while loading
     granite = tiny_model(tmp_path / "granite", architecture="granite", logits_scaling=4.0)
     assert load(granite).logit_scale == 0.25
+    monkeypatch.setattr(GraniteForCausalLM, "get_output_embeddings", lambda self: ScaledHead(8, 8))
+    with pytest.raises(ModelError, match="is not a body with one linear language-model head"):
+        load(granite)
+    monkeypatch.undo()
     monkeypatch.setattr(GraniteForCausalLM, "forward", squared(GraniteForCausalLM.forward))
     with pytest.raises(ModelError, match="does more to its logits than a linear head, a factor from its config"):
         load(granite)
+
+
+class ScaledHead(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
 
 
 def squared(forward):
