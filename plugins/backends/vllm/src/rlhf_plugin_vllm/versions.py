@@ -39,6 +39,24 @@ def meeting_at(file: Path) -> Iterator[None]:
             setattr(module, name, original)
 
 
+@contextmanager
+def keeping_process_groups() -> Iterator[None]:
+    """Inside, an engine that is closed leaves the process groups alone, which other engines of the process share. Since
+    0.33 the executor in this process ends the model's groups before the core ends all."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
+
+    places: list[tuple[Any, str]] = [(core, "cleanup_dist_env_and_memory"), (parallel_state, "destroy_model_parallel")]
+    originals = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
 def rename(mapper: Any, name: str) -> str | None:
     """What vLLM's ``WeightsMapper`` makes of a tensor's name; None: the model drops it. The method is public since
     0.31."""

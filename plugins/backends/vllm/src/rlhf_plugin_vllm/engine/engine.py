@@ -32,7 +32,7 @@ from rlhf_plugin_vllm.engine.temporary_files import TemporaryFiles
 from rlhf_plugin_vllm.engine.worker_processes import WorkerProcesses
 from rlhf_plugin_vllm.platforms import BIND, Platform, thread_binding
 from rlhf_plugin_vllm.processors import IMAGES, prepare
-from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, meeting_at, start_beside_numba
+from rlhf_plugin_vllm.versions import keep_seeds_on_a_cpu, keeping_process_groups, meeting_at, start_beside_numba
 
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _running: dict[int, bool] = {}
@@ -191,16 +191,11 @@ class Engine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        from vllm.v1.engine import core
-
         self._workers.end()
         foreign = _running.pop(id(self))
         _sleeping.discard(id(self))
-        original, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, lambda shutdown_ray=False: None
-        try:
+        with keeping_process_groups():
             llm.engine_core.shutdown()
-        finally:
-            core.cleanup_dist_env_and_memory = original
         del llm
         gc.collect()
         _take_down(foreign, self._files)

@@ -70,8 +70,8 @@ class VllmServer:
         return [answer["value"] for answer in answers]
 
     async def pause(self, timeout: float) -> None:
-        """Requests of others, such as a chat, end first; new ones wait for :meth:`resume`. An engine that samples while
-        weights are loaded dies. Raises SyncError."""
+        """Requests of others, such as a chat, end first; new ones wait for :meth:`resume`, or are refused by vLLM 0.33.
+        An engine that samples while weights are loaded dies. Raises SyncError."""
         await self._control("/pause?mode=wait", timeout)
 
     async def resume(self, timeout: float) -> None:
