@@ -149,7 +149,7 @@ GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "an adapter": ({"general__type": "adapter"}, "'adapter'"),
     "a part": ({"split__count": 3}, "llama-gguf-split --merge"),
     "no tokenizer that is known": ({"tokenizer__ggml__model": "rwkv"}, "tokenizer"),
-    "another shape": ({"llama__feed_forward_length": 48}, "mlp.gate_proj.weight"),
+    "another shape": ({"llama__feed_forward_length": 48}, "model.layers.0.mlp."),
     "a layer more": ({"llama__block_count": 3}, "model.layers.2."),
     "no end token": ({"tokenizer__ggml__eos_token_id": None}, "no end token"),
 }  # fmt: skip

@@ -58,6 +58,8 @@ class StoredContract:
     """{case: names of the options with which it runs}; the other cases run with the first ones."""
     full: Collection[str] = ()
     """What runs only under the mark ``full``: ``CASE``, or ``CASE-NAME`` for one of its runs."""
+    gradients_apart: float = 0.0
+    """Allowed difference of the gradients from those of one rank, norm-wise; 0: they are equal bit for bit."""
     steps_apart: float = 1e-4
     """Allowed difference of the steps from those of one rank, norm-wise."""
 
@@ -86,8 +88,8 @@ class StoredContract:
 
     @case("steps")
     def test_steps_are_those_of_one_rank(self, folder: Path, options: Options) -> None:
-        """Two micro-batches a step. Outputs, and gradients of the first step, are equal bit for bit; a sum of squares
-        in another order changes the clipping in the last digit, which Muon enlarges where it rounds to bf16."""
+        """Two micro-batches a step. Outputs, and as a rule gradients of the first step, are equal bit for bit; a sum of
+        squares in another order changes the clipping in the last digit, which Muon enlarges where it rounds to bf16."""
         of, single = self.both(folder, options)
         equal({t.dtype for _, t in of.weights()}, {torch.bfloat16}, "number formats of the weights")
         (logprobs,), (want,) = (t.forward([batch(0)], ("logprobs",)) for t in (of, single))
@@ -95,7 +97,10 @@ class StoredContract:
         start = {name: p.detach().float().reshape(-1).clone() for name, p in single.stepped.items()}
         for each in (of, single):
             each.accumulate([batch(0), batch(10)], TokenLoss(), {}, {})
-        same_bits(of.gradients(), single.gradients().items(), "gradients of the first step")
+        if self.gradients_apart:
+            close(of.gradients(), single.gradients(), self.gradients_apart, "gradients of the first step")
+        else:
+            same_bits(of.gradients(), single.gradients().items(), "gradients of the first step")
         for each in (of, single):
             each.apply()
             for number in (1, 2):

@@ -128,7 +128,7 @@ def require_disk(folder: Path, need: int) -> None:
 
 def require_weights(source: Path, module: PreTrainedModel, report: dict[str, Any], note: Callable[[str], None]) -> None:
     """Raises ModelError where the source lacks weights; notes those that the model does not have."""
-    damaged = sorted(report["missing_keys"]) or [str(name) for name, *_ in report["mismatched_keys"]]
+    damaged = sorted(report["missing_keys"]) or sorted(str(name) for name, *_ in report["mismatched_keys"])
     if damaged:
         raise ModelError(
             f"{source} lacks {len(damaged)} weights of a {type(module).__name__} or has them in another shape, e.g. "

@@ -228,6 +228,7 @@ class GgufModel(SourceModel):
         import transformers
 
         options: dict[str, Any] = {"config": self._config, "dtype": dtype, "output_loading_info": True}
+        options["ignore_mismatched_sizes"] = True  # they are in the report
         if hasattr(transformers, "GgufConfig"):  # with the package kernels, weights would stay quantised
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         auto: Any = transformers.AutoModelForCausalLM
