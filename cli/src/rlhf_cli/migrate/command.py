@@ -33,8 +33,11 @@ class MigrateCommand(Command):
             action="append",
             default=[],
             metavar="NAME=VALUE",
-            help="value of a variable that the source does not state; may be given several times",
+            help="value of a variable that the source does not state, or of an option in place of the source's; may be "
+            "given several times",
         )
+        unknown = "list options that are unknown in the file, as work that stays to do, instead of refusing them"
+        parser.add_argument("--allow-unknown", action="store_true", help=unknown)
         where = "file to write (default: standard output)"
         parser.add_argument("-o", "--output", dest="file", type=path_argument, metavar="RUN.TOML", help=where)
         parser.add_argument("--force", action="store_true", help="replace the file where it exists")
@@ -52,7 +55,7 @@ class MigrateCommand(Command):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"there is no folder {file.parent} to write {file.name} into")
         settings: Mapping[str, str] = dict(self._pair(text) for text in args.set)
-        text = migrate(args.framework, args.source, settings, Plugins.discover())
+        text = migrate(args.framework, args.source, settings, Plugins.discover(), allow_unknown=args.allow_unknown)
         if file is None:
             sys.stdout.write(text)
         else:

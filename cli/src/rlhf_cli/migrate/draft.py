@@ -97,6 +97,11 @@ class Draft:
 
         Raises ConfigError where the run file would not be accepted.
         """
+        if self.source.unknown:
+            self.remarks.append(
+                f"options that rlhf does not know, of another version of {self.source.framework} or of the project's own "
+                f"code: {', '.join(self.source.unknown)}. Nothing of them is in this file"
+            )
         run = _load("\n".join(self._tables(self.values)))
         chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]
         if problems := option_problems(plugins, chosen, run.origins):
@@ -108,7 +113,11 @@ class Draft:
             *_comment(
                 "The comments name the options that values come from. `rlhf train FILE --dry-run` checks this file."
             ),
-            *(line for remark in self.remarks for line in _comment(f"To do: {remark}.")),
+            *(
+                line
+                for remark in [*self.source.remarks, *self.remarks, *self._earlier()]
+                for line in _comment(f"To do: {remark}.")
+            ),
             *self._tables(changes),
             *self._others(changes),
         ]
@@ -165,6 +174,7 @@ class Draft:
             else:
                 reason = self.unread.get(name) or row.why or row.rule or "off by default here too"
                 others.append(f"{source_option.written}: {reason}")
+        groups["Unknown:"] = [written for written, _ in self.source.unknown.values()]
         for title, lines in groups.items():
             if lines:
                 yield from ["", *_comment(title)]
@@ -177,6 +187,15 @@ class Draft:
                         break_long_words=False,
                         break_on_hyphens=False,
                     )
+
+    def _earlier(self) -> Iterator[str]:
+        """A remark about options that are not given, and had another default in earlier versions."""
+        rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.given]
+        if changes := [f"{row.name} {row.earlier}" for row in rows if row.name not in self.unread]:
+            yield (
+                f"where the source was made for an older {self.source.framework}, give the defaults of that version: "
+                + ", ".join(changes)
+            )
 
     def _defaults(self, chosen: Chosen, plugins: Plugins) -> dict[str, Any]:
         """Our defaults of what is set, as far as the plugins are installed."""

@@ -12,11 +12,12 @@ from types import ModuleType
 from rlhf.errors import ConfigError
 from rlhf.plugins import Plugins
 
-from rlhf_cli.migrate import openrlhf, trl, trl_source, verl
-from rlhf_cli.migrate.draft import Draft
+from rlhf_cli.migrate import openrlhf, trl, trl_script, trl_source, verl
+from rlhf_cli.migrate.rows import FrameworkOptions, table
 from rlhf_cli.migrate.shell import Word, commands, known_text
 
 FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl, "verl": verl}
+SCRIPT = re.compile(r"(.+\.py)")
 
 
 @dataclass(frozen=True)
@@ -24,56 +25,90 @@ class Start:
     """The command that starts the training."""
 
     entry: str
+    word: str
+    """The word that has it: a module, a script or a name."""
     before: Sequence[Word]
     """The words of the launcher, before the entry point."""
     options: Sequence[Word]
     line: int
 
 
-def migrate(framework: str, source: str, settings: Mapping[str, str], plugins: Plugins) -> str:
+class Settings(dict[str, str]):
+    """Values of ``--set``, and the names of those that were read: the others are options."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.read = set[str]()
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+
+def migrate(
+    framework: str, source: str, settings: Mapping[str, str], plugins: Plugins, *, allow_unknown: bool = False
+) -> str:
     """The text of the run file.
 
     Args:
         source: path of a file, or a command.
-        settings: values of variables, of ``--set``.
+        settings: values of variables and options, of ``--set``.
+        allow_unknown: whether options that are unknown are listed in the file, instead of refused.
     """
-    draft, origin = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, settings)
+    own = Settings(settings)
+    fields, origin, processes = {"openrlhf": _openrlhf, "trl": _trl, "verl": _verl}[framework](source, own)
+    options = {name: value for name, value in settings.items() if name not in own.read}
+    fields.replace(options, table(framework))
+    for name in options:
+        fields.unknown.pop(name, None)
+    fields.check(allow_unknown)
+    draft = trl.convert(fields, processes) if framework == "trl" else FRAMEWORKS[framework].convert(fields)
     return draft.text(origin, plugins)
 
 
-def _openrlhf(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
+def _openrlhf(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
     text, where = _text(source)
     start = _start(text, where, settings, openrlhf)
-    draft = openrlhf.convert(openrlhf.read(start.entry, start.options, where))
-    return draft, f"{start.entry} ({where}, line {start.line})"
+    return openrlhf.read(start.entry, start.options, where), f"{start.entry} ({where}, line {start.line})", 1
 
 
-def _verl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
+def _verl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
     text, where = _text(source)
     start = _start(text, where, settings, verl)
-    return verl.convert(verl.read(start.options, where)), f"{start.entry} ({where}, line {start.line})"
+    fields = verl.read(start.options, where)
+    if not verl.OWN_ENTRY.fullmatch(start.word):
+        fields.remarks.append(f"{start.word} is not verl's own: only its keys are read; look for more in its code")
+    return fields, f"{start.entry} ({where}, line {start.line})", 1
 
 
-def _trl(source: str, settings: Mapping[str, str]) -> tuple[Draft, str]:
-    processes = int(settings["processes"]) if settings.get("processes", "").isdecimal() else None
+def _trl(source: str, settings: Mapping[str, str]) -> tuple[FrameworkOptions, str, int]:
+    processes = int(settings["processes"]) if "processes" in settings and settings["processes"].isdecimal() else None
     if trl_source.is_file_of_fields(source):
         fields, launcher = trl_source.of_mapping_file(source)
-        processes = processes or _processes(launcher, source) or 1
-        return trl.convert(fields, processes), f"{fields.entry} ({Path(source).name})"
-    if source.endswith(".py") and os.path.isfile(source):
-        fields = trl_source.of_script(source, settings)
-        return trl.convert(fields, processes or 1), f"{fields.entry} ({Path(source).name})"
+        return fields, f"{fields.entry} ({Path(source).name})", processes or _processes(launcher, source) or 1
+    if source.endswith((".py", ".ipynb")) and os.path.isfile(source):
+        fields = trl_script.of_script(source, settings)
+        return fields, f"{fields.entry} ({Path(source).name})", processes or 1
     text, where = _text(source)
     start = _start(text, where, settings, trl)
-    fields, launcher = trl_source.of_command(trl.trainer(start.entry), start.options, where)
-    place = f"{where}, line {start.line}"
-    processes = processes or _processes(_launcher(start.before, where) | launcher, place) or 1
-    draft = trl.convert(fields, processes)
-    if start.entry not in trl.GROUPS:
-        draft.remarks.append(
-            f"{start.entry}.py: only its flags are read; look for data, rewards and fields in its code"
+    place, name = f"{where}, line {start.line}", Path(start.word).stem
+    is_file = start.word.endswith(".py") and os.path.isfile(start.word)
+    launcher = _launcher(start.before, where)
+    if is_file and trl_script.is_script(start.word):
+        problems = FrameworkOptions({}, "", "")
+        flags = trl_source.flags_of(start.options, where, problems)
+        fields = trl_script.of_script(start.word, settings, {flag: texts for flag, (texts, *_) in flags.items()})
+        fields.problems += problems.problems
+        return fields, f"{name} ({place})", processes or _processes(launcher, place) or 1
+    trainer = (trl_script.trainer_of_parser(start.word) if is_file else None) or trl.trainer(start.entry)
+    if trainer not in trl.GROUPS:
+        raise ConfigError(
+            f"{place}: {start.word} is not called like one of TRL's trainers, and has no configuration of one"
         )
-    return draft, f"{start.entry} ({place})"
+    fields, more = trl_source.of_command(trainer, start.options, where)
+    if start.word.endswith(".py") and not start.word.endswith(f"trl/scripts/{name}.py"):
+        fields.remarks.append(f"{name}.py: only its flags are read; look for data, rewards and fields in its code")
+    return fields, f"{name} ({place})", processes or _processes(launcher | more, place) or 1
 
 
 def _launcher(words: Sequence[Word], where: str) -> dict[str, str]:
@@ -120,12 +155,24 @@ def _text(source: str) -> tuple[str, str]:
 
 def _start(text: str, where: str, settings: Mapping[str, str], framework: ModuleType) -> Start:
     starts = list(_starts(text, where, settings, framework.ENTRY, 0))
+    if framework is openrlhf:
+        starts = [start for start in starts if start.entry in openrlhf.ENTRIES] or starts
+    if framework is trl and not starts:
+        starts = [start for start in _starts(text, where, settings, SCRIPT, 0) if _makes_trainer(start.word)]
+    if "line" in settings:
+        starts = [start for start in starts if str(start.line) == settings["line"]]
     if len(starts) == 1:
         return starts[0]
     if not starts:
         raise ConfigError(f"{where}: no command starts a training (a word like {framework.EXAMPLE})")
     lines = ", ".join(f"{start.entry} in line {start.line}" for start in starts)
-    raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Give the command of one in quotes")
+    raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Choose one: --set line=N")
+
+
+def _makes_trainer(script: str) -> bool:
+    if not os.path.isfile(script):
+        return False
+    return trl_script.is_script(script) or trl_script.trainer_of_parser(script) is not None
 
 
 def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Pattern[str], above: int) -> Iterator[Start]:
@@ -134,7 +181,7 @@ def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Patter
         words = [Word(word.text, word.line + above) for word in words]
         for number, word in enumerate(words):
             if match := entry.fullmatch(word.text):
-                yield Start(match[1], words[:number], words[number + 1 :], word.line)
+                yield Start(match[1], word.text, words[:number], words[number + 1 :], word.line)
                 break
             if re.search(r"\s", word.text) and any(entry.fullmatch(w) for w in word.text.split()):
                 yield from _starts(word.text, where, settings, entry, word.line - 1)

@@ -10,7 +10,7 @@ from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, scored_outside, supervised
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, matching, rows_of, table, value_of
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, value_of
 from rlhf_cli.migrate.shell import Word, known_text
 
 NAME = "OpenRLHF"
@@ -104,15 +104,17 @@ def read(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
     while rest:
         word = rest.pop(0)
         here = f"{where}, line {word.line}"
-        flag, _, text = known_text(word, where).partition("=")
-        if not flag.startswith("--"):
-            raise ConfigError(f"{here}: {flag!r} is not an option and belongs to none")
-        values = [text] if "=" in word.text else []
+        values = list[Word]()
         while rest and not rest[0].text.startswith("--") and "=" not in word.text:
-            values.append(known_text(rest.pop(0), where))
-        for row in matching(source.rows, flag.removeprefix("--"), here, groups):
-            words_of_flag = ["..."] if row.secret and values else values
-            source.given[row.name] = OptionValue(value_of(row, values, here), " ".join([flag, *words_of_flag]), here)
+            values.append(rest.pop(0))
+        with source.reading():
+            flag, equals, text = known_text(word, where).partition("=")
+            if not flag.startswith("--"):
+                raise ConfigError(f"{here}: {flag!r} is not an option and belongs to none")
+            texts = [text] if equals else [known_text(value, where) for value in values]
+            for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), here, groups):
+                words_of_flag = ["..."] if row.secret and texts else texts
+                source.given[row.name] = OptionValue(value_of(row, texts, here), " ".join([flag, *words_of_flag]), here)
     return source
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
@@ -30,6 +31,7 @@ class OptionRow:
     when: str = ""
     why: str = ""
     secret: bool = False
+    earlier: str = ""
 
 
 def table(framework: str) -> dict[str, list[OptionRow]]:
@@ -70,12 +72,53 @@ class FrameworkOptions:
     entry: str
     framework: str
     given: dict[str, OptionValue] = field(default_factory=dict)
+    unknown: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """{option without a row: as it was given, the error}."""
+    problems: list[str] = field(default_factory=list)
+    """Errors of what could not be read."""
+    remarks: list[str] = field(default_factory=list)
+    """What the source has beside options, for the user."""
 
     def __getitem__(self, name: str) -> Any:
         if name in self.given:
             return self.given[name].value
         row = self.rows.get(name)
         return None if row is None else row.defaults.get(self.entry, row.default)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep an error, so that the next option is read too."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(str(error))
+
+    def matching(
+        self, name: str, written: str, where: str, groups: Mapping[str, Iterable[OptionRow]]
+    ) -> list[OptionRow]:
+        """The rows that an option's name means; none for an unknown one, which is kept."""
+        try:
+            return matching(self.rows, name, where, groups)
+        except ConfigError as error:
+            self.unknown[name] = written, str(error)
+            return []
+
+    def replace(self, settings: Mapping[str, str], groups: Mapping[str, Iterable[OptionRow]]) -> None:
+        """Give options the values of ``--set``. Raises ConfigError for a name that no option has."""
+        for name, text in settings.items():
+            where = f"--set {name}={text}"
+            for row in matching(self.rows, name, where, groups):
+                self.rows[row.name] = row
+                self.given[row.name] = OptionValue(typed(row, text, where), where, where)
+
+    def check(self, allow_unknown: bool) -> None:
+        """Raise ConfigError with all that could not be read, and with all options that are unknown."""
+        problems = dict.fromkeys(self.problems)
+        if self.unknown and not allow_unknown:
+            problems |= dict.fromkeys(error for _, error in self.unknown.values())
+            problems["--allow-unknown lists such options in the file, as work that stays to do"] = None
+        if problems:
+            raise ConfigError("\n".join(problems))
 
     def refuse_by_table(self) -> None:
         """Raise ConfigError for a value that the table refuses: any but the default of a row whose rule says so."""
@@ -88,7 +131,7 @@ class FrameworkOptions:
         """The error for a value that cannot be taken over."""
         option = self.given.get(name)
         label = f"{option.where}: {option.written}" if option else f"{name} {self[name]} ({self.framework}'s default)"
-        return ConfigError(f"{label}: {reason}")
+        return ConfigError(f"{label}: {reason}. (--set {name}=VALUE replaces the value)")
 
 
 def rows_of(groups: Mapping[str, Iterable[OptionRow]], names: Sequence[str]) -> dict[str, OptionRow]:

@@ -21,7 +21,7 @@ from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
 
 COMMAND = f"{UNKNOWN}(command){UNKNOWN}"
 """Stands for what a command would print."""
-_COMMAND = r"\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_COMMAND = r"\$\[[^\[\]]*\]|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*"'
 _VARIABLE = rf"{_BRACES}|\$\w+|\$[@*#?$!-]"
@@ -31,7 +31,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _WORD = re.compile("(?:" + re.sub(r"\?P<[a-z]+>", "?:", _PIECE.pattern) + ")+", re.DOTALL)
-_SPACE = re.compile(r"(?:[ \t\r]|\\\r?\n)+")
+_SPACE = re.compile(r"(?:[ \t\r]|\\\r?(?:\n|\Z))+")
 _COMMENT = re.compile(r"#[^\n]*")
 _HERE_TEXT = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1")
 _REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|>>|>&|<&|<|>)[ \t]*(?:\d\b)?")
@@ -39,7 +39,7 @@ _END = re.compile(r"&&|\|\||;;|[;&|()\n]")
 _ARRAY = re.compile(r"(\w+)(\+?)=\(")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|(:?-)(.*)|:?\?.*)?\}", re.DOTALL)
-_SUM = re.compile(r"\$\(\((.*)\)\)", re.DOTALL)
+_SUM = re.compile(r"\$(?:\(\((.*)\)\)|\[(.*)\])", re.DOTALL)
 _OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -214,7 +214,7 @@ class _Script:
         def replaced(match: re.Match[str]) -> str:
             if match[0].startswith("\\"):
                 return "" if match[0][1] == "\n" else match[0][1]
-            if match[0].startswith(("$(", "`")):
+            if match[0].startswith(("$(", "$[", "`")):
                 return self._output(match[0])
             return " ".join(self._values(match[0]))
 
@@ -224,7 +224,7 @@ class _Script:
         """What ``$(...)`` stands for: the value of a sum of whole numbers; of other commands it is unknown."""
         if not (inner := _SUM.fullmatch(text)):
             return COMMAND
-        terms = self._in_quotes(inner[1])
+        terms = self._in_quotes(inner[1] or inner[2])
         if UNKNOWN not in terms:
             terms = re.sub(r"[A-Za-z_]\w*", lambda name: " ".join(self._values(f"${{{name[0]}}}")), terms)
         if UNKNOWN in terms:
@@ -240,6 +240,8 @@ class _Script:
         name = braced[1] if braced else text.strip("${}")
         if name in self.settings:
             return [self.settings[name]]
+        if (counted := re.fullmatch(r"\$\{#(\w+)\[[@*]\]\}", text)) and counted[1] in self.variables:
+            return [str(len(self.variables[counted[1]]))]
         if name in self.variables and (braced or not text.startswith("${")):
             values = self.variables[name]
             if not (braced and braced[3] == ":-" and values[:1] in ([], [""])):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.draft import Draft, named
-from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, matching, rows_of, table, typed
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed
 from rlhf_cli.migrate.shell import Word, known_text
 from rlhf_cli.migrate.shell_branches import UNKNOWN
 
@@ -17,9 +19,12 @@ FACTS = "The facts are those of verl 0.9.1 with FSDP; the configurations for Meg
 GROUP_TITLES = {"main_ppo": "main_ppo"}
 """{group of the table: its heading in the documentation}."""
 EXAMPLE = "verl.trainer.main_ppo"
-ENTRY = re.compile(
+ENTRY = re.compile(r"(?:.*[./])?(main_(?:ppo|dapo|grpo)\w*?)(?:\.py)?")
+OWN_ENTRY = re.compile(
     r"(?:.*/)?(?:verl[./]trainer[./]|recipe[./]dapo[./](?:src[./])?)(main_ppo|main_ppo_v0|main_ppo_sync|main_dapo)(?:\.py)?"
 )
+OWN_CONFIGS = ("ppo_trainer", "dapo_trainer")
+"""Configurations whose defaults are those of the table."""
 ACTOR, ROLLOUT, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.actor.optim"
 WITHOUT: Mapping[str, str] = {
     "critic": "only with the estimator gae, which has a critic",
@@ -54,26 +59,66 @@ LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "g
 
 
 def read(words: Sequence[Word], where: str) -> FrameworkOptions:
-    """The overrides of a command. Raises ConfigError, with the line, for one that is unknown or cannot be read."""
+    """The overrides of a command, and the file of its ``--config-name``. What cannot be read is kept as a problem."""
     import yaml
 
     groups = table("verl")
     source = FrameworkOptions(rows_of(groups, ("main_ppo",)), "main_ppo", NAME)
-    for word in words:
+    rest, overrides, file = list(words), list[tuple[str, str, str]](), dict[str, str]()
+    while rest:
+        word = rest.pop(0)
         if word.text in (f"{UNKNOWN}@{UNKNOWN}", f"{UNKNOWN}*{UNKNOWN}"):
             continue  # "$@": further words of the script's own command line
         here = f"{where}, line {word.line}"
-        key, equals, text = known_text(word, where).partition("=")
-        if not equals or key.startswith(("-", "~")):
-            raise ConfigError(f"{here}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
-        for row in matching(source.rows, key.lstrip("+"), here, groups):
-            try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
-            source.rows[row.name] = row
-            source.given[row.name] = OptionValue(typed(row, value, here), f"{key}={text}", here)
+        with source.reading():
+            key, equals, text = known_text(word, where).partition("=")
+            if key in ("--config-path", "--config-name"):
+                file[key] = text if equals or not rest else known_text(rest.pop(0), where)
+            elif not equals or key.startswith(("-", "~")):
+                raise ConfigError(f"{here}: {word.text!r} is no KEY=VALUE of main_ppo's own configuration")
+            else:
+                overrides.append((key.lstrip("+"), text, here))
+    with source.reading():
+        name = file.get("--config-name", "ppo_trainer").removesuffix(".yaml")
+        if name not in OWN_CONFIGS:
+            overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
+    for key, text, here in overrides:
+        with source.reading():
+            for row in source.matching(key, f"{key}={text}", here, groups):
+                try:
+                    value = yaml.safe_load(text)
+                except yaml.YAMLError as error:
+                    raise ConfigError(f"{here}: the value of {key} cannot be read: {error}") from None
+                source.rows[row.name] = row
+                source.given[row.name] = OptionValue(typed(row, value, here), f"{key}={text}", here)
     return source
+
+
+def _of_config(file: Path) -> Iterator[tuple[str, str, str]]:
+    """The keys of a configuration that changes verl's own, as overrides."""
+    import yaml
+
+    try:
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"--config-name {file.stem}: {', '.join(OWN_CONFIGS)} are known, and {file} cannot be read: {error}"
+        ) from None
+    flat = dict(_flat(fields if isinstance(fields, dict) else {}, ""))
+    for key, value in flat.items():
+        inner = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+        value = flat.get(inner[1], value) if inner else value
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(f"{file}: {key}: {value} is not resolved; write its value")
+        yield key, yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip(), str(file)
+
+
+def _flat(fields: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        elif above or name not in ("defaults", "hydra"):
+            yield f"{above}{name}", value
 
 
 def convert(source: FrameworkOptions) -> Draft:

@@ -1,0 +1,369 @@
+"""Values of expressions in a Python script, as far as its text states them. The script is parsed, never executed.
+
+A name has the value that it is assigned once, or the last one above its line at the top level; a parameter has what the
+only call of its function gives it. ``args.lr`` of ``argparse`` or of a dataclass is the flag of the command, else the
+default. Sums, conditions, f-strings, ``int(...)`` and the like are computed from such values.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError
+
+_OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne},
+    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
+    **{
+        ast.Is: operator.is_,
+        ast.IsNot: operator.is_not,
+        ast.In: lambda a, b: a in b,
+        ast.NotIn: lambda a, b: a not in b,
+    },
+}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{"int": int, "float": float, "str": str, "bool": bool, "abs": abs, "min": min, "max": max, "round": round},
+    **{"len": len, "list": list, "tuple": tuple, "dict": dict, "Path": lambda *parts: os.path.join(*map(str, parts))},
+}
+_OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+"""Functions that are true where bf16 is computed, as it is by a run."""
+_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
+
+
+class NoValueError(Exception):
+    """The text of a script does not state the value of an expression."""
+
+
+@dataclass
+class Fields:
+    """Attributes that a name has: flags of ``argparse``, or fields of a class of the script."""
+
+    nodes: dict[str, ast.expr] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class PythonValues:
+    """The values of one script.
+
+    Args:
+        settings: values of ``--set``, by name.
+        flags: flags of the command, with their texts.
+    """
+
+    tree: ast.Module
+    settings: Mapping[str, str]
+    where: str
+    flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.read_flags = set[str]()
+        self.assignments: dict[str, list[tuple[ast.expr, int | None, int]]] = {}  # (value, item of it, line)
+        self.classes = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
+        self.calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        self.stored_attributes = set[str]()
+        self.functions: dict[ast.AST, ast.FunctionDef] = {}
+        for function in (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)):
+            self.functions |= dict.fromkeys(ast.walk(function), function)  # an inner function comes later
+        self._busy = set[ast.AST]()
+        others, statements = set[str](), dict[str, list[ast.stmt]]()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                self.stored_attributes.add(node.attr)
+            targets = list[ast.expr]()
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr):
+                targets = [node.target]
+            for target in targets:
+                plain = isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+                names = target.elts if plain and isinstance(target, ast.Tuple) else [target]
+                for number, name in enumerate(names):
+                    if plain and isinstance(name, ast.Name):
+                        item = None if name is target else number
+                        self.assignments.setdefault(name.id, []).append((node.value, item, node.lineno))
+                        statements.setdefault(name.id, []).append(node)
+                    elif not isinstance(name, ast.Attribute):
+                        others |= {n.id for n in ast.walk(name) if isinstance(n, ast.Name)}
+        in_classes = {statement for node in self.classes.values() for statement in node.body}
+        for name, nodes in statements.items():
+            if all(node in in_classes for node in nodes):
+                self.assignments.pop(name)  # a field
+            elif name in others or (len(nodes) > 1 and not all(node in self.tree.body for node in nodes)):
+                self.assignments[name] = []
+        self.imports = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and not node.level
+            for alias in node.names
+        }
+        self.arguments = {name: call for call in self.calls if name_of(call) == "add_argument" for name in _names(call)}
+
+    def literal(self, node: ast.expr, name: str) -> Any:
+        """The value of an argument. Raises ConfigError, with the line, where the script does not state it."""
+        if name in self.settings:
+            return self.settings[name]
+        try:
+            value = self.value(node)
+        except NoValueError:
+            value = Fields()
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError):
+            value = Fields()
+        if isinstance(value, Fields):
+            raise ConfigError(
+                f"{self.where}, line {node.lineno}: {name}={ast.unparse(node)} is no literal, and nothing is executed. "
+                f"Give it: --set {name}=VALUE"
+            )
+        return value
+
+    def node(self, node: ast.expr | None) -> ast.expr | None:
+        """The expression that a name stands for in its line; another expression itself."""
+        if isinstance(node, ast.Name) and not self._parameter(node):
+            values = self.assignments.get(node.id, [])
+            if len(values) > 1:
+                values = [] if node in self.functions else [value for value in values if value[2] < node.lineno][-1:]
+            if values and values[0][1] is None and values[0][0] is not node:
+                return values[0][0]
+        return node
+
+    def value(self, node: ast.expr) -> Any:
+        if node in self._busy:
+            raise NoValueError
+        self._busy.add(node)
+        try:
+            return self._value(node)
+        finally:
+            self._busy.discard(node)
+
+    def _value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=items):
+                return [self.value(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.value(item) for item in items)
+            case ast.Set(elts=items):
+                return sorted(self.value(item) for item in items)
+            case ast.Dict(keys=keys, values=values):
+                entries = dict[Any, Any]()
+                for key, item in zip(keys, values, strict=True):
+                    entries |= self.value(item) if key is None else {self.value(key): self.value(item)}
+                return entries
+            case ast.Name():
+                return self._name(node)
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name):
+                return name
+            case ast.Attribute(value=base, attr=name):
+                return self._field(self.value(base), name)
+            case ast.Subscript(value=base, slice=index):
+                return self.value(base)[self.value(index)]
+            case ast.UnaryOp(op=sign, operand=operand):
+                value = self.value(operand)
+                return not value if isinstance(sign, ast.Not) else -value if isinstance(sign, ast.USub) else value
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return float(self.value(left)) ** self.value(right)
+            case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
+                return _OPERATIONS[type(sign)](self.value(left), self.value(right))
+            case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _OPERATIONS:
+                return _OPERATIONS[type(sign)](self.value(left), self.value(right))
+            case ast.BoolOp(op=sign, values=values):
+                for item in values[:-1]:
+                    if bool(value := self.value(item)) == isinstance(sign, ast.Or):
+                        return value
+                return self.value(values[-1])
+            case ast.IfExp(test=test, body=body, orelse=other):
+                return self.value(body if self.value(test) else other)
+            case ast.JoinedStr(values=parts):
+                return "".join(self._part(part) for part in parts)
+            case ast.Call():
+                return self._call(node)
+        raise NoValueError
+
+    def _part(self, part: ast.expr) -> str:
+        if not isinstance(part, ast.FormattedValue):
+            return str(self.value(part))
+        if part.format_spec or part.conversion != -1 or isinstance(value := self.value(part.value), Fields):
+            raise NoValueError
+        return str(value)
+
+    def _name(self, node: ast.Name) -> Any:
+        if parameter := self._parameter(node):
+            return self._of_parameter(node.id, *parameter)
+        if (expression := self.node(node)) is not node and expression is not None:
+            return self.value(expression)
+        values = self.assignments.get(node.id, [])
+        if len(values) == 1 and values[0][1] is not None:
+            return self.value(values[0][0])[values[0][1]]
+        if node.id in self.classes and not values:
+            return self._of_class(self.classes[node.id])
+        raise NoValueError
+
+    def _parameter(self, node: ast.Name) -> tuple[ast.FunctionDef, ast.arg] | None:
+        function = self.functions.get(node)
+        if function is None:
+            return None
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        return next(((function, argument) for argument in arguments if argument.arg == node.id), None)
+
+    def _of_parameter(self, name: str, function: ast.FunctionDef, argument: ast.arg) -> Any:
+        """What the only call of a function gives a parameter; else a default, or the class of its annotation."""
+        calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
+        places = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
+        if len(calls) == 1 and not any(keyword.arg is None for keyword in calls[0].keywords):
+            given = dict(zip(places, calls[0].args, strict=False)) | {k.arg or "": k.value for k in calls[0].keywords}
+            defaults = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
+            if (node := given.get(name) or defaults.get(name)) is not None:
+                return self.value(node)
+        if not calls and isinstance(argument.annotation, ast.Name) and argument.annotation.id in self.classes:
+            return self._of_class(self.classes[argument.annotation.id])
+        raise NoValueError
+
+    def _field(self, base: Any, name: str) -> Any:
+        if not isinstance(base, Fields) or name in self.stored_attributes:
+            raise NoValueError
+        if name in base.values:
+            return base.values[name]
+        if name in base.nodes:
+            return self.value(base.nodes[name])
+        raise NoValueError
+
+    def _call(self, call: ast.Call) -> Any:
+        name, base = name_of(call), call.func.value if isinstance(call.func, ast.Attribute) else None
+        if name in _OF_BF16:
+            return True
+        if "parse" in name and "args" in name:
+            return self._of_parser(base)
+        if ast.unparse(call.func) in ("os.getenv", "os.environ.get", "getenv", "environ.get") and call.args:
+            variable = self.value(call.args[0])
+            if variable in self.settings:
+                return self.settings[variable]
+            return self.value(call.args[1] if call.args[1:] else ast.Name("None"))
+        if ast.unparse(call.func) == "os.path.join":
+            return os.path.join(*(str(self.value(item)) for item in call.args))
+        if name == "get" and base is not None and isinstance(entries := self.value(base), dict):
+            return entries.get(self.value(call.args[0]), *(self.value(item) for item in call.args[1:]))
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        if len(keywords) < len(call.keywords):
+            raise NoValueError
+        if base is None and name in self.classes:
+            fields = self._of_class(self.classes[name])
+            fields.nodes |= dict(zip(fields.nodes, call.args, strict=False)) | keywords
+            return fields
+        if name in ("SimpleNamespace", "Namespace"):
+            return Fields(keywords)
+        if base is None and name in _FUNCTIONS:
+            values = [self.value(item) for item in call.args]
+            return _FUNCTIONS[name](*values, **{key: self.value(item) for key, item in keywords.items()})
+        functions = [node for node in self.tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+        if base is None and len(functions) == 1:
+            returns = [node for node in ast.walk(functions[0]) if isinstance(node, ast.Return) and node.value]
+            if len(returns) == 1 and returns[0].value is not None:
+                return self.value(returns[0].value)
+        raise NoValueError
+
+    def _of_class(self, node: ast.ClassDef) -> Fields:
+        """The fields of a class, with their defaults; a flag of the command has precedence."""
+        fields = Fields()
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in self.classes and base.id != node.name:
+                fields.nodes |= self._of_class(self.classes[base.id]).nodes
+        for statement in node.body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+            if len(targets) == 1 and isinstance(targets[0], ast.Name):
+                value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+                fields.nodes[targets[0].id] = _default(value) if value is not None else ast.Name("")
+        for name in fields.nodes.keys() & self.flags.keys():
+            self.read_flags.add(name)
+            texts = self.flags[name]
+            fields.values[name] = _plain(texts[0]) if len(texts) == 1 else [_plain(text) for text in texts] or True
+        return fields
+
+    def _of_parser(self, parser: ast.expr | None) -> Any:
+        """What a parser returns: the flags of ``argparse``, or a tuple of the fields of dataclasses."""
+        made = self.node(parser) if parser is not None else None
+        if isinstance(made, ast.Call) and name_of(made) in _PARSERS and made.args:
+            classes = made.args[0].elts if isinstance(made.args[0], ast.Tuple | ast.List) else [made.args[0]]
+            names = [node.id if isinstance(node, ast.Name) else "" for node in classes]
+            return tuple(self._of_class(self.classes[n]) if n in self.classes else Fields() for n in names)
+        fields = Fields()
+        for name, call in self.arguments.items():
+            options = {keyword.arg: keyword.value for keyword in call.keywords}
+            action = options.get("action")
+            switch = isinstance(action, ast.Constant) and str(action.value).startswith("store_")
+            if name in self.flags:
+                self.read_flags.add(name)
+                fields.values[name] = self._flag(self.flags[name], options, switch)
+            elif "default" in options:
+                fields.nodes[name] = options["default"]
+            elif switch and isinstance(action, ast.Constant):
+                fields.values[name] = action.value == "store_false"
+            elif not isinstance(required := options.get("required"), ast.Constant) or not required.value:
+                fields.values[name] = None
+        return fields
+
+    def _flag(self, texts: Sequence[str], options: Mapping[str | None, ast.expr], switch: bool) -> Any:
+        if switch:
+            return isinstance(action := options["action"], ast.Constant) and action.value != "store_false"
+        kind = options.get("type")
+        convert = {"int": int, "float": float, "str": str}.get(ast.unparse(kind) if kind else "str", _plain)
+        values = [convert(text) for text in texts]
+        return values if "nargs" in options or len(values) != 1 else values[0]
+
+
+def name_of(call: ast.Call) -> str:
+    """``GRPOConfig`` of ``trl.GRPOConfig(...)``."""
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+
+
+def source_of(path: str) -> str:
+    """The Python of a script, or of the cells of a notebook without the commands of the notebook itself."""
+    text = Path(path).read_text(encoding="utf-8")
+    if not path.endswith(".ipynb"):
+        return text
+    cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in cells if not cell.startswith("%%")]
+    return re.sub(r"^([ \t]*)[!%].*(?:\\\n.*)*", r"\1pass", "\n".join(cells), flags=re.MULTILINE)
+
+
+def _names(call: ast.Call) -> list[str]:
+    """The name of ``add_argument("--lr", ...)`` in what the parser returns."""
+    for keyword in call.keywords:
+        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant):
+            return [str(keyword.value.value)]
+    texts = [node.value for node in call.args if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    names = [text for text in texts if text.startswith("--")] or texts
+    return [names[0].lstrip("-").replace("-", "_")] if names else []
+
+
+def _default(node: ast.expr) -> ast.expr:
+    """The default of ``field(default=...)`` and ``field(default_factory=lambda: ...)``; another expression itself."""
+    if isinstance(node, ast.Call) and name_of(node) in ("field", "Field"):
+        options = {keyword.arg: keyword.value for keyword in node.keywords}
+        factory = options.get("default_factory")
+        if isinstance(factory, ast.Lambda):
+            return factory.body
+        if factory is not None:
+            return ast.Call(factory, [], [])
+        return options.get("default") or (node.args[0] if node.args else ast.Name(""))
+    return node
+
+
+def _plain(text: str) -> Any:
+    """A text of a command as a number or a switch where it is one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

@@ -1,0 +1,289 @@
+"""Fields of TRL's trainers from a Python script or a notebook, which is parsed and never executed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhf.errors import ConfigError
+
+from rlhf_cli.migrate.python_values import PythonValues, name_of, source_of
+from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue
+from rlhf_cli.migrate.trl_source import CONFIGS, TRAINERS, fields_of, give
+
+LORA = {
+    "r": "lora_r",
+    "target_modules": "lora_target_modules",
+    "modules_to_save": "lora_modules_to_save",
+    "task_type": "lora_task_type",
+}
+"""{argument of PEFT's LoraConfig: field of ModelConfig}, where the names differ."""
+LORA_DEFAULTS = {
+    "LoraConfig": {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    "get_peft_model": {"lora_r": 16, "lora_alpha": 16, "lora_dropout": 0.0},
+}
+"""Defaults of PEFT and of unsloth, which are not those of ModelConfig."""
+LORA_ONLY: Mapping[str, Sequence[Any]] = {
+    "bias": ["none"],
+    "init_lora_weights": [True],
+    "inference_mode": [False],
+    "fan_in_fan_out": [False],
+    "loftq_config": [None, {}],
+}
+"""Values that mean what a run does, of arguments that have no counterpart."""
+UNSLOTH = ("model", "use_gradient_checkpointing", "random_state", "max_seq_length")
+"""Arguments of unsloth's ``get_peft_model`` that are not about adapters."""
+QUANTIZED = {
+    "load_in_4bit": "load_in_4bit",
+    "load_in_8bit": "load_in_8bit",
+    "bnb_4bit_quant_type": "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}
+"""{argument of BitsAndBytesConfig: field of ModelConfig}."""
+OF_MODEL = ("device_map", "low_cpu_mem_usage", "use_cache", "token", "cache_dir", "num_labels")
+"""Arguments of ``from_pretrained`` that change no result: a reward model has one label in any case."""
+FAST_MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
+ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
+"""Configurations of trainers before they had their own."""
+OF_TRAINER = ("args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "peft_config", "reward_funcs")
+"""Arguments of trainers that are read elsewhere, or are the model's own."""
+TO_DO: Mapping[str, str] = {
+    "data_collator": 'it decides which tokens are trained on: data.loss_on is "completion", "assistant" or "all"',
+    "formatting_func": "it makes the text of a row: data.input_template, or rows with the columns that a run reads",
+    "callbacks": "observers see every step, and may stop a run",
+    "compute_metrics": "eval.metric chooses among the run's metrics",
+    "ref_model": "reference.model, where it is another than the policy's",
+}
+"""What stays to do for arguments of trainers."""
+
+
+def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequence[str]] = {}) -> FrameworkOptions:
+    """From the keyword arguments of ``GRPOConfig(...)`` and its like, of ``LoraConfig(...)``, and of the trainer: its
+    ``model``, its data where they are ``load_dataset(...)``, and its rewards by name.
+
+    Args:
+        flags: those of the command that starts the script, for what ``argparse`` or a dataclass reads."""
+    where = Path(path).name
+    values = PythonValues(_tree(path), settings, where, flags)
+    trainers = [call for call in values.calls if name_of(call) in TRAINERS]
+    start, entry = _start(values, trainers, where)
+    source = fields_of(entry)
+    if name_of(start) in (*CONFIGS, *ARGUMENTS):
+        _take_call(source, values, start, {})
+    for call in values.calls:
+        if name_of(call) == "LoraConfig" or (name_of(call) == "get_peft_model" and call.keywords[1:]):
+            _lora(source, values, call)
+        elif name_of(call) == "from_pretrained" and _owner(call) in FAST_MODELS:
+            with source.reading():
+                _take(source, _fast_model(values, call), f"{where}, line {call.lineno}")
+    for call in trainers:
+        _trainer(source, values, call, start)
+        with source.reading():
+            _take(source, _rows_of(values, call), f"{where}, line {call.lineno}")
+    _stores(source, values, start)
+    unread = [f"--{name} {' '.join(texts)}".strip() for name, texts in flags.items() if name not in values.read_flags]
+    if unread:
+        source.remarks.append(f"flags that only the script's own code may read: {', '.join(unread)}")
+    return source
+
+
+def trainer_of_parser(path: str) -> str | None:
+    """The trainer of a script whose parser makes one of TRL's configurations; None for another script."""
+    names = {node.id for node in ast.walk(_tree(path)) if isinstance(node, ast.Name) and node.id in CONFIGS}
+    return CONFIGS[names.pop()] if len(names) == 1 else None
+
+
+def is_script(path: str) -> bool:
+    """Whether a file is a script or a notebook that makes one of TRL's trainers, or configures one by a call."""
+    try:
+        calls = {name_of(node) for node in ast.walk(_tree(path)) if isinstance(node, ast.Call)}
+    except (ConfigError, OSError):
+        return False
+    return bool(calls & (CONFIGS.keys() | (set(ARGUMENTS) if calls & TRAINERS.keys() else set())))
+
+
+def _tree(path: str) -> ast.Module:
+    try:
+        return ast.parse(source_of(path))
+    except (SyntaxError, ValueError, UnicodeDecodeError, KeyError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(f"{Path(path).name}{line}: not Python: {error}") from None
+
+
+def _start(values: PythonValues, trainers: Sequence[ast.Call], where: str) -> tuple[ast.Call, str]:
+    """The call that configures the trainer, and which trainer it is."""
+    starts = [call for call in values.calls if name_of(call) in CONFIGS and name_of(call) not in values.classes]
+    alone = [call for call in trainers if not any(keyword.arg == "args" for keyword in call.keywords)]
+    old = [call for call in values.calls if name_of(call) in ARGUMENTS]
+    if not starts and len(trainers) == 1 and (old or alone):
+        return (alone or old)[0], TRAINERS[name_of(trainers[0])]
+    starts = starts or alone
+    if "line" in values.settings:
+        starts = [call for call in starts if str(call.lineno) == values.settings["line"]]
+    if len(starts) == 1:
+        return starts[0], (CONFIGS | TRAINERS)[name_of(starts[0])]
+    lines = ", ".join(f"{name_of(call)} in line {call.lineno}" for call in starts) or "none with its arguments"
+    advice = ". Choose one: --set line=N" if starts else ""
+    if not starts:
+        advice = f'. If it reads flags, give the whole command: "python {where} --FLAG VALUE"'
+    raise ConfigError(
+        f"{where}: one of {', '.join(CONFIGS)}, or of their trainers, is read, and it has {lines}{advice}"
+    )
+
+
+def _take(source: FrameworkOptions, fields: Mapping[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        give(source, name, value, f"{name}={value!r}", where)
+
+
+def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, names: Mapping[str, str]) -> None:
+    """Keep the keyword arguments of a call."""
+    for keyword in call.keywords:
+        here = f"{values.where}, line {keyword.value.lineno}"
+        with source.reading():
+            if keyword.arg is None:
+                entries = values.literal(keyword.value, "**")
+                for name, value in entries.items() if isinstance(entries, dict) else ():
+                    give(source, names.get(name, name), value, f"{name}={value!r}", here)
+            else:
+                value = values.literal(keyword.value, keyword.arg)
+                give(source, names.get(keyword.arg, keyword.arg), value, f"{keyword.arg}={value!r}", here)
+
+
+def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
+    kind, here = name_of(call), f"{values.where}, line {call.lineno}"
+    for name, value in {"use_peft": True, **LORA_DEFAULTS[kind]}.items():
+        source.given[name] = OptionValue(value, f"{kind}'s {name}", here)
+    if kind == "get_peft_model":
+        targets = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+        source.given["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", here)
+    own = ast.Call(call.func, [], [])
+    for keyword in call.keywords:
+        if keyword.arg not in LORA_ONLY and not (kind == "get_peft_model" and keyword.arg in UNSLOTH):
+            own.keywords.append(keyword)
+            continue
+        with source.reading():
+            value = values.literal(keyword.value, keyword.arg) if keyword.arg in LORA_ONLY else None
+            if keyword.arg in LORA_ONLY and value not in LORA_ONLY[keyword.arg]:
+                raise ConfigError(f"{here}: {keyword.arg}={value!r} has no counterpart; leave it out")
+    _take_call(source, values, own, LORA)
+
+
+def _owner(call: ast.Call) -> str:
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return owner.id if isinstance(owner, ast.Name) else ""
+
+
+def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
+    """The fields for unsloth's ``FastLanguageModel.from_pretrained(...)``."""
+    options = {keyword.arg: keyword.value for keyword in call.keywords}
+    node = options.get("model_name") or (call.args[0] if call.args else None)
+    fields = {"model_name_or_path": values.literal(node, "model")} if node is not None else {}
+    quantized = {
+        name: values.literal(options[name], name) for name in ("load_in_4bit", "load_in_8bit") if name in options
+    }
+    return fields | {"load_in_4bit": True, "dtype": "bfloat16"} | quantized
+
+
+def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call, start: ast.Call) -> None:
+    """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
+    for keyword in call.keywords:
+        here = f"{values.where}, line {keyword.value.lineno}"
+        with source.reading():
+            if keyword.arg == "model":
+                fields = _model(values, keyword.value)
+                if not fields and "model_name_or_path" not in source.given:
+                    source.remarks.append(f"name the model: policy.model; {ast.unparse(keyword.value)} is not read")
+                _take(source, fields, here)
+            elif keyword.arg == "reward_funcs":
+                _rewards(source, values, keyword.value, here)
+            elif keyword.arg in TO_DO and ast.unparse(keyword.value) not in ("None", "[]"):
+                text = f"{keyword.arg}={ast.unparse(keyword.value)}"
+                source.remarks.append(f"{here}: {text} of the trainer is not read; {TO_DO[keyword.arg]}")
+            elif keyword.arg not in (*OF_TRAINER, *TO_DO, None):
+                value = values.literal(keyword.value, keyword.arg)
+                give(source, keyword.arg, value, f"{keyword.arg}={value!r}", here)
+
+
+def _model(values: PythonValues, given: ast.expr) -> dict[str, Any]:
+    """Fields that the model of a trainer stands for."""
+    if "model" in values.settings:
+        return {"model_name_or_path": values.settings["model"]}
+    node = values.node(given)
+    if not (isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args):
+        try:
+            value = values.literal(given, "model")
+        except ConfigError:
+            return {}
+        return {"model_name_or_path": value} if isinstance(value, str) else {}
+    fields, options = {"model_name_or_path": values.literal(node.args[0], "model")}, dict[str | None, Any]()
+    for option in node.keywords:
+        value = values.node(option.value)
+        if isinstance(value, ast.Call) and name_of(value) == "BitsAndBytesConfig":
+            of_quantization = [k for k in value.keywords if k.arg in QUANTIZED]
+            fields |= {QUANTIZED[k.arg or ""]: values.literal(k.value, k.arg or "") for k in of_quantization}
+        elif option.arg not in OF_MODEL:
+            options[option.arg] = values.literal(option.value, option.arg or "model")
+    return fields | ({"model_init_kwargs": options} if options else {})
+
+
+def _rewards(source: FrameworkOptions, values: PythonValues, given: ast.expr, where: str) -> None:
+    node = values.node(given)
+    nodes = node.elts if isinstance(node, ast.List) else [node] if node is not None else []
+    names = [values.imports[n.id] for n in nodes if isinstance(n, ast.Name) and n.id in values.imports]
+    if nodes and len(names) == len(nodes):
+        names = [name.removeprefix("trl.rewards.") for name in names]
+        give(source, "reward_funcs", names, f"reward_funcs: {names!r}", where)
+    elif nodes:
+        texts = ", ".join(ast.unparse(n) for n in nodes)
+        source.remarks.append(
+            f"the script's rewards are {texts} ({where}): move functions of the script to a file that trains nothing, "
+            "and name each of them as a reward, file:FILE.py:NAME"
+        )
+
+
+def _rows_of(values: PythonValues, trainer: ast.Call) -> dict[str, Any]:
+    """The fields of the trainer's data, where all of them are of one ``load_dataset(...)``; else none."""
+    nodes = {keyword.arg: keyword.value for keyword in trainer.keywords}
+    train = _source_of_rows(values, nodes.get("train_dataset"), "dataset_train_split")
+    if "eval_dataset" not in nodes or not train:
+        return train
+    evaluation = _source_of_rows(values, nodes["eval_dataset"], "dataset_test_split")
+    names = ("dataset_name", "dataset_config")
+    same = evaluation and all(evaluation.get(name) == train.get(name) for name in names)
+    return train | evaluation if same else {}
+
+
+def _source_of_rows(values: PythonValues, given: ast.expr | None, split: str) -> dict[str, Any]:
+    """The fields for ``load_dataset(NAME, CONFIG, split=SPLIT)`` and ``load_dataset(NAME)[SPLIT]``."""
+    fields = dict[str, Any]()
+    node = values.node(given)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        fields[split], node = node.slice.value, values.node(node.value)
+    if not isinstance(node, ast.Call) or name_of(node) != "load_dataset":
+        return {}
+    names = {"path": "dataset_name", "name": "dataset_config", "split": split, "data_files": "data_files"}
+    options = dict(zip(names, node.args, strict=False)) | {k.arg or "": k.value for k in node.keywords}
+    if len(node.args) > 2 or not options.keys() <= names.keys():
+        return {}
+    fields |= {names[name]: values.literal(option, name) for name, option in options.items()}
+    if files := fields.pop("data_files", None):  # load_dataset("json", data_files="rows.jsonl")
+        fields["dataset_name"] = files
+    return fields if split in fields and isinstance(fields["dataset_name"], str) else {}
+
+
+def _stores(source: FrameworkOptions, values: PythonValues, start: ast.Call) -> None:
+    """Fields that the script sets after it made the configuration: ``args.learning_rate = 1e-5``."""
+    for node in ast.walk(values.tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and values.node(target.value) is start:
+                with source.reading():
+                    here = f"{values.where}, line {node.lineno}"
+                    if node not in values.tree.body and node not in values.functions:
+                        raise ConfigError(f"{here}: {ast.unparse(node)} may not run. Give --set {target.attr}=VALUE")
+                    value = values.literal(node.value, target.attr)
+                    give(source, target.attr, value, f"{target.attr} = {value!r}", here)
