@@ -99,8 +99,8 @@ class Draft:
         """
         if self.source.unknown:
             self.remarks.append(
-                f"options that rlhf does not know, of another version of {self.source.framework} or of the project's own "
-                f"code: {', '.join(self.source.unknown)}. Nothing of them is in this file"
+                f"rlhf does not know these options, of another version of {self.source.framework} or of the project's "
+                f"own code: {', '.join(self.source.unknown)}. Nothing of them is in this file"
             )
         run = _load("\n".join(self._tables(self.values)))
         chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]

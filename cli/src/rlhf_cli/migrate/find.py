@@ -15,8 +15,11 @@ from rlhf.plugins import Plugins
 from rlhf_cli.migrate import openrlhf, trl, trl_script, trl_source, verl
 from rlhf_cli.migrate.rows import FrameworkOptions, table
 from rlhf_cli.migrate.shell import Word, commands, known_text
+from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 FRAMEWORKS: Mapping[str, ModuleType] = {"openrlhf": openrlhf, "trl": trl, "verl": verl}
+OWN_ARGUMENTS = tuple(f"{UNKNOWN}{sign}{UNKNOWN}" for sign in "@*")
+"""``"$@"``: what the script itself is started with, which is nothing here."""
 SCRIPT = re.compile(r"(.+\.py)")
 
 
@@ -164,7 +167,9 @@ def _start(text: str, where: str, settings: Mapping[str, str], framework: Module
     if len(starts) == 1:
         return starts[0]
     if not starts:
-        raise ConfigError(f"{where}: no command starts a training (a word like {framework.EXAMPLE})")
+        scripts = {start.word for start in _starts(text, where, settings, SCRIPT, 0) if not os.path.isfile(start.word)}
+        absent = f"; {', '.join(sorted(scripts))} cannot be read from this folder" if scripts else ""
+        raise ConfigError(f"{where}: no command starts a training (a word like {framework.EXAMPLE}){absent}")
     lines = ", ".join(f"{start.entry} in line {start.line}" for start in starts)
     raise ConfigError(f"{where} starts {len(starts)} trainings: {lines}. Choose one: --set line=N")
 
@@ -181,7 +186,8 @@ def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Patter
         words = [Word(word.text, word.line + above) for word in words]
         for number, word in enumerate(words):
             if match := entry.fullmatch(word.text):
-                yield Start(match[1], word.text, words[:number], words[number + 1 :], word.line)
+                options = [word for word in words[number + 1 :] if word.text not in OWN_ARGUMENTS]
+                yield Start(match[match.lastindex or 1], word.text, words[:number], options, word.line)
                 break
             if re.search(r"\s", word.text) and any(entry.fullmatch(w) for w in word.text.split()):
                 yield from _starts(word.text, where, settings, entry, word.line - 1)

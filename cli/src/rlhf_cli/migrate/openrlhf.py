@@ -29,7 +29,7 @@ GROUP_TITLES = {
 }
 """{group of the table: its heading in the documentation}."""
 EXAMPLE = "openrlhf.cli.train_ppo_ray"
-ENTRY = re.compile(r"(?:^|.*/)openrlhf[./]cli[./](\w+?)(?:\.py)?")
+ENTRY = re.compile(r"(?:.*/)?(?:\w*rlhf[./]cli[./](\w+?)|(train_(?:ppo_ray|sft|rm|dpo|kto|kd)))(?:\.py)?")
 GROUPS: Mapping[str, Sequence[str]] = {
     "rl": ("all", "rl"),
     "sft": ("all", "supervised", "demonstrations"),

@@ -27,7 +27,10 @@ def rows_of_data(draft: Draft, online: bool) -> None:
     if s[train]:
         sources = _sources(s, train, split)
         if s[shares]:
-            numbers = [float(text) for text in s[shares].split(",")]
+            try:
+                numbers = [float(text) for text in s[shares].split(",")]
+            except ValueError:
+                raise s.refused(shares, "a number for each data set is needed, with commas between them") from None
             if len(numbers) != len(sources):
                 raise s.refused(shares, f"there are {len(sources)} data sets")
             sources = [{**source, "probability": n} for source, n in zip(sources, numbers, strict=True)]

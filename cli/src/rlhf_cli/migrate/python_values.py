@@ -20,20 +20,24 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 _OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
-    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Eq: operator.eq, ast.NotEq: operator.ne},
-    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
-    **{
-        ast.Is: operator.is_,
-        ast.IsNot: operator.is_not,
-        ast.In: lambda a, b: a in b,
-        ast.NotIn: lambda a, b: a not in b,
-    },
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    **{"int": int, "float": float, "str": str, "bool": bool, "abs": abs, "min": min, "max": max, "round": round},
-    **{"len": len, "list": list, "tuple": tuple, "dict": dict, "Path": lambda *parts: os.path.join(*map(str, parts))},
-}
+    function.__name__: function for function in (int, float, str, bool, abs, min, max, round, len, list, tuple, dict)
+} | {"Path": lambda *parts: os.path.join(*map(str, parts))}
 _OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 """Functions that are true where bf16 is computed, as it is by a run."""
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
@@ -333,7 +337,7 @@ def source_of(path: str) -> str:
         return text
     cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     cells = [cell for cell in cells if not cell.startswith("%%")]
-    return re.sub(r"^([ \t]*)[!%].*(?:\\\n.*)*", r"\1pass", "\n".join(cells), flags=re.MULTILINE)
+    return re.sub(r"^([ \t]*)[!%](?:[^\n]*\\\n)*[^\n]*", r"\1pass", "\n".join(cells), flags=re.MULTILINE)
 
 
 def _names(call: ast.Call) -> list[str]:

@@ -21,7 +21,10 @@ from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
 
 COMMAND = f"{UNKNOWN}(command){UNKNOWN}"
 """Stands for what a command would print."""
-_COMMAND = r"\$\[[^\[\]]*\]|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+_ROUND = r"\((?:[^()]|INNER)*\)"
+for _ in range(4):  # brackets in brackets, as many as a script has
+    _ROUND = _ROUND.replace("INNER", r"\((?:[^()]|INNER)*\)")
+_COMMAND = rf"\$\[[^\[\]]*\]|\${_ROUND.replace('|INNER', '')}"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _QUOTED = rf'"(?:\\.|{_COMMAND}|{_BRACES}|[^"\\])*"'
 _VARIABLE = rf"{_BRACES}|\$\w+|\$[@*#?$!-]"
@@ -38,7 +41,7 @@ _REDIRECTION = re.compile(r"\d*(?:<<<|&>>?|>>|>&|<&|<|>)[ \t]*(?:\d\b)?")
 _END = re.compile(r"&&|\|\||;;|[;&|()\n]")
 _ARRAY = re.compile(r"(\w+)(\+?)=\(")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|(:?-)(.*)|:?\?.*)?\}", re.DOTALL)
+_BRACED = re.compile(r"\$\{(\w+)(?:(\[[@*]\])|(:?[-=+])(.*)|:?\?.*)?\}", re.DOTALL)
 _SUM = re.compile(r"\$(?:\(\((.*)\)\)|\[(.*)\])", re.DOTALL)
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -242,11 +245,18 @@ class _Script:
             return [self.settings[name]]
         if (counted := re.fullmatch(r"\$\{#(\w+)\[[@*]\]\}", text)) and counted[1] in self.variables:
             return [str(len(self.variables[counted[1]]))]
+        if text.startswith(("${@", "${*")):
+            name = "@"
+        default = braced[3] if braced else None
         if name in self.variables and (braced or not text.startswith("${")):
             values = self.variables[name]
-            if not (braced and braced[3] == ":-" and values[:1] in ([], [""])):
+            if not (default and (default.endswith("+") or (default[0] == ":" and values[:1] in ([], [""])))):
                 return values if braced and braced[2] else values[:1]
-        if braced and braced[3]:
+            if default.endswith("+") and values[:1] not in ([], [""]):
+                return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))] if braced else []
+        if default and default.endswith("+"):
+            return [""]
+        if braced and default:
             return [self._in_quotes(re.sub(r'(?<!\\)"', "", braced[4]))]
         return [os.path.expanduser("~") if name == "HOME" else f"{UNKNOWN}{name}{UNKNOWN}"]
 

@@ -53,7 +53,14 @@ SCHEDULES = {
     "cosine_with_min_lr": "cosine_with_min",
     "inverse_sqrt": "inverse_sqrt",
 }
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ""),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "its state is not paged here"),
+    **dict.fromkeys(
+        ("adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit"), "with a state of 32 bits, where theirs has 8"
+    ),
+}
+"""{optimizer: what differs here}."""
 AGGREGATIONS = {
     "dapo": "token_mean",
     "bnpo": "token_mean",
@@ -139,7 +146,11 @@ def _batches(draft: Draft, processes: int) -> int:
             "multiple of the other",
         )
     if samples % group:
-        raise s.refused("num_generations", f"{samples} samples a step are not a whole number of groups")
+        raise s.refused(
+            "num_generations",
+            f"{samples} samples a step are not a whole number of groups. TRL before 0.16 counts prompts, and unsloth raises "
+            f"the batch: then give per_device_train_batch_size={device * group}",
+        )
     note = f"{samples} samples / {group}, {_processes(processes)}"
     draft.set("data.batch_size", samples // group, *names, note=note)
     draft.set("sampling.samples_per_prompt", group, "num_generations")
@@ -216,6 +227,8 @@ def _trainer(draft: Draft) -> None:
     if s["optim"] not in OPTIMIZERS:
         raise s.refused("optim", f"there is no counterpart; known are {', '.join(OPTIMIZERS)}")
     draft.set("trainer.optimizer", "adamw", "optim")
+    if OPTIMIZERS[s["optim"]]:
+        draft.unread["optim"] = f"AdamW, {OPTIMIZERS[s['optim']]}"
     draft.set("trainer.betas", [s["adam_beta1"], s["adam_beta2"]], "adam_beta1", "adam_beta2")
     clip = s["max_grad_norm"]
     draft.set("trainer.max_grad_norm", clip if clip > 0 else 1e9, "max_grad_norm")
@@ -235,6 +248,8 @@ def _model(draft: Draft) -> None:
     dtype = extra.pop("dtype", None) or extra.pop("torch_dtype", None)
     name, dtype = ("model_init_kwargs", dtype) if dtype else (name, s[name])
     extra.pop("attn_implementation", None)
+    if extra.get("num_labels") == 1:
+        extra.pop("num_labels")  # as every reward model has here
     if extra:
         raise s.refused("model_init_kwargs", f"there is no counterpart of {', '.join(extra)}")
     kinds = {"float32": "fp32", "bfloat16": "bf16"}
@@ -452,6 +467,9 @@ def _offline(draft: Draft) -> None:
             )
     if s.entry == "dpo":
         kinds = s["loss_type"] or ["sigmoid"]
+        if s["rpo_alpha"] is not None:
+            kinds = [*kinds, "sft"]
+            draft.set("algorithm.loss.loss_weights", [1.0] * (len(kinds) - 1) + [s["rpo_alpha"]], "rpo_alpha")
         draft.set("algorithm.loss.loss_type", kinds[0] if len(kinds) == 1 else kinds, "loss_type")
 
 

@@ -144,8 +144,13 @@ def _take_call(source: FrameworkOptions, values: PythonValues, call: ast.Call, n
         here = f"{values.where}, line {keyword.value.lineno}"
         with source.reading():
             if keyword.arg is None:
-                entries = values.literal(keyword.value, "**")
-                for name, value in entries.items() if isinstance(entries, dict) else ():
+                try:
+                    entries = dict(values.literal(keyword.value, "**"))
+                except (ConfigError, TypeError, ValueError):
+                    text = f"{name_of(call)}(**{ast.unparse(keyword.value)})"
+                    source.unknown[text] = text, f"{here}: {text} is made by code, which is not executed"
+                    continue
+                for name, value in entries.items():
                     give(source, names.get(name, name), value, f"{name}={value!r}", here)
             else:
                 value = values.literal(keyword.value, keyword.arg)

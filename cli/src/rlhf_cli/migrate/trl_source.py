@@ -77,11 +77,13 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
         unknown[entry] = [name for name in names if name not in known]
     fewest = min(map(len, unknown.values()))
     fitting = [entry for entry in GROUPS if len(unknown[entry]) == fewest]
-    if len(fitting) > 1:
-        words = re.split(r"[^a-z]+", path.lower())
-        fitting = [entry for entry in fitting if entry in words] or fitting
-    if len(fitting) != 1 or fewest == len(names):
-        means = f"its fields fit {', '.join(fitting)}" if fewest < len(names) else "its fields fit no trainer"
+    for text in (Path(path).name, path):  # what it is called, where its fields do not say it
+        named = [entry for entry in GROUPS if re.search(entry, text.lower())]
+        fitting = named if len(named) == 1 else [entry for entry in fitting if entry in named] or fitting
+        if len(fitting) == 1:
+            break
+    if len(fitting) != 1 or len(unknown[fitting[0]]) * 2 > len(names):
+        means = f"its fields fit {', '.join(fitting)}" if fewest * 2 <= len(names) else "its fields fit no trainer"
         raise ConfigError(f'{path}: {means}. Say which one it is for: rlhf migrate trl "trl NAME --config {path}"')
     source = fields_of(fitting[0])
     return source, _take(source, fields, Path(path).name)

@@ -12,7 +12,6 @@ from rlhf.errors import ConfigError
 from rlhf_cli.migrate.draft import Draft, named
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed
 from rlhf_cli.migrate.shell import Word, known_text
-from rlhf_cli.migrate.shell_branches import UNKNOWN
 
 NAME = "verl"
 FACTS = "The facts are those of verl 0.9.1 with FSDP; the configurations for Megatron are not read."
@@ -67,8 +66,6 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
     rest, overrides, file = list(words), list[tuple[str, str, str]](), dict[str, str]()
     while rest:
         word = rest.pop(0)
-        if word.text in (f"{UNKNOWN}@{UNKNOWN}", f"{UNKNOWN}*{UNKNOWN}"):
-            continue  # "$@": further words of the script's own command line
         here = f"{where}, line {word.line}"
         with source.reading():
             key, equals, text = known_text(word, where).partition("=")
@@ -162,6 +159,8 @@ def _algorithm(draft: Draft, estimator: str) -> int:
     draft.set("algorithm.use", _one_of(draft, "algorithm.adv_estimator", ALGORITHMS), "algorithm.adv_estimator")
     names = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     prompts, mini = s[names[0]], s[names[1]]
+    if prompts < mini:
+        mini = prompts  # one minibatch, as in versions that did not refuse it
     if mini < 1 or prompts % mini:
         raise s.refused(names[1], f"{prompts} prompts a step are not a whole number of minibatches of {mini} prompts")
     draft.set("algorithm.minibatches", prompts // mini, *names, note="both are counted in prompts")
