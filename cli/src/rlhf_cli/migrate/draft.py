@@ -172,9 +172,12 @@ class Draft:
             if name in same:
                 equal.append(f"{source_option.written}: {same[name]} = {toml(self.values[same[name]])}")
             else:
-                reason = self.unread.get(name) or row.why or row.rule or "off by default here too"
+                rule = "" if row.rule.startswith("refused") else row.rule
+                reason = self.unread.get(name) or row.why or rule or "off by default here too"
                 others.append(f"{source_option.written}: {reason}")
-        groups["Unknown:"] = [written for written, _ in self.source.unknown.values()]
+        groups["Unknown:"] = [
+            textwrap.shorten(written, 300, placeholder=" ...") for written, _ in self.source.unknown.values()
+        ]
         for title, lines in groups.items():
             if lines:
                 yield from ["", *_comment(title)]
@@ -193,8 +196,8 @@ class Draft:
         rows = [row for row in self.source.rows.values() if row.earlier and row.name not in self.source.given]
         if changes := [f"{row.name} {row.earlier}" for row in rows if row.name not in self.unread]:
             yield (
-                f"where the source was made for an older {self.source.framework}, give the defaults of that version: "
-                + ", ".join(changes)
+                f"where the source was made for an older {self.source.framework} or a fork, give the defaults of that "
+                f"version: {', '.join(changes)}"
             )
 
     def _defaults(self, chosen: Chosen, plugins: Plugins) -> dict[str, Any]:

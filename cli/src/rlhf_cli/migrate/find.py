@@ -185,7 +185,10 @@ def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Patter
     for words in commands(text, where, settings):
         words = [Word(word.text, word.line + above) for word in words]
         for number, word in enumerate(words):
-            if match := entry.fullmatch(word.text):
+            match = entry.fullmatch(word.text)
+            if match and match[0] in trl.GROUPS and not (number and words[number - 1].text.endswith("trl")):
+                continue  # another word that is called like a trainer
+            if match:
                 options = [word for word in words[number + 1 :] if word.text not in OWN_ARGUMENTS]
                 yield Start(match[match.lastindex or 1], word.text, words[:number], options, word.line)
                 break

@@ -396,6 +396,9 @@ def _run(draft: Draft, online: bool) -> None:
     for role in ("policy", *(["critic"] if s["algo.advantage.estimator"] == "gae" else [])):
         for option in ("dtype", "storage"):
             draft.set(f"{role}.{option}", "bf16", "ds.param_dtype")
+    stage = s["ds.zero_stage"]
+    note = "" if stage > 1 else "lower stages would add up gradients of micro-batches in bf16"
+    draft.set("trainer.stage", max(stage, 2), "ds.zero_stage", note=note)
     if s["ds.lora.rank"]:
         draft.set("trainer.lora.rank", s["ds.lora.rank"], "ds.lora.rank")
         targets = s["ds.lora.target_modules"]

@@ -40,6 +40,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 } | {"Path": lambda *parts: os.path.join(*map(str, parts))}
 _OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 """Functions that are true where bf16 is computed, as it is by a run."""
+_OF_TEXTS = ("lower", "upper", "strip", "rstrip", "split", "rsplit", "replace", "join", "startswith", "endswith")
 _PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 
 
@@ -53,6 +54,16 @@ class Fields:
 
     nodes: dict[str, ast.expr] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """A value that a name gets, or an item of it; no value where a name changes in another way."""
+
+    value: ast.expr | None
+    item: int | None
+    statement: ast.AST
+    line: int
 
 
 @dataclass
@@ -71,39 +82,36 @@ class PythonValues:
 
     def __post_init__(self) -> None:
         self.read_flags = set[str]()
-        self.assignments: dict[str, list[tuple[ast.expr, int | None, int]]] = {}  # (value, item of it, line)
         self.classes = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
         self.calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        self.stored_attributes = set[str]()
         self.functions: dict[ast.AST, ast.FunctionDef] = {}
         for function in (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)):
             self.functions |= dict.fromkeys(ast.walk(function), function)  # an inner function comes later
+        self.assignments: dict[tuple[str, ast.FunctionDef | None], list[_Assignment]] = {}
+        self.stored_attributes = set[str]()
         self._busy = set[ast.AST]()
-        others, statements = set[str](), dict[str, list[ast.stmt]]()
+        in_classes = {statement for node in self.classes.values() for statement in node.body}
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                self.stored_attributes.add(node.attr)
             targets = list[ast.expr]()
             if isinstance(node, ast.Assign):
                 targets = node.targets
             elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.NamedExpr):
                 targets = [node.target]
-            for target in targets:
-                plain = isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-                names = target.elts if plain and isinstance(target, ast.Tuple) else [target]
-                for number, name in enumerate(names):
-                    if plain and isinstance(name, ast.Name):
-                        item = None if name is target else number
-                        self.assignments.setdefault(name.id, []).append((node.value, item, node.lineno))
-                        statements.setdefault(name.id, []).append(node)
-                    elif not isinstance(name, ast.Attribute):
-                        others |= {n.id for n in ast.walk(name) if isinstance(n, ast.Name)}
-        in_classes = {statement for node in self.classes.values() for statement in node.body}
-        for name, nodes in statements.items():
-            if all(node in in_classes for node in nodes):
-                self.assignments.pop(name)  # a field
-            elif name in others or (len(nodes) > 1 and not all(node in self.tree.body for node in nodes)):
-                self.assignments[name] = []
+            plain = node.value if isinstance(node, ast.Assign | ast.AnnAssign) and node not in in_classes else None
+            for target in targets if node not in in_classes else ():
+                items = target.elts if isinstance(target, ast.Tuple) else [target]
+                for number, item in enumerate(items):
+                    if isinstance(item, ast.Attribute):
+                        self.stored_attributes.add(item.attr)
+                    value = plain if isinstance(item, ast.Name) else None
+                    part = _Assignment(value, None if item is target else number, node, target.lineno)
+                    names = (
+                        []
+                        if isinstance(item, ast.Attribute)
+                        else [n for n in ast.walk(item) if isinstance(n, ast.Name)]
+                    )
+                    for name in names:
+                        self.assignments.setdefault((name.id, self.functions.get(node)), []).append(part)
         self.imports = {
             alias.asname or alias.name: f"{node.module}.{alias.name}"
             for node in ast.walk(self.tree)
@@ -129,14 +137,30 @@ class PythonValues:
             )
         return value
 
+    def _assignment(self, node: ast.Name) -> _Assignment | None:
+        """The assignment that a name has its value from: the only one of its function, else of the script; of several
+        in a row the last one above."""
+        scope = self.functions.get(node)
+        assignments = self.assignments.get((node.id, scope))
+        if assignments is None:
+            assignments, inside = self.assignments.get((node.id, None), []), scope is None
+        else:
+            inside = True
+        if len(assignments) > 1:
+            blocks = [self.tree.body if scope is None else scope.body]
+            mains = [part for part in blocks[0] if isinstance(part, ast.If) and "__name__" in ast.unparse(part.test)]
+            blocks += [part.body for part in mains]
+            in_a_row = all(any(part.statement in block for block in blocks) for part in assignments)
+            above = [part for part in assignments if part.line < node.lineno]
+            assignments = above[-1:] if in_a_row and inside else []
+        return assignments[0] if assignments and assignments[0].value is not None else None
+
     def node(self, node: ast.expr | None) -> ast.expr | None:
         """The expression that a name stands for in its line; another expression itself."""
         if isinstance(node, ast.Name) and not self._parameter(node):
-            values = self.assignments.get(node.id, [])
-            if len(values) > 1:
-                values = [] if node in self.functions else [value for value in values if value[2] < node.lineno][-1:]
-            if values and values[0][1] is None and values[0][0] is not node:
-                return values[0][0]
+            assignment = self._assignment(node)
+            if assignment and assignment.item is None and assignment.value is not node:
+                return assignment.value
         return node
 
     def value(self, node: ast.expr) -> Any:
@@ -205,10 +229,10 @@ class PythonValues:
             return self._of_parameter(node.id, *parameter)
         if (expression := self.node(node)) is not node and expression is not None:
             return self.value(expression)
-        values = self.assignments.get(node.id, [])
-        if len(values) == 1 and values[0][1] is not None:
-            return self.value(values[0][0])[values[0][1]]
-        if node.id in self.classes and not values:
+        assignment = self._assignment(node)
+        if assignment and assignment.value is not None and assignment.item is not None:
+            return self.value(assignment.value)[assignment.item]
+        if node.id in self.classes and assignment is None:
             return self._of_class(self.classes[node.id])
         raise NoValueError
 
@@ -254,6 +278,8 @@ class PythonValues:
             return self.value(call.args[1] if call.args[1:] else ast.Name("None"))
         if ast.unparse(call.func) == "os.path.join":
             return os.path.join(*(str(self.value(item)) for item in call.args))
+        if name in _OF_TEXTS and base is not None and isinstance(text := self.value(base), str):
+            return getattr(text, name)(*(self.value(item) for item in call.args))
         if name == "get" and base is not None and isinstance(entries := self.value(base), dict):
             return entries.get(self.value(call.args[0]), *(self.value(item) for item in call.args[1:]))
         keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from rlhf.errors import ConfigError, did_you_mean
 
 TYPES = {bool: "switch", int: "integer", float: "number", str: "text", list: "numbers"}
 """{class of a default: type of the option}."""
+
+SECRET = re.compile(r"api_?key|wandb_key|secret|passw|(?:^|[._]|hf_|hub_|auth_|access_)token$")
+"""Names of options whose values are never written."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class FrameworkOptions:
         try:
             return matching(self.rows, name, where, groups)
         except ConfigError as error:
-            self.unknown[name] = written, str(error)
+            self.unknown[name] = name if SECRET.search(name) else written, str(error)
             return []
 
     def replace(self, settings: Mapping[str, str], groups: Mapping[str, Iterable[OptionRow]]) -> None:

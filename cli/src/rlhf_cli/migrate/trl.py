@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.rows import FrameworkOptions
+from rlhf_cli.migrate.trl_online import rewards, sampling
 
 NAME = "TRL"
 FACTS = "The facts are those of TRL 1.16 with transformers 5."
@@ -67,8 +68,6 @@ AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_sum_constant",
 }
-PROMPT_ROOM = 2048
-"""Tokens for prompts where TRL limits only answers."""
 
 
 def trainer(script: str) -> str:
@@ -104,8 +103,8 @@ def convert(source: FrameworkOptions, processes: int) -> Draft:
     _data(draft)
     if online:
         _loss(draft) if source.entry == "grpo" else _rloo(draft, updates)
-        _sampling(draft)
-        _rewards(draft)
+        sampling(draft)
+        rewards(draft)
         if source["beta"] and source["sync_ref_model"]:
             _snapshots(draft, "algorithm.kl", updates)
     else:
@@ -148,8 +147,8 @@ def _batches(draft: Draft, processes: int) -> int:
     if samples % group:
         raise s.refused(
             "num_generations",
-            f"{samples} samples a step are not a whole number of groups. TRL before 0.16 counts prompts, and unsloth raises "
-            f"the batch: then give per_device_train_batch_size={device * group}",
+            f"{samples} samples a step are not a whole number of groups. TRL before 0.16 counts prompts, and unsloth "
+            f"raises the batch: then give per_device_train_batch_size={device * group}",
         )
     note = f"{samples} samples / {group}, {_processes(processes)}"
     draft.set("data.batch_size", samples // group, *names, note=note)
@@ -250,6 +249,10 @@ def _model(draft: Draft) -> None:
     extra.pop("attn_implementation", None)
     if extra.get("num_labels") == 1:
         extra.pop("num_labels")  # as every reward model has here
+    for option in ("use_cache", "device_map", "low_cpu_mem_usage", "use_flash_attention_2"):
+        extra.pop(option, None)  # change no result
+    if "trust_remote_code" in extra:
+        draft.set("policy.trust_remote_code", bool(extra.pop("trust_remote_code")), "model_init_kwargs")
     if extra:
         raise s.refused("model_init_kwargs", f"there is no counterpart of {', '.join(extra)}")
     kinds = {"float32": "fp32", "bfloat16": "bf16"}
@@ -279,7 +282,8 @@ def _model(draft: Draft) -> None:
 def _data(draft: Draft) -> None:
     s = draft.source
     if not s["dataset_name"]:
-        draft.remarks.append("name the data: data.train, and the columns where they are not recognised")
+        both = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
+        draft.remarks.append(f"name the data: {both}, and the columns where they are not recognised")
         return
     subset = {"subset": s["dataset_config"]} if s["dataset_config"] else {}
     for use, option in {"train": "dataset_train_split", "eval": "dataset_test_split"}.items():
@@ -402,46 +406,6 @@ def _rloo(draft: Draft, updates: int) -> None:
     if s["beta"]:
         draft.set("algorithm.kl.coef", s["beta"], "beta")
         draft.set("algorithm.kl.before_baseline", True, "beta")
-
-
-def _sampling(draft: Draft) -> None:
-    s = draft.source
-    if s["repetition_penalty"] != 1 or s["generation_kwargs"]:
-        name = "generation_kwargs" if s["generation_kwargs"] else "repetition_penalty"
-        raise s.refused(name, "samples would come from another distribution than the one that is trained")
-    answer, whole = s["max_completion_length"], s["vllm_max_model_length"] if s["use_vllm"] else None
-    draft.set("sampling.max_new_tokens", answer, "max_completion_length")
-    if whole:
-        draft.set("data.max_tokens", whole, "vllm_max_model_length")
-    else:
-        room = s["max_prompt_length"] or PROMPT_ROOM
-        note = f"{room} more for prompts, which TRL does not limit" if not s["max_prompt_length"] else ""
-        draft.set("data.max_tokens", answer + room, "max_completion_length", note=note)
-    if s["max_prompt_length"]:
-        draft.set("data.max_prompt_tokens", s["max_prompt_length"], "max_prompt_length")
-        draft.set("data.too_long", "drop", note="longer prompts are left out and counted; TRL cuts them")
-    if s["eval_strategy"] != "no":
-        draft.set("eval.samples", s["num_generations_eval"] or s["num_generations"], "num_generations_eval")
-        draft.set("eval.temperature", s["temperature"], "temperature")
-
-
-def _rewards(draft: Draft) -> None:
-    s = draft.source
-    rewards = [(f"model:{s['reward_model_name_or_path']}", "reward_model_name_or_path")]
-    rewards = rewards if s["reward_model_name_or_path"] else []
-    for name in s["reward_funcs"] or []:
-        if name == "get_soft_overlong_punishment":
-            raise s.refused("reward_funcs", f"{name}: algorithm.shaping punishes long answers; leave it out")
-        module, _, function = name.rpartition(".")
-        rewards.append((f"python:{module or 'trl.rewards'}:{function}", "reward_funcs"))
-    if not rewards:
-        draft.remarks.append("name the rewards: a function in a file is file:FILE.py:NAME")
-    weights = s["reward_weights"] or [1.0] * len(rewards)
-    if rewards and len(weights) != len(rewards):
-        raise s.refused("reward_weights", f"there are {len(rewards)} rewards")
-    for number, ((use, cause), weight) in enumerate(zip(rewards, weights, strict=False)):
-        draft.set(f"reward.{number}.use", use, cause)
-        draft.set(f"reward.{number}.weight", weight, "reward_weights")
 
 
 def _offline(draft: Draft) -> None:

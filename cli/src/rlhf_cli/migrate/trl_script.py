@@ -44,6 +44,7 @@ QUANTIZED = {
 """{argument of BitsAndBytesConfig: field of ModelConfig}."""
 OF_MODEL = ("device_map", "low_cpu_mem_usage", "use_cache", "token", "cache_dir", "num_labels")
 """Arguments of ``from_pretrained`` that change no result: a reward model has one label in any case."""
+WRAPPERS = ("get_peft_model", "prepare_model_for_kbit_training", "to", "cuda")
 FAST_MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 """Configurations of trainers before they had their own."""
@@ -166,13 +167,13 @@ def _lora(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> Non
         source.given["lora_target_modules"] = OptionValue(targets, "unsloth's target_modules", here)
     own = ast.Call(call.func, [], [])
     for keyword in call.keywords:
-        if keyword.arg not in LORA_ONLY and not (kind == "get_peft_model" and keyword.arg in UNSLOTH):
+        name = keyword.arg or ""
+        if name in LORA_ONLY:
+            with source.reading():
+                if (only := values.literal(keyword.value, name)) not in LORA_ONLY[name]:
+                    raise ConfigError(f"{here}: {name}={only!r} has no counterpart; leave it out")
+        elif kind == "LoraConfig" or name not in UNSLOTH:
             own.keywords.append(keyword)
-            continue
-        with source.reading():
-            value = values.literal(keyword.value, keyword.arg) if keyword.arg in LORA_ONLY else None
-            if keyword.arg in LORA_ONLY and value not in LORA_ONLY[keyword.arg]:
-                raise ConfigError(f"{here}: {keyword.arg}={value!r} has no counterpart; leave it out")
     _take_call(source, values, own, LORA)
 
 
@@ -195,21 +196,21 @@ def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
 def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call, start: ast.Call) -> None:
     """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
     for keyword in call.keywords:
-        here = f"{values.where}, line {keyword.value.lineno}"
+        here, name = f"{values.where}, line {keyword.value.lineno}", keyword.arg or ""
         with source.reading():
             if keyword.arg == "model":
                 fields = _model(values, keyword.value)
-                if not fields and "model_name_or_path" not in source.given:
+                if not fields and "model_name_or_path" not in source.given and "model" not in values.settings:
                     source.remarks.append(f"name the model: policy.model; {ast.unparse(keyword.value)} is not read")
                 _take(source, fields, here)
             elif keyword.arg == "reward_funcs":
                 _rewards(source, values, keyword.value, here)
-            elif keyword.arg in TO_DO and ast.unparse(keyword.value) not in ("None", "[]"):
-                text = f"{keyword.arg}={ast.unparse(keyword.value)}"
-                source.remarks.append(f"{here}: {text} of the trainer is not read; {TO_DO[keyword.arg]}")
-            elif keyword.arg not in (*OF_TRAINER, *TO_DO, None):
-                value = values.literal(keyword.value, keyword.arg)
-                give(source, keyword.arg, value, f"{keyword.arg}={value!r}", here)
+            elif name in TO_DO and ast.unparse(keyword.value) not in ("None", "[]"):
+                text = f"{name}={ast.unparse(keyword.value)}"
+                source.remarks.append(f"{here}: {text} of the trainer is not read; {TO_DO[name]}")
+            elif name not in (*OF_TRAINER, *TO_DO, ""):
+                value = values.literal(keyword.value, name)
+                give(source, name, value, f"{name}={value!r}", here)
 
 
 def _model(values: PythonValues, given: ast.expr) -> dict[str, Any]:
@@ -217,6 +218,8 @@ def _model(values: PythonValues, given: ast.expr) -> dict[str, Any]:
     if "model" in values.settings:
         return {"model_name_or_path": values.settings["model"]}
     node = values.node(given)
+    while isinstance(node, ast.Call) and name_of(node) in WRAPPERS:  # the same model
+        node = values.node(node.args[0] if name_of(node) in WRAPPERS[:2] else getattr(node.func, "value", None))
     if not (isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args):
         try:
             value = values.literal(given, "model")

@@ -77,6 +77,8 @@ def read(words: Sequence[Word], where: str) -> FrameworkOptions:
                 overrides.append((key.lstrip("+"), text, here))
     with source.reading():
         name = file.get("--config-name", "ppo_trainer").removesuffix(".yaml")
+        if "megatron" in name:
+            raise ConfigError(f"{where}: --config-name {name}: the configurations for Megatron are not read")
         if name not in OWN_CONFIGS:
             overrides = [*_of_config(Path(file.get("--config-path", "."), f"{name}.yaml")), *overrides]
     for key, text, here in overrides:
