@@ -186,8 +186,8 @@ def _starts(text: str, where: str, settings: Mapping[str, str], entry: re.Patter
         words = [Word(word.text, word.line + above) for word in words]
         for number, word in enumerate(words):
             match = entry.fullmatch(word.text)
-            if match and match[0] in trl.GROUPS and not (number and words[number - 1].text.endswith("trl")):
-                continue  # another word that is called like a trainer
+            if match and entry is trl.ENTRY and not match[0].endswith(".py") and "trl" not in match[0]:
+                match = match if number and words[number - 1].text.endswith("trl") else None  # `trl grpo`
             if match:
                 options = [word for word in words[number + 1 :] if word.text not in OWN_ARGUMENTS]
                 yield Start(match[match.lastindex or 1], word.text, words[:number], options, word.line)

@@ -153,7 +153,8 @@ class PythonValues:
             in_a_row = all(any(part.statement in block for block in blocks) for part in assignments)
             above = [part for part in assignments if part.line < node.lineno]
             assignments = above[-1:] if in_a_row and inside else []
-        return assignments[0] if assignments and assignments[0].value is not None else None
+        value = assignments[0].value if assignments else None
+        return None if value is None or node in ast.walk(value) else assignments[0]
 
     def node(self, node: ast.expr | None) -> ast.expr | None:
         """The expression that a name stands for in its line; another expression itself."""

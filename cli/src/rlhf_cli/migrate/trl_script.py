@@ -74,7 +74,9 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
         _take_call(source, values, start, {})
     for call in values.calls:
-        if name_of(call) == "LoraConfig" or (name_of(call) == "get_peft_model" and call.keywords[1:]):
+        if name_of(call) == "LoraConfig" or (
+            name_of(call) == "get_peft_model" and {"r", "lora_alpha"} & {keyword.arg for keyword in call.keywords}
+        ):
             _lora(source, values, call)
         elif name_of(call) == "from_pretrained" and _owner(call) in FAST_MODELS:
             with source.reading():
