@@ -218,6 +218,13 @@ def test_schedules_warm_up_and_clipping():
     assert trainer["warmup_ratio"] == 0.1
 
 
+def test_stages_that_add_up_in_bf16_become_2_and_old_scripts_are_read():
+    assert rl("--zero_stage 1")["trainer"].get("stage", 2) == 2
+    assert rl("--zero_stage 3")["trainer"]["stage"] == 3
+    command = "deepspeed ../train_sft.py --pretrain M --dataset d --output_key o"
+    assert tomllib.loads(migrate("openrlhf", command, {}, PLUGINS))["policy"]["model"] == "M"
+
+
 def test_lengths():
     run = rl("--prompt_max_len 100 --generate_max_len 50")
     assert (run["data"]["max_tokens"], run["data"]["max_prompt_tokens"], run["sampling"]["max_new_tokens"]) == (
@@ -291,6 +298,7 @@ def test_rows_of_supervised_runs():
         ("--algo.advantage.is_correction_level token --algo.advantage.is_correction_gating tv", "gating tv"),
         ("--data.max_samples $N", r"\$N.*--set N=VALUE"),
         ("stray", "stray"),
+        ("--data.prompt_dataset a --data.prompt_probs some", "a number for each data set"),
     ],
 )
 def test_what_means_nothing_here_is_refused(flags, telling):

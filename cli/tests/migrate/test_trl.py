@@ -167,6 +167,10 @@ def test_rewards_by_name():
         ("python:trl.rewards:accuracy_reward", 1),
         ("python:my.rewards:short", 0.5),
     ]
+    text = migrate("trl", "trl grpo --reward_funcs own accuracy_reward --reward_weights 2 1", {}, PLUGINS)
+    [reward] = tomllib.loads(text)["reward"]
+    assert reward["use"] == "python:trl.rewards:accuracy_reward"
+    assert "own (weight 2.0) are functions of the script" in text
 
 
 def test_pairs_and_labels():
@@ -263,6 +267,9 @@ def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
     file.write_text('{"learning_rate": 1e-5}')
     with pytest.raises(ConfigError, match="grpo, rloo, sft"):
         values(str(file))
+    named = tmp_path / "config_sft.yaml"
+    named.write_text("learning_rate: 1e-5\n")
+    assert values(str(named))["algorithm"]["use"] == "sft", "the name says which, where the fields do not"
 
 
 @pytest.mark.parametrize(

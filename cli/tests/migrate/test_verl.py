@@ -45,6 +45,7 @@ def test_batches_are_counted_in_prompts():
     assert run["algorithm"]["epochs"] == 2
     with pytest.raises(ConfigError, match="ppo_mini_batch_size"):
         values(f"data.train_batch_size=512 {A}.actor.ppo_mini_batch_size=100")
+    assert "minibatches" not in values(f"data.train_batch_size=8 {A}.actor.ppo_mini_batch_size=16")["algorithm"]
 
 
 def test_defaults_that_differ_are_written():
@@ -154,6 +155,20 @@ def test_scripts_and_lists_are_read(tmp_path):
         migrate("verl", str(script), {}, PLUGINS)
 
 
+def test_configurations_and_entry_points_of_forks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("defaults: [ppo_trainer]\ndata: {max_response_length: 64, train_batch_size: 1024}\n")
+    run = values("--config-path . --config-name=own data.train_batch_size=512")
+    assert (run["sampling"]["max_new_tokens"], run["data"]["batch_size"]) == (64, 512)
+    assert values("--config-name ppo_trainer")
+    text = migrate("verl", f"python -m verl.trainer.main_ppo_own {A}.model.path=M", {}, PLUGINS)
+    assert "main_ppo_own is not verl's own" in text
+    command = f"python -m verl.trainer.main_ppo {A}.model.path=M {A}.rollout.own_key=1 {A}.rollout.wandb_key=k1"
+    text = migrate("verl", command, {}, PLUGINS, allow_unknown=True)
+    assert "own_key=1" in text
+    assert "k1" not in text, "values of keys are never written"
+
+
 def test_rewards():
     [reward] = values("custom_reward_function.path=r.py custom_reward_function.name=score")["reward"]
     assert reward["use"] == "file:r.py:score"
@@ -179,6 +194,9 @@ def test_keys_of_the_newest_version_and_of_groups():
     ("overrides", "telling"),
     [
         ("data.train_batchsize=1", "data.train_batch_size"),
+        ("data.a=1 data.b=1", r"(?s)data\.a is unknown.*data\.b is unknown.*--allow-unknown"),
+        ("--config-name=absent", "absent.yaml cannot be read"),
+        (f"{A}.actor.loss_mode=kl_cov", "kl_cov"),
         ("algorithm.adv_estimator=gpg", "gpg"),
         (f"{A}.actor.strategy=megatron", "megatron"),
         (f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=kl", "kl_loss_type"),

@@ -22,7 +22,7 @@ from rlhf_cli.migrate.shell_branches import UNKNOWN, Branches
 COMMAND = f"{UNKNOWN}(command){UNKNOWN}"
 """Stands for what a command would print."""
 _ROUND = r"\((?:[^()]|INNER)*\)"
-for _ in range(4):  # brackets in brackets, as many as a script has
+for _ in range(7):  # brackets in brackets, as many as a script has
     _ROUND = _ROUND.replace("INNER", r"\((?:[^()]|INNER)*\)")
 _COMMAND = rf"\$\[[^\[\]]*\]|\${_ROUND.replace('|INNER', '')}"
 _BRACES = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"

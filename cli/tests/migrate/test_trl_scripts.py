@@ -1,0 +1,142 @@
+"""Python scripts and notebooks for TRL, in the forms that people write."""
+
+import json
+import tomllib
+
+import pytest
+from rlhf.errors import ConfigError
+from rlhf.plugins import Plugins
+from rlhf_cli.migrate.find import migrate
+
+PLUGINS = Plugins.discover()
+ARGPARSE = """
+def parse_args():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=2e-6)
+    parser.add_argument("--out-dir", dest="out", default="runs")
+    parser.add_argument("--no-bf16", action="store_true")
+    args = parser.parse_args()
+    return args
+"""
+
+
+RPO = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, command="", name="train.py", **known):
+        (tmp_path / name).write_text(text)
+        text = migrate("trl", f"python {name} {command}" if command else name, known, PLUGINS)
+        return tomllib.loads(text) | {"text": text}
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("above", "expression"),
+    [
+        (f"{ARGPARSE}\nif __name__ == '__main__':\n    args = parse_args()", "args.lr"),
+        (f"{ARGPARSE}\ndef main(options): pass\nargs = parse_args()", "args.lr if args.out == 'runs' else 1"),
+        ("@dataclass\nclass C:\n    lr: float = field(default=2e-6)\nc = C()", "c.lr"),
+        ("@dataclass\nclass B:\n    lr: float = 1\nclass C(B): pass\nc = C(lr=2e-6)", "c.lr"),
+        ("class C:\n    lr = 2e-6", "C.lr"),
+        (
+            "class S:\n    lr: float = 2e-6\np = HfArgumentParser((S, SFTConfig))\ns, o = p.parse_args_into_dataclasses()",
+            "s.lr",
+        ),
+        ("c = {'optim': {'lr': 1e-6}}", "c['optim']['lr'] * 2"),
+        ("c = {'lr': 2e-6}", "c.get('lr', 1)"),
+        ("", "float(os.environ.get('LR', '2e-6'))"),
+        ("def f():\n    lr = 5\nlr = 2e-6", "lr"),
+        ("lr = 1\nlr = 2e-6", "lr"),
+    ],
+)  # fmt: skip
+def test_values_that_a_script_states_are_read(script, above, expression):
+    text = f"{above}\n{'    ' if '__main__' in above else ''}x = SFTConfig(learning_rate={expression})\n"
+    assert script(text)["trainer"]["lr"] == 2e-6
+
+
+def test_the_only_call_of_a_function_gives_its_parameters(script):
+    text = "def train(lr, epochs=2):\n    SFTConfig(learning_rate=lr, num_train_epochs=epochs)\ntrain(3e-6)\n"
+    run = script(text)
+    assert (run["trainer"]["lr"], run["run"]["epochs"]) == (3e-6, 2)
+    with pytest.raises(ConfigError, match="--set learning_rate=VALUE"):
+        script(f"{text}train(4e-6)\n")
+
+
+def test_flags_of_the_command_are_those_of_its_parser(script):
+    arguments = "learning_rate=args.lr, output_dir=args.out, bf16=not args.no_bf16"
+    text = f"{ARGPARSE}\nargs = parse_args()\nSFTConfig({arguments})\n"
+    run = script(text, "--lr 5e-6 --out-dir there --no-bf16 --other 1")
+    assert (run["trainer"]["lr"], run["policy"]["dtype"]) == (5e-6, "fp32")
+    assert "--other 1" in run["text"].partition("[run]")[0], "a flag that nothing here reads is a remark"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected"),
+    [
+        ("o = {'learning_rate': 3e-6}\nSFTConfig(**o)", ("trainer", "lr"), 3e-6),
+        ("o = SFTConfig()\no.learning_rate = 3e-6\nSFTTrainer(args=o)", ("trainer", "lr"), 3e-6),
+        ("SFTTrainer(args=TrainingArguments(learning_rate=3e-6), max_seq_length=77)", ("data", "max_tokens"), 77),
+        ("SFTConfig(optim='paged_adamw_8bit', bf16=torch.cuda.is_bf16_supported())", ("policy", "dtype"), "bf16"),
+        ("DPOConfig(rpo_alpha=0.5)", ("algorithm", "loss"), RPO),
+        (
+            "m, t = FastLanguageModel.from_pretrained(model_name='M')\n"
+            "m = FastLanguageModel.get_peft_model(m, r=8, random_state=1)\nSFTTrainer(model=m, args=SFTConfig())",
+            ("policy", "model"),
+            "M",
+        ),
+        (
+            "model = AutoModelForCausalLM.from_pretrained('M').to('cuda')\nmodel = get_peft_model(model, cfg)\n"
+            "SFTTrainer(model=model, args=SFTConfig())",
+            ("policy", "model"),
+            "M",
+        ),
+    ],
+)  # fmt: skip
+def test_forms_of_configurations_and_models(script, text, where, expected):
+    run = script(text)
+    section, name = where
+    assert run[section][name] == expected
+
+
+def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
+    with pytest.raises(ConfigError, match=r"line 3: .*--set learning_rate=VALUE"):
+        script("o = SFTConfig()\nif x:\n    o.learning_rate = 1\nSFTTrainer(args=o)")
+    with pytest.raises(ConfigError, match=r"SFTConfig\(\*\*o\) is made by code.*\n.*--allow-unknown"):
+        script("o = make()\nSFTConfig(**o)")
+    text = script("SFTTrainer(args=SFTConfig(), data_collator=c, callbacks=[stop])")["text"]
+    assert "data_collator=c of the trainer is not read" in text
+    assert "callbacks=[stop]" in text
+    text = script("GRPOTrainer(args=GRPOConfig(), reward_funcs=[own])")["text"]
+    assert "the script's rewards are own" in text
+    with pytest.raises(ConfigError, match=r"line 1.*line 2.*--set line=N"):
+        script("SFTConfig()\nSFTConfig()")
+    assert script("SFTConfig(seed=1)\nSFTConfig(seed=2)", line="2")["run"]["seed"] == 2
+
+
+def test_cells_of_a_notebook_are_a_script(script):
+    cells = ["!pip install trl \\\n  peft\n%load x\n", "%%bash\nls", "SFTConfig(seed=5)\n"]
+    cells = [{"cell_type": "code", "source": [cell]} for cell in cells]
+    assert script(json.dumps({"cells": cells}), name="train.ipynb")["run"]["seed"] == 5
+
+
+def test_all_problems_are_named_at_once_and_options_have_the_values_of_set(script):
+    text = "SFTConfig(learning_rate=f(), seed=g(), own_option=1)\n"
+    with pytest.raises(ConfigError, match=r"(?s)learning_rate=VALUE.*seed=VALUE.*own_option is unknown"):
+        script(text)
+    run = migrate(
+        "trl", "train.py", {"learning_rate": "1e-3", "seed": "3", "packing": "false"}, PLUGINS, allow_unknown=True
+    )
+    assert tomllib.loads(run)["run"]["seed"] == 3
+    assert "own_option" in run.partition("[run]")[0]
+    with pytest.raises(ConfigError, match="learning_rat is unknown"):
+        script("SFTConfig()", learning_rat="1")
+
+
+def test_defaults_of_earlier_versions_are_a_remark(script):
+    assert "beta 0.04 until 0.18" in script("GRPOConfig(num_generations=8)")["text"]
+    assert "beta 0.04 until 0.18" not in script("GRPOConfig(beta=0.0)")["text"]
