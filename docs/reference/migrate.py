@@ -40,7 +40,8 @@ def line(row: OptionRow) -> str:
     default = "" if row.default is None else code(row.default)
     default += "".join(f"<br>{entry}: {code(value)}" for entry, value in row.defaults.items())
     values = ", ".join(f"`{theirs}`: {f'`{ours}`' if ours != '' else 'not set'}" for theirs, ours in row.values.items())
-    meaning = "; ".join(part for part in (row.why, row.rule, values) if part).replace("|", "\\|")
+    earlier = f"default of earlier versions: {row.earlier}" if row.earlier else ""
+    meaning = "; ".join(part for part in (row.why, row.rule, values, earlier) if part).replace("|", "\\|")
     here = "<br>".join(f"`{path}`" for path in row.to)
     return f"| {name} | {default.removeprefix('<br>')} | {here} | {meaning} |"
 

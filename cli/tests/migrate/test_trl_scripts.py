@@ -44,7 +44,7 @@ def script(tmp_path, monkeypatch):
         ("@dataclass\nclass B:\n    lr: float = 1\nclass C(B): pass\nc = C(lr=2e-6)", "c.lr"),
         ("class C:\n    lr = 2e-6", "C.lr"),
         (
-            "class S:\n    lr: float = 2e-6\np = HfArgumentParser((S, SFTConfig))\ns, o = p.parse_args_into_dataclasses()",
+            "class S:\n    lr: float = 2e-6\np = HfArgumentParser((S, SFTConfig))\ns, o = p.parse_args_and_config()",
             "s.lr",
         ),
         ("c = {'optim': {'lr': 1e-6}}", "c['optim']['lr'] * 2"),

@@ -34,6 +34,8 @@ _OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
+    ast.In: lambda item, whole: item in whole,
+    ast.NotIn: lambda item, whole: item not in whole,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     function.__name__: function for function in (int, float, str, bool, abs, min, max, round, len, list, tuple, dict)

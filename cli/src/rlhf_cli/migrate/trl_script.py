@@ -44,6 +44,8 @@ QUANTIZED = {
 """{argument of BitsAndBytesConfig: field of ModelConfig}."""
 OF_MODEL = ("device_map", "low_cpu_mem_usage", "use_cache", "token", "cache_dir", "num_labels")
 """Arguments of ``from_pretrained`` that change no result: a reward model has one label in any case."""
+OF_LOADING = ("cache_dir", "token", "trust_remote_code", "num_proc", "verification_mode")
+"""Arguments of ``load_dataset`` that change no rows."""
 WRAPPERS = ("get_peft_model", "prepare_model_for_kbit_training", "to", "cuda")
 FAST_MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 ARGUMENTS = ("TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
@@ -275,7 +277,8 @@ def _source_of_rows(values: PythonValues, given: ast.expr | None, split: str) ->
     if not isinstance(node, ast.Call) or name_of(node) != "load_dataset":
         return {}
     names = {"path": "dataset_name", "name": "dataset_config", "split": split, "data_files": "data_files"}
-    options = dict(zip(names, node.args, strict=False)) | {k.arg or "": k.value for k in node.keywords}
+    options = dict(zip(names, node.args, strict=False))
+    options |= {k.arg or "": k.value for k in node.keywords if k.arg not in OF_LOADING}
     if len(node.args) > 2 or not options.keys() <= names.keys():
         return {}
     fields |= {names[name]: values.literal(option, name) for name, option in options.items()}
