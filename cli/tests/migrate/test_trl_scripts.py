@@ -116,6 +116,9 @@ def test_what_changes_in_a_way_that_is_not_read_is_refused_or_named(script):
     with pytest.raises(ConfigError, match=r"line 1.*line 2.*--set line=N"):
         script("SFTConfig()\nSFTConfig()")
     assert script("SFTConfig(seed=1)\nSFTConfig(seed=2)", line="2")["run"]["seed"] == 2
+    two = "p = LoraConfig(r=4)\nSFTTrainer(args=SFTConfig(), peft_config=p)\nSFTTrainer(args=SFTConfig())\n"
+    assert script(two, line="2")["trainer"]["lora"]["rank"] == 4
+    assert "lora" not in script(two, line="3")["trainer"], "the adapter of another trainer"
 
 
 def test_cells_of_a_notebook_are_a_script(script):

@@ -75,16 +75,21 @@ def of_script(path: str, settings: Mapping[str, str], flags: Mapping[str, Sequen
     source = fields_of(entry)
     if name_of(start) in (*CONFIGS, *ARGUMENTS):
         _take_call(source, values, start, {})
+    own = [call for call in trainers if any(values.node(k.value) is start for k in call.keywords)] or trainers
+    adapters = [values.node(k.value) for call in own for k in call.keywords if k.arg == "peft_config"]
     for call in values.calls:
-        if name_of(call) == "LoraConfig" or (
+        of_another = call not in adapters and (len(trainers) > len(own) or any(n in values.calls for n in adapters))
+        if name_of(call) == "LoraConfig" and of_another:
+            source.remarks.append(f"{where}, line {call.lineno}: this LoraConfig is not of the trainer that is read")
+        elif name_of(call) == "LoraConfig" or (
             name_of(call) == "get_peft_model" and {"r", "lora_alpha"} & {keyword.arg for keyword in call.keywords}
         ):
             _lora(source, values, call)
         elif name_of(call) == "from_pretrained" and _owner(call) in FAST_MODELS:
             with source.reading():
                 _take(source, _fast_model(values, call), f"{where}, line {call.lineno}")
-    for call in trainers:
-        _trainer(source, values, call, start)
+    for call in own:
+        _trainer(source, values, call)
         with source.reading():
             _take(source, _rows_of(values, call), f"{where}, line {call.lineno}")
     _stores(source, values, start)
@@ -197,7 +202,7 @@ def _fast_model(values: PythonValues, call: ast.Call) -> dict[str, Any]:
     return fields | {"load_in_4bit": True, "dtype": "bfloat16"} | quantized
 
 
-def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call, start: ast.Call) -> None:
+def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> None:
     """The arguments of a trainer; before trainers had configurations of their own, also fields of these."""
     for keyword in call.keywords:
         here, name = f"{values.where}, line {keyword.value.lineno}", keyword.arg or ""
