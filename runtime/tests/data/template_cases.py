@@ -22,6 +22,17 @@ OPENED = (
     .replace("{% else %}{{ ", "{% else %}{{ '<|im_start|>' + m.role + '\\n' + ")
 )
 """As TRL's for Qwen2.5 and gpt-oss: the generation prompt stands in the block."""
+UNNAMED = GENERATION.replace("'<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "'<eos>\\n' }}{% endgeneration %}")
+"""As TRL's for Gemma: a line break in the block, after an end token that is special without a name in the settings."""
+PARTS = (
+    UNNAMED.replace("m.content + '<eos>", "m.content }}{% endgeneration %}{% generation %}{{ '<eos>")
+    + "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% endif %}"
+)
+"""As TRL's for DiffusionGemma, a block for each part; and for Phi-3, one for the tokenizer's end token at the end."""
+TWO_ENDS = CHATML.replace("<|im_end|>", "<eos><|im_end|>")
+"""As Cohere's: the tokenizer's end token follows another one after every answer."""
+LAST_END = CHATML.replace("<|im_end|>\\n", "<eos>").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+"""As Phi-4-mini's: it follows another one at the end of the conversation only."""
 THINKING = (
     "{% for m in messages %}{% set c = m.content %}{% if m.role == 'assistant' %}"
     "{% if '</think>' in c %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip() %}"

@@ -254,6 +254,12 @@ def test_a_template_without_tags_leaves_them_in_the_text(template_with):
     assert parsed(template_with(CHATML), f"{text}<eos>") == {"role": "assistant", "content": text}
 
 
+def test_an_answer_has_no_special_token_in_its_text(chat, monkeypatch):
+    monkeypatch.setattr(chat, "chat_template", CHATML)
+    assert "<|tool|>" not in chat.all_special_tokens, "tokenizer_config.json does not name it"
+    assert parsed(Template(chat, DataSection()), "hi<|tool|>") == {"role": "assistant", "content": "hi"}
+
+
 RESPONSE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",

@@ -8,9 +8,13 @@ from rlhf_runtime.data.template import Template
 from runtime.tests.data.template_cases import (
     CHATML,
     GENERATION,
+    LAST_END,
     OPENED,
+    PARTS,
     THINKING,
     TURNS,
+    TWO_ENDS,
+    UNNAMED,
     refused,
     row,
     runs,
@@ -39,19 +43,26 @@ def test_prompt_tokens_are_those_that_sampling_sees(bpe):
     assert bpe.decode(sequence.ids) == prompt + answer + "<|im_end|>"
 
 
-@pytest.mark.parametrize("template", [CHATML, GENERATION, OPENED])
-def test_chat_completion_and_all_answers(with_template, template):
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        *((template, "<|im_end|>") for template in (CHATML, GENERATION, OPENED)),
+        *((template, "<eos>") for template in (UNNAMED, PARTS, LAST_END)),
+        (TWO_ENDS, "<eos><|im_end|>"),
+    ],
+)
+def test_chat_completion_and_all_answers(with_template, template, end):
     tokenizer = with_template(template)
     text = tokenizer.apply_chat_template(TURNS, tokenize=False)
     for loss_on, expected in (
-        ("completion", ["assistant\n<|im_end|>"]),
-        ("assistant", ["s<|im_end|>", "assistant\n<|im_end|>"]),
+        ("completion", [f"assistant\n{end}"]),
+        ("assistant", [f"s{end}", f"assistant\n{end}"]),
         ("all", [text]),
     ):
         encoder = Template(tokenizer, section(messages="m", loss_on=loss_on))
         sequence = encoder.encode_demonstration(row(m=TURNS)).sequences[0]
-        # Behind the last end token stands what no sample ends with: a line break.
-        assert tokenizer.decode(sequence.ids) == (text if loss_on == "all" else text.removesuffix("\n"))
+        # Behind the last end token stands what no sample ends with, such as a line break.
+        assert tokenizer.decode(sequence.ids) == (text if loss_on == "all" else text[: text.rindex(end) + len(end)])
         assert runs(tokenizer, sequence) == expected
 
 
@@ -117,7 +128,7 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     message = refused(
         lambda: Template(tokenizer, section(**off, loss_on="assistant")).encode_demonstration(row(m=TURNS))
     )
-    assert "the policy is given '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
+    assert "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' before it answers" in message
     assert "writes message 1 (assistant) after " in message
     both = Template(tokenizer, section(messages="m", loss_on="assistant")).encode_demonstration(row(m=TURNS))
     assert runs(tokenizer, both.sequences[0]) == ["s<|im_end|>", "<think>\n\n</think>\n\nassistant\n<|im_end|>"]
@@ -128,7 +139,7 @@ def test_answers_in_a_context_that_the_policy_never_sees_are_refused(with_templa
     assert opens != CHATML
     tokenizer = with_template(opens)
     message = refused(lambda: Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response="4")))
-    assert "the policy is given '<|im_start|>assistant\\n<think>\\n' before it answers" in message
+    assert "<|im_start|>assistant\\n<think>\\n' before it answers" in message
     assert Template(tokenizer, section()).end_token_ids == (tokenizer.eos_token_id,)  # sampling asks nothing of answers
     given = "<think>\nhm\n</think>\n\n4"
     whole = Template(tokenizer, section()).encode_demonstration(row(prompt="2+2", response=given)).sequences[0]

@@ -9,7 +9,7 @@ from rlhf.errors import ConfigError
 from rlhf.types import Trajectory
 from rlhf_runtime.data.template import Template
 
-from runtime.tests.data.template_cases import CHATML, GENERATION, THINKING, refused, row, section
+from runtime.tests.data.template_cases import CHATML, GENERATION, THINKING, TWO_ENDS, refused, row, section
 
 # ------------------------------------------------------------------------------------------- prompts
 
@@ -152,10 +152,11 @@ def test_plain_options_with_a_chat_template(chat, fields):
 
 
 def test_observations_continue_as_the_template_would_have_rendered(chat, with_template):
-    for tokenizer, end in ((chat, "<eos>"), (with_template(CHATML), "<|im_end|>")):
+    for text, end in ((None, "<eos>"), (CHATML, "<|im_end|>"), (TWO_ENDS, "<eos><|im_end|>")):
+        tokenizer = with_template(text) if text else chat
         template = Template(tokenizer, section())
         prompt = template.encode_prompt(row(prompt="a")).ids
-        sampled = tokenizer("4!" + end, add_special_tokens=False)["input_ids"]
+        sampled, cut_off = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in ("4!" + end, "4!"))
         ids = prompt + array("i", sampled) + template.encode_observation("ok?").ids
         turns = [
             {"role": "user", "content": "a"},
@@ -164,9 +165,19 @@ def test_observations_continue_as_the_template_would_have_rendered(chat, with_te
         ]
         expected = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-        cut = prompt + array("i", sampled[:-1]) + template.encode_observation("ok?", closed=False).ids
+        cut = prompt + array("i", cut_off) + template.encode_observation("ok?", closed=False).ids
         assert tokenizer.decode(cut, skip_special_tokens=False) == expected
         assert template.encode_observation("ok?").text.strip().endswith("ok?" if tokenizer is chat else "assistant")
+
+
+def test_an_observation_after_an_answer_that_the_template_does_not_end(chat, monkeypatch):
+    """The token after the answer opens the user's message."""
+    monkeypatch.setattr(chat, "chat_template", chat.chat_template.replace(" + '<eos>'", ""))
+    template = Template(chat, section())
+    prompt = template.encode_prompt(row(prompt="a")).ids
+    for end, closed in (("<eos>", True), ("", False)):
+        ids = prompt + array("i", template.tokens.ids("4!" + end)) + template.encode_observation("ok?", closed).ids
+        assert chat.decode(ids) == f"<|user|>a<|assistant|>4!{end}<|user|>ok?<|assistant|>"
 
 
 def test_plain_observations_are_the_text(chars):

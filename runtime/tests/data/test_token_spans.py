@@ -175,5 +175,5 @@ def test_without_a_generation_prompt_the_context_of_an_answer_must_be_the_policy
     monkeypatch.setattr(
         chat, "chat_template", asks.replace("'[' + m.content", "('[[' if loop.last else '[') + m.content")
     )
-    with pytest.raises(DataError, match="is given nothing that opens an answer, but the messages before it, before it"):
+    with pytest.raises(DataError, match=r"is given .\[\[q\]. before it .* after .\[q\]\(so\) .:"):
         Template(chat, DataSection()).encode_demonstration(row(prompt="q", response="42"))

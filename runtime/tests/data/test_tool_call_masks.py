@@ -107,10 +107,12 @@ def test_text_of_the_template_between_text_and_call(template_with):
     assert answers(template_with(spaced), ASK, said("Sure.", ADD)) == [f"Sure.[calls]\n{hermes(ADD)}<eos>"]
 
 
-def test_a_call_with_an_end_token_of_its_own(template_with):
-    own = LLAMA3.replace("{{ '<eos>' }}{% endfor %}", "{{ '<unk>' if m.tool_calls else '<eos>' }}{% endfor %}")
-    template = template_with(own, loss_on="assistant")
-    written = '{"name": "add", "parameters": {"a": 1, "b": 2}}<unk>'
+@pytest.mark.parametrize("end", ["<unk>", "<|tool|>"])  # of these, tokenizer_config.json names only the first
+def test_a_call_with_an_end_token_of_its_own(chat, monkeypatch, end):
+    own = LLAMA3.replace("{{ '<eos>' }}{% endfor %}", f"{{{{ '{end}' if m.tool_calls else '<eos>' }}}}{{% endfor %}}")
+    monkeypatch.setattr(chat, "chat_template", own)
+    template = Template(chat, DataSection(messages="messages", loss_on="assistant"))
+    written = '{"name": "add", "parameters": {"a": 1, "b": 2}}' + end
     assert answers(template, ASK, said("", ADD), result("3"), said("3")) == [written, "3<eos>"]
     assert answers(template, ASK, said("", ADD)) == [written]
 
@@ -140,4 +142,6 @@ def test_calls_as_the_api_writes_them(template_with):
 def test_reasoning_in_a_field_that_the_template_does_not_read(template_with, field):
     with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): 'hm'"):
         answers(template_with(HERMES), ASK, said("3", **{field: "hm"}))
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(assistant\): the text 'hm'"):
+        answers(template_with(HERMES, loss_on="all"), ASK, said("3", **{field: "hm"}))
     template_with(HERMES).encode_prompt(Row({"prompt": [ASK, said("3", **{field: "hm"}), ASK]}, "rows", 0))

@@ -154,6 +154,29 @@ def test_a_template_that_reads_arguments_as_text(template_with):
     assert trained(template_with(only_text), [ASK, CALLS]) == trained(template_with(HERMES), [ASK, CALLS])
 
 
+MOVES = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}" + CHATML.replace(
+    "for m in messages %}", "for m in messages if m.role != 'system' %}"
+)
+FORGETS = (
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'assistant' %}{% set ns.last = m %}{% endfor %}"
+    + CHATML.replace("m.content", "(m.content if m == ns.last else m.content.split('</think>')[-1])")
+)
+"""As LFM2.5's: it still shows the reasoning of an answer when the policy is given the next question."""
+TWO = [ASK, ANSWER, ASK, {**ANSWER, "content": "4"}]
+THOUGHT = {**ANSWER, "content": "<think>hm</think>3"}
+
+
+@pytest.mark.parametrize(
+    ("text", "loss_on", "other"),
+    [(MOVES, "assistant", [*TWO[:2], SYSTEM, *TWO[2:]]), (FORGETS, "completion", [ASK, THOUGHT, *TWO[2:]])],
+)
+def test_what_a_template_may_write_otherwise_is_checked_again(template_with, text, loss_on, other):
+    template = template_with(text, loss_on=loss_on)
+    encoded(template, TWO)
+    with pytest.raises(DataError, match="it would be trained in a context that it never sees"):
+        encoded(template, other)
+
+
 # ------------------------------------------------------------------------------------------- options
 
 

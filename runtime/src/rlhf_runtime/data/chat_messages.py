@@ -19,6 +19,7 @@ from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
 from rlhf_runtime.data.text_tokens import TextTokens
+from rlhf_runtime.data.tokenizer import special_tokens
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -114,8 +115,8 @@ class ParsedAnswers:
                     f"the tokenizer's response_template is not valid: {type(error).__name__}: {error}. Correct or "
                     "remove it in tokenizer_config.json."
                 ) from error
-        special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._hidden = frozenset(i for token, i in special.items() if token not in (_OPEN, _CLOSE, *TAGS))
+        visible = (_OPEN, _CLOSE, *TAGS)
+        self._hidden = frozenset(i for token, i in special_tokens(tokenizer).items() if token not in visible)
 
     def parse(
         self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()

@@ -24,6 +24,7 @@ from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import MARKER, Text, mark, tail_length, with_markers
 from rlhf_runtime.data.template_render import TemplateRender
 from rlhf_runtime.data.text_tokens import Span
+from rlhf_runtime.data.tokenizer import special_tokens
 from rlhf_runtime.data.written_parts import check_parts, form_of
 
 _USER = {"role": "user", "content": "x"}
@@ -94,18 +95,21 @@ class ChatTemplate:
         Args:
             trained: the assistant messages that are trained on. Their parts must be in the text of the answers.
         """
-        last_user = max((m for m, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        last = {message["role"]: m for m, message in enumerate(messages)}
         forms = dict[tuple[Any, ...], int]()
         for m, message in enumerate(messages):
             before = messages[m - 1]["role"] if m else ""
-            forms.setdefault((source, m in trained, before, m < last_user, form_of(message)), m)
+            later = tuple(m < last.get(role, -1) for role in ("user", "system"))  # some templates move a system message
+            forms.setdefault((source, m in trained, before, later, form_of(message)), m)
         if new := forms.keys() - self._checked:
             messages_of_forms = {forms[form] for form in new}
             # A template that marks its answers says that its earlier ones are trained on without their reasoning.
             reasoning = trained[-1:] if self._template.has_generation else trained
+            if not trained and messages[-1]["role"] == "assistant":  # the whole text is trained on
+                reasoning = [len(messages) - 1]
             check_parts(lambda other: self._written(other, trained), messages, trained, messages_of_forms, reasoning)
             if trained and not self._template.has_generation:  # a template that marks its answers decides itself
-                self._require_context(messages, trained, messages_of_forms)
+                self._require_context(messages, trained, {*messages_of_forms, trained[-1]})
             self._checked |= new
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
@@ -149,13 +153,16 @@ class ChatTemplate:
         return Render(text, tuple((starts[m], ends[m]) for m in trained))
 
     def end_token(self, following: str) -> str:
-        """The special token that follows an answer's text, ignoring white space between them."""
+        """The special token that follows an answer's text, ignoring white space between them; two, if the template ends
+        every answer with two."""
         following = following.lstrip()
-        return max((t for t in self._known if following.startswith(t)), key=len, default="")
+        if self._two_ends and following.startswith(self._two_ends):
+            return self._two_ends
+        return self._token_at(following)
 
     def is_ended(self, text: str) -> bool:
         """Whether a text ends with an end token."""
-        ends = self._known if self._short is None else [*self._tokenizer.all_special_tokens, self.end]
+        ends = self._known if self._short is None else [*self._special, self.end]
         return text.endswith(tuple(ends))
 
     @property
@@ -163,6 +170,11 @@ class ChatTemplate:
         """The end token of an answer: the template's, or else the tokenizer's."""
         token: str = self.answer_end or self._tokenizer.eos_token
         return token
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """The end tokens with which samples end: :attr:`end` and the tokenizer's."""
+        return self.end, self._tokenizer.eos_token
 
     @cached_property
     def answer_end(self) -> str:
@@ -208,18 +220,19 @@ class ChatTemplate:
     def _marked_by_template(self, messages: Sequence[Message], trained: Sequence[int]) -> Render:
         text, spans = self._template.marked_by_template(messages)
         assistants = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        if len(spans) > len(assistants):
+            spans = self._joined(text, spans)
         if len(spans) != len(assistants):
             raise DataError(
                 f"the chat template marks {len(spans)} passages with {{% generation %}} for {len(assistants)} "
                 "assistant messages; it must mark one for each"
             )
-        special = tuple(self._tokenizer.all_special_tokens)
         answers = dict[int, Span]()
         for m, (start, end) in zip(assistants, spans, strict=True):
             stripped = text[:end].rstrip()  # no sample has the white space after its end token
-            answers[m] = (self._opened(text, start), len(stripped) if stripped.endswith(special) else end)
+            answers[m] = (self._opened(text, start), len(stripped) if stripped.endswith(self._special) else end)
         last = answers[trained[-1]][1]
-        marked, rest = text[:last].endswith(special), text[last:].strip()
+        marked, rest = text[:last].endswith(self._special), text[last:].strip()
         if not marked:
             is_last = trained[-1] == len(messages) - 1
             token = self.end_token(rest) if is_last else self.answer_end
@@ -230,6 +243,22 @@ class ChatTemplate:
                 )
             answers = {m: (start, _including(token, text, end)) for m, (start, end) in answers.items()}
         return Render(text, tuple(answers[m] for m in trained), marked)
+
+    def _joined(self, text: str, spans: Sequence[Span]) -> list[Span]:
+        """The marked passages, of which one that directly follows another belongs to the same answer, and one without
+        text to none. A tokenizer's end token behind the end token of an answer (TRL's templates for Phi-3) is left out,
+        because samples end before it."""
+        joined = list[Span]()
+        for start, end in spans:
+            if not joined or start != joined[-1][1]:
+                joined += [(start, end)] if start != end else []
+            elif text[start:end].strip() != self._tokenizer.eos_token or not self._ends(text[:start]):
+                joined[-1] = joined[-1][0], end
+        return joined
+
+    def _ends(self, text: str) -> bool:
+        """Whether a text ends with a special token, ignoring white space after it."""
+        return text.rstrip().endswith(self._special)
 
     def _opened(self, text: str, start: int) -> int:
         """Start of an answer whose block begins at ``start``. Blocks of some published templates hold the generation
@@ -249,6 +278,22 @@ class ChatTemplate:
         except DataError:
             return None
 
+    @cached_property
+    def _two_ends(self) -> str:
+        """A token and the tokenizer's end token, with which the template ends every answer, also earlier ones (Cohere:
+        ``<|END_RESPONSE|><|END_OF_TURN_TOKEN|>``); else empty."""
+        try:
+            text = self.text([_USER, {"role": "assistant", "content": mark(0)}, _USER], answer=False)
+        except DataError:
+            return ""
+        following = text.rpartition(mark(0))[2]
+        first, end = self._token_at(following), self._tokenizer.eos_token
+        return first + end if first != end and first and following.startswith(first + end) else ""
+
+    def _token_at(self, text: str) -> str:
+        """The special or added token with which a text begins; empty if it begins otherwise."""
+        return max((t for t in self._known if text.startswith(t)), key=len, default="")
+
     @property
     def _plain_end(self) -> str:
         """What ends an answer without tool calls: :attr:`answer_end`, with what the template writes before it."""
@@ -260,13 +305,18 @@ class ChatTemplate:
         if token := self.end_token(following):
             return token
         rest = following.strip()
-        token = max((t for t in self._tokenizer.all_special_tokens if t in rest), key=rest.find, default="")
+        token = max((t for t in self._special if t in rest), key=rest.find, default="")
         return rest if token and rest.endswith(token) else ""
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """The special tokens of the tokenizer."""
+        return tuple(special_tokens(self._tokenizer))
 
     @cached_property
     def _known(self) -> frozenset[str]:
         """All special and added tokens of the tokenizer."""
-        return frozenset([*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()])
+        return frozenset([*self._special, *self._tokenizer.get_added_vocab()])
 
     def _check(
         self, messages: Sequence[Message], trained: Sequence[int], texts: Sequence[Text], order: Sequence[int]
@@ -303,7 +353,7 @@ class ChatTemplate:
         """
         end = self.answer_end
         piece = text[position:following]
-        at = min((i for t in self._tokenizer.all_special_tokens if (i := piece.find(t)) >= 0), default=-1)
+        at = min((i for t in self._special if (i := piece.find(t)) >= 0), default=-1)
         if end and at >= 0 and piece.startswith(end, at):  # no render of the messages up to this one is needed
             return position + at + len(end)
         until = text if message == len(messages) - 1 else self.text(messages[: message + 1], answer=False)
@@ -320,15 +370,13 @@ class ChatTemplate:
             "answers in the template with {% generation %} ... {% endgeneration %}."
         )
 
-    def _require_context(self, messages: Sequence[Message], trained: Sequence[int], new: Collection[int]) -> None:
-        """Raises DataError: one of the ``new`` answers does not follow the text that the policy is given for it."""
+    def _require_context(self, messages: Sequence[Message], trained: Sequence[int], some: Collection[int]) -> None:
+        """Raises DataError: one of ``some`` answers does not follow the text that the policy is given for it."""
         render = self.render(messages, trained)
         for m, (start, _) in zip(trained, render.answers, strict=True):
             before = render.text[:start]
-            if m and m in new and (prompt := self.text(messages[:m], answer=True)) != before:
-                pairs = zip_longest(prompt, before)
-                at = max(0, next(i for i, (a, b) in enumerate(pairs) if a != b) - 30)
-                raise _never_seen(messages, m, repr(prompt[at : at + 60]), before[at : at + 60])
+            if m and m in some and (prompt := self.text(messages[:m], answer=True)) != before:
+                raise _never_seen(messages, m, prompt, before)
 
     def _generation_head(self) -> str:
         """The text that ``add_generation_prompt`` adds; empty if it adds none."""
@@ -370,17 +418,21 @@ class ChatTemplate:
         prompt = self.text(messages[:message], answer=True) if message else ""
         if text.startswith(prompt) and (not piece or position - len(piece) <= len(prompt) <= position):
             return len(prompt)
-        head, before = self._generation_head(), piece or text[: len(prompt)]
-        opening = f"{head!r}" if head else "nothing that opens an answer, but the messages before it,"
-        raise _never_seen(messages, message, opening, before[-60:])
+        raise _never_seen(messages, message, prompt, text[:position] if piece else text)
 
 
 def _never_seen(messages: Sequence[Message], message: int, prompt: str, before: str) -> DataError:
+    """
+    Args:
+        before: the text before the message, which differs from the ``prompt``.
+    """
+    at = next((i for i, (a, b) in enumerate(zip_longest(prompt, before)) if a != b), len(prompt))
+    shown = slice(max(0, at - 30), at + 30)
     last = "" if message == len(messages) - 1 else 'Train on the last answer (data.loss_on = "completion"). '
     return DataError(
-        f"the policy is given {prompt} before it answers, but the chat template writes message {message} (assistant) "
-        f"after {before!r}: it would be trained in a context that it never sees. {last}Set other data.template_kwargs, "
-        "or mark answers in the template with {% generation %} ... {% endgeneration %}."
+        f"the policy is given {prompt[shown]!r} before it answers, but the chat template writes message {message} "
+        f"(assistant) after {before[shown]!r}: it would be trained in a context that it never sees. {last}Set other "
+        "data.template_kwargs, or mark answers in the template with {% generation %} ... {% endgeneration %}."
     )
 
 

@@ -368,7 +368,7 @@ class Frame:
     """The text that a template puts around turns."""
 
     end: str
-    """End token of an answer; empty if the template writes none."""
+    """What ends an answer before another message; empty if the template writes no end token there."""
     before: str
     """Text from the end of an answer (after its end token) to the text of the user's next message."""
     after: str
@@ -400,7 +400,8 @@ def frame(chat: ChatTemplate, images: int = 0) -> Frame:
             )
         if answer == mark(1):
             before, _, rest = text[len(prompt + answer) :].partition(mark(2))
-    return Frame(chat.end_token(before), before, rest)
+    end = chat.end_token(before)  # or the token that opens the user's message, where the template ends no answer
+    return Frame(end if end.endswith(chat.ends) else "", before, rest)
 
 
 def named_template(section: DataSection) -> str:

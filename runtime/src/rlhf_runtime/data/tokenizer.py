@@ -131,8 +131,14 @@ def check_stops(stops: Sequence[str], tokenizer: Any) -> None:
 
 def special_tokens_in(text: str, tokenizer: Any) -> list[str]:
     """The special tokens in a text. The text of an answer has none of them (:class:`TokenDecoder`)."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return sorted(token for token in {*special, *tokenizer.all_special_tokens} if token in text)
+    return sorted(token for token in special_tokens(tokenizer) if token in text)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """{special token: id}. ``all_special_tokens`` has only those that tokenizer_config.json names, which leaves out
+    ``<|end|>`` of Phi-3 and ``<|call|>`` of gpt-oss."""
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {**named, **{token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}}
 
 
 def has_tokenizer(folder: str) -> bool:

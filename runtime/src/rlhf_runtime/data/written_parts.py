@@ -11,6 +11,7 @@ from typing import Any
 from rlhf.errors import ConfigError, DataError
 
 from rlhf_runtime.config.data_section import DataSection
+from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.row_fields import Message
 from rlhf_runtime.data.template_markers import mark, with_markers
 
@@ -21,7 +22,9 @@ Written = Callable[[Sequence[Message]], Sequence[str]]
 def form_of(message: Message) -> tuple[Any, ...]:
     """The properties of a message that a template may branch on. Messages with equal ones are written alike."""
     fields = tuple(sorted(key for key, value in message.items() if value))
-    return message["role"], fields, isinstance(message.get("content"), list), len(message.get("tool_calls") or ())
+    content = message.get("content")
+    thinks = "</think>" in text_of(content)
+    return message["role"], fields, isinstance(content, list), thinks, len(message.get("tool_calls") or ())
 
 
 def check_parts(
