@@ -28,10 +28,10 @@ from rlhf.interfaces import ModelSpec
 from rlhf.interfaces.generator_spec import GeneratorSpec
 from rlhf.ops.reduce import weigh
 from rlhf.types import RoleSpec
+from rlhf_engines.differences import SentWeights
 from rlhf_plugin_local.launcher import LocalLauncher
 from rlhf_plugin_local.trainer import TorchTrainer, TorchTrainerConfig
 from rlhf_plugin_vllm.generator import VllmGenerator
-from rlhf_plugin_vllm.server.differences import SentWeights
 from rlhf_runtime.config.sections import SyncSection
 from rlhf_runtime.models.roles import Role
 from rlhf_runtime.models.weight_sync import WeightSync

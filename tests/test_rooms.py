@@ -24,6 +24,7 @@ ARROWS: Mapping[str, Collection[str]] = {
     "rlhf_hub": ["rlhf"],
     "rlhf_modeling": ["rlhf", "rlhf_hub"],
     "rlhf_workers": ["rlhf"],
+    "rlhf_engines": ["rlhf", "rlhf_modeling"],
     "rlhf_algorithms": ["rlhf"],
     "rlhf_endpoint": ["rlhf"],
     "rlhf_runtime": ["rlhf", "rlhf_hub"],

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_plugin_vllm.requests import OpenRequest
+from rlhf_plugin_vllm.requests import VllmRequest
 
 PIECES = ["a", "b", "END", "EN", "D"]
 
@@ -28,7 +28,7 @@ def output(ids, finish=None):
 )
 def test_a_sample_ends_with_the_token_that_completes_a_stop_string(outputs, ids):
     request = GenerationRequest([0], 0, Sampling(stop=("END",), max_new_tokens=9))
-    sample = OpenRequest(0, request, lambda tokens: "".join(PIECES[t] for t in tokens), version=3)
+    sample = VllmRequest(0, request, lambda tokens: "".join(PIECES[t] for t in tokens), version=3)
     *early, last = [sample.take(output(part)) for part in outputs]
     assert early == [None] * len(early)
     turn, must_abort = last
@@ -36,7 +36,7 @@ def test_a_sample_ends_with_the_token_that_completes_a_stop_string(outputs, ids)
 
 
 def test_without_a_stop_string_a_sample_ends_when_vllm_ends_it():
-    sample = OpenRequest(0, GenerationRequest([0], 0, Sampling(stop=("END",))), lambda ids: "a" * len(ids), version=3)
+    sample = VllmRequest(0, GenerationRequest([0], 0, Sampling(stop=("END",))), lambda ids: "a" * len(ids), version=3)
     assert sample.take(output([0, 1])) is None
     turn, must_abort = sample.take(output([1], "length"))
     assert (list(turn.ids), turn.finish, must_abort) == ([0, 1, 1], "length", False)

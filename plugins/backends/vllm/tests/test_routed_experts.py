@@ -12,7 +12,7 @@ from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.arguments import arguments
 from rlhf_plugin_vllm.generator import VllmGenerator
 from rlhf_plugin_vllm.platforms import platform
-from rlhf_plugin_vllm.requests import OpenRequest
+from rlhf_plugin_vllm.requests import VllmRequest
 from rlhf_plugin_vllm.versions import require
 from rlhf_testing.models import model_path
 
@@ -30,7 +30,7 @@ def output(ids, rows, finished=True):
 
 
 def taken(*outputs, layers=LAYERS, **sampling):
-    request = OpenRequest(0, GenerationRequest(PROMPT, 0, Sampling(**sampling)), lambda ids: "x" * len(ids), 0, layers)
+    request = VllmRequest(0, GenerationRequest(PROMPT, 0, Sampling(**sampling)), lambda ids: "x" * len(ids), 0, layers)
     *_, ended = (request.take(one) for one in outputs)
     return ended[0].experts
 

@@ -22,7 +22,7 @@ from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces.model import ModelSpec
 from rlhf.types import GenerationRequest, RoleSpec, Sampling
 from rlhf.weights.bucket import Bucket
-from rlhf_plugin_vllm.server.config import VllmServerConfig
+from rlhf_engines.server_config import EngineServersConfig
 from rlhf_plugin_vllm.server.generator import VllmServerGenerator
 from rlhf_testing.generator import GeneratorContract, Sampled
 from rlhf_testing.models import model_path
@@ -86,8 +86,8 @@ class TestVllmServerGenerator(GeneratorContract):
 
     @pytest.fixture(autouse=True)
     def _server(self, url: str, engines: Any) -> Iterator[None]:
-        self.configs = (VllmServerConfig(urls=(url,)), VllmServerConfig(urls=(url,), requests=1))
-        self.spec, self.clients = engines.spec, dict[VllmServerConfig, VllmServerGenerator]()
+        self.configs = (EngineServersConfig(urls=(url,)), EngineServersConfig(urls=(url,), requests=1))
+        self.spec, self.clients = engines.spec, dict[EngineServersConfig, VllmServerGenerator]()
         yield
         for generator in self.clients.values():
             generator.close()
@@ -112,7 +112,7 @@ def source() -> PlainTrainer:
 @pytest.fixture
 def generator(url: str, engines: Any) -> Iterator[VllmServerGenerator]:
     spec = engines.spec(model_path("qwen3", **SIZES))
-    server = VllmServerGenerator(VllmServerConfig(urls=(url,)), spec)
+    server = VllmServerGenerator(EngineServersConfig(urls=(url,)), spec)
     yield server
     server.close()
 
@@ -165,7 +165,7 @@ def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engi
     logprobs: list[Any] = []
     try:
         with serving(port, tmp_path / "log", "bfloat16") as url:
-            generator = VllmServerGenerator(VllmServerConfig(urls=(url,), sync="differences"), spec)
+            generator = VllmServerGenerator(EngineServersConfig(urls=(url,), sync="differences"), spec)
             assert [sync(version) for version in (0, 1, 2)] == [{}] * 3
         with serving(port, tmp_path / "log", "bfloat16"):
             assert [sync(version) for version in (3, 4)] == [{}] * 2
@@ -175,7 +175,7 @@ def test_differences_give_a_bf16_server_the_weights_of_a_whole_sync(source, engi
             source.load_weights(iter(copy))
             generator._sent.write = written
             assert sync(5) == {}
-            whole = VllmServerGenerator(VllmServerConfig(urls=(url,)), spec)
+            whole = VllmServerGenerator(EngineServersConfig(urls=(url,)), spec)
             source.load_weights(iter(copy))
             load(whole, list(source.buckets("live", 20_000)), 5)
             assert whole.logprobs(canaries) == logprobs[-1]
@@ -249,18 +249,18 @@ def test_requests_of_others_wait_while_weights_are_loaded(generator, source, url
 
 
 def test_a_folder_that_does_not_exist_is_refused_before_the_start(engines, tmp_path):
-    config = VllmServerConfig(urls=("http://node7:8000",), folder=str(tmp_path / "weights"))
+    config = EngineServersConfig(urls=("http://node7:8000",), folder=str(tmp_path / "weights"))
     with pytest.raises(ConfigError, match=r"folder = '.*weights' is not a folder of this machine. Create it"):
         VllmServerGenerator.check(config, engines.spec(model_path("qwen3", **SIZES)), (), "cpu")
 
 
 def test_a_server_that_does_not_answer_or_has_no_extension_is_refused_with_its_command(url, engines):
     spec = engines.spec(model_path("qwen3", **SIZES))
-    closed = VllmServerConfig(urls=(f"http://127.0.0.1:{free_port()}",))
+    closed = EngineServersConfig(urls=(f"http://127.0.0.1:{free_port()}",))
     with pytest.raises(CapabilityError, match=r"does not answer.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         VllmServerGenerator(closed, spec)
     with pytest.raises(CapabilityError, match=r"takes sequences of 257 tokens, the run needs 300"):
-        VllmServerGenerator(VllmServerConfig(urls=(url,)), replace(spec, max_tokens=300))
+        VllmServerGenerator(EngineServersConfig(urls=(url,)), replace(spec, max_tokens=300))
 
 
 def test_a_run_learns_from_its_samples(url, tmp_path):
@@ -271,19 +271,3 @@ def test_a_run_learns_from_its_samples(url, tmp_path):
     lines = finished.lines()
     assert [line["sync/version"] for line in lines] == [1, 2, 3]
     assert all(line["sync/canary"] < 1e-5 and line["policy/kl_generator"] < 1e-5 for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"urls": ("127.0.0.1:8000",)}, "no address of a server"),
-        ({"urls": ("http://127.0.0.1:8000/v1",)}, "has a path: give the address without /v1"),
-        ({"urls": ("http://a:1", "http://a:1/"), "folder": "/tmp"}, "the same address is given twice"),
-        ({"urls": ("http://node7:8000",)}, "is on another machine: give `folder`"),
-        ({"urls": ("http://node7:8000",), "folder": "weights"}, "give an absolute path"),
-        ({"urls": ()}, "at least 1 item"),
-    ],
-)
-def test_addresses_that_cannot_work_are_refused(options, why):
-    with pytest.raises(ValueError, match=why):
-        VllmServerConfig(**options)

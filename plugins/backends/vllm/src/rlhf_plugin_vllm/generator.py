@@ -15,6 +15,7 @@ from rlhf.interfaces.component import ComponentConfig
 from rlhf.interfaces.memory import EngineMemory, ModelSize, SamplingWork
 from rlhf.requests import check_sampling
 from rlhf.types import GenerationRequest, Image, Sampling, Turn
+from rlhf_engines.requests import check_fits
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.cpu_models import check_cpu_config, expert_count
@@ -28,8 +29,7 @@ from rlhf_plugin_vllm.platforms import Platform, platform
 from rlhf_plugin_vllm.platforms import check as check_platform
 from rlhf_plugin_vllm.requests import (
     LOWEST_TEMPERATURE,
-    OpenRequest,
-    check,
+    VllmRequest,
     sampling_parameters,
     scoring_parameters,
 )
@@ -121,7 +121,7 @@ class VllmGenerator(WeightLoading):
         return self._exhaust(dict(enumerate(requests)))
 
     def _check(self, i: int, request: GenerationRequest) -> None:
-        check(i, request, self.engine.vocabulary, self.longest, self.engine.images)
+        check_fits(i, request, self.engine.vocabulary, self.longest, self.engine.images, LOWEST_TEMPERATURE)
         check_speculative(self.config, self.spec, [request.sampling])
 
     def _exhaust(self, requests: dict[int, GenerationRequest]) -> Steps[tuple[int, Turn], None, None]:
@@ -156,7 +156,7 @@ class VllmGenerator(WeightLoading):
         salt = f"{self._loads}" if self.spec.keys == "keep" else None
         parameters = sampling_parameters(request, self.spec.eos_token_ids)
         self.engine.add(name, request.ids, parameters, salt, request.images, f"{self._loads}")
-        self._live[name] = OpenRequest(position, request, self.spec.decode, self.version, self.spec.experts)
+        self._live[name] = VllmRequest(position, request, self.spec.decode, self.version, self.spec.experts)
 
     def unfinished_tokens(self) -> int:
         return sum(self.engine.drawn(self._unfinished()))

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlhf.errors import ConfigError, ModelError
+from rlhf.errors import ModelError
 from rlhf.ops.experts import record_of
-from rlhf.requests import check_request, check_sampling
-from rlhf.types import ExpertLayers, ExpertRecord, Finish, GenerationRequest, Turn
-from rlhf_modeling.stop_strings import StopScanner
+from rlhf.types import ExpertLayers, ExpertRecord, GenerationRequest, Turn
+from rlhf_engines.requests import NewTokens, OpenRequest
 
+ENGINE = "vLLM"
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature when a lower one is asked for, and would report log-probs of it."""
-
-
-def check(i: int, request: GenerationRequest, vocabulary: int, longest: int, images: int) -> None:
-    """Refuse a request that vLLM cannot sample as asked. Raises ConfigError naming request, value and range.
-
-    Args:
-        vocabulary: token ids are below it.
-        longest: tokens, prompt and answer together.
-        images: most of a request.
-    """
-    check_sampling(request.sampling, LOWEST_TEMPERATURE)
-    if len(request.images) > images:
-        raise ConfigError(
-            f"request {i} has {len(request.images)} images, and the engine was started for {images}. Raise "
-            "data.max_images, or show fewer images."
-        )
-    check_request(i, request, vocabulary)
-    need = len(request.ids) + request.sampling.max_new_tokens
-    if need > longest:
-        raise ConfigError(
-            f"request {i} may need {need} tokens (prompt {len(request.ids)} + max_new_tokens "
-            f"{request.sampling.max_new_tokens}), and the engine was started for {longest}. Raise data.max_tokens (at "
-            "most to the model's positions), lower max_new_tokens or shorten the prompt."
-        )
 
 
 def sampling_parameters(request: GenerationRequest, eos_token_ids: Sequence[int]) -> Any:
@@ -94,8 +69,8 @@ def expert_record(rows: Any, tokens: int, layers: ExpertLayers, position: int) -
     return record_of(rows[:, list(layers.layers)], layers)
 
 
-class OpenRequest:
-    """One unfinished request."""
+class VllmRequest(OpenRequest):
+    """One unfinished request of vLLM. ``experts``: the layers whose experts it records; None: it records none."""
 
     def __init__(
         self,
@@ -105,55 +80,17 @@ class OpenRequest:
         version: int,
         experts: ExpertLayers | None = None,
     ) -> None:
-        self.position, self.request, self._decode = position, request, decode
-        self._versions = [(0, version)]
-        self._ids, self._logprobs = array("i"), array("f")
+        super().__init__(position, request, decode, version, ENGINE)
         self._experts = experts
-        self._record: ExpertRecord | None = None
-        stop = request.sampling.stop
-        self._scanner = StopScanner(stop, decode) if stop else None
-
-    def continue_with(self, version: int, count: int) -> None:
-        """Tokens after the first ``count`` are sampled with weights of ``version``."""
-        if self._versions[-1][0] == count:
-            self._versions.pop()
-        if not self._versions or self._versions[-1][1] != version:  # the same weights may be sent again
-            self._versions.append((count, version))
 
     def take(self, output: Any) -> tuple[Turn, bool] | None:
-        """Add vLLM's output of the request. Returns None until the request has ended, then (turn, whether vLLM must
-        abort the request)."""
+        """:meth:`add` vLLM's ``RequestOutput``."""
         part = output.outputs[0]
-        before = len(self._ids)
-        self._ids.extend(part.token_ids)
-        self._logprobs.extend(part.logprobs.logprobs)
-        if self._experts is not None and output.finished:
-            tokens = len(self.request.ids) + len(self._ids) - 1
-            self._record = expert_record(part.routed_experts, tokens, self._experts, self.position)
-        if self._scanner is not None:
-            for count, token in enumerate(part.token_ids, before + 1):
-                if self._scanner.feed(token):
-                    return self._turn(count, "stop"), not output.finished
-        if not output.finished:
-            return None
-        if part.finish_reason not in ("stop", "length"):
-            raise ModelError(f"vLLM ended request {self.position} with {part.finish_reason!r} ({part.stop_reason!r})")
-        return self._turn(len(self._ids), part.finish_reason), False
-
-    def _turn(self, count: int, finish: Finish) -> Turn:
-        ids, logprobs = self._ids[:count], self._logprobs[:count]
-        if len(logprobs) != count or not math.isfinite(sum(logprobs)):
-            raise ModelError(
-                f"vLLM reports log-probs {list(logprobs)} for {count} tokens of request {self.position}: the weights "
-                "hold NaN, or the arithmetic overflowed. Look at the last update's gradient norm, or sample in fp32."
-            )
-        return Turn(
-            ids=ids,
-            sampled=True,
-            logprobs=logprobs,
-            versions=tuple(v for v in self._versions if v[0] < max(count, 1)),
-            finish=finish,
-            temperature=self.request.sampling.temperature or 1.0,
-            text=self._decode(ids),
-            experts=self._record if count == len(self._ids) else None,
-        )
+        finish = str(part.finish_reason) if output.finished else None
+        ended = self.add(NewTokens(part.token_ids, part.logprobs.logprobs, finish, part.stop_reason))
+        if ended is None or self._experts is None or not output.finished:
+            return ended
+        turn, early = ended
+        tokens = len(self.request.ids) + self.count - 1
+        record = expert_record(part.routed_experts, tokens, self._experts, self.position)
+        return replace(turn, experts=record if len(turn.ids) == self.count else None), early

@@ -16,7 +16,7 @@ from rlhf_workers.links.receiving import ReceivesOverLinks
 
 from rlhf_plugin_vllm.config import VllmGeneratorConfig
 from rlhf_plugin_vllm.engine.engine import Engine
-from rlhf_plugin_vllm.requests import OpenRequest
+from rlhf_plugin_vllm.requests import VllmRequest
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SHOWN = 8
@@ -41,7 +41,7 @@ class WeightLoading(ReceivesOverLinks, AnswersRequests, Sleeps, Generator):
         self._given_up = False
         self._loads = 0
         """Loads that were begun."""
-        self._live: dict[str, OpenRequest] = {}
+        self._live: dict[str, VllmRequest] = {}
         """Unfinished samples by the engine's request names."""
         self._generating = False
         """Whether an iterator of :meth:`generate` has begun and not ended."""

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import queue
-import secrets
-import shutil
-import tempfile
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
-from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
-from rlhf.interfaces.component import ComponentConfig
-from rlhf.interfaces.generator import Proof
-from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
-from rlhf.requests import check_sampling
-from rlhf.types import GenerationRequest, Image, Sampling, Turn
-from rlhf.weights.bucket import Bucket
-from rlhf_modeling.arithmetic import computes_bf16
+from rlhf.interfaces import GeneratorSpec
+from rlhf.types import GenerationRequest
+from rlhf_engines.server_generator import ServerGenerator, refusal
 
-from rlhf_plugin_vllm.requests import LOWEST_TEMPERATURE, OpenRequest, check
+from rlhf_plugin_vllm.requests import ENGINE, LOWEST_TEMPERATURE
 from rlhf_plugin_vllm.server.client import VllmServer
-from rlhf_plugin_vllm.server.config import VllmServerConfig
-from rlhf_plugin_vllm.server.differences import SentWeights
-from rlhf_plugin_vllm.server.files import PROTOCOL, write_bucket
-
-T = TypeVar("T")
-DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-class VllmServerGenerator(TakesTensors, Generator):
+class VllmServerGenerator(ServerGenerator):
     """vLLM's OpenAI server at each of ``urls``: one engine, or several with the same weights.
 
     Requests and samples are tokens, seeds and log-probs are as those of ``vllm``. Weights pass through files, bucket by
@@ -45,114 +24,13 @@ class VllmServerGenerator(TakesTensors, Generator):
     name = "vllm_server"
     source = "vLLM: Kwon et al., SOSP 2023 (arXiv:2309.06180)"
     capabilities: ClassVar[frozenset[str]] = frozenset({"logprobs", "seeds", "top_p", "top_k", "min_p", "stop"})
-    Config = VllmServerConfig
+    engine = ENGINE
+    lowest_temperature = LOWEST_TEMPERATURE
 
-    @classmethod
-    def memory(
-        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
-    ) -> EngineMemory:
-        """The servers are elsewhere. For differences the host holds what was sent, in the servers' format; the policy's
-        arithmetic is taken for it."""
-        count = size.parameters * (2 if computes_bf16(dtype, device) else 4) if config.sync == "differences" else 0
-        copy = Held({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
-        return EngineMemory(dict.fromkeys(("rest", "asleep", "generate"), copy), copy=False, cache_token=0)
-
-    @classmethod
-    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
-        for sampling in samplings:
-            check_sampling(sampling, LOWEST_TEMPERATURE)
-        if config.token_env is not None and not os.environ.get(config.token_env):
-            raise ConfigError(
-                f"generator 'vllm_server': token_env = {config.token_env!r}, but this environment variable is not set. "
-                "Export it, or remove token_env."
-            )
-        if device is not None and config.folder is not None and not Path(config.folder).is_dir():
-            raise ConfigError(
-                f"generator 'vllm_server': folder = {config.folder!r} is not a folder of this machine. Create it, or "
-                "name another that this process and the servers see."
-            )
-
-    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
-        if not isinstance(config, VllmServerConfig):
-            raise ConfigError("generator 'vllm_server' needs generator.urls, the addresses of its servers")
-        self.check(config, spec, (), "cpu")  # this machine is the one that writes the files
-        self.config, self.spec = config, spec
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-weights-", dir=config.folder))
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm_server", daemon=True)
-        self._thread.start()
-        token = os.environ[config.token_env] if config.token_env is not None else None
-        self._servers = [VllmServer(url, token, config.timeout, config.attempts) for url in config.urls]
-        self._loading: int | None = None
-        self._load, self._buckets = "", 0
-        self._sent: SentWeights | None = None
-        self._not_ready = "it has no weights yet"
-        try:
-            self._meet()
-        except BaseException:
-            self.close()
-            raise
-
-    def _meet(self) -> None:
-        file, text = self._folder / "hello", secrets.token_hex()
-        file.write_text(text)
-        self._each(lambda server: server.meet(str(file), text))
-        file.unlink()
-        for server in self._servers:
-            if why := _unusable(server.facts, self.spec, self.config.sync):
-                raise CapabilityError(f"generator 'vllm_server': {server.url} {why}")
-        self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
-        self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
-        if self.config.sync == "differences":
-            self._sent = SentWeights({server.facts["dtype"] for server in self._servers})
-
-    # ------------------------------------------------------------------------------------ sampling
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called. Closing the iterator early
-        drops unfinished requests."""
-        self._ready("sample")
-        for i, request in enumerate(requests):
-            check(i, request, self.vocabulary, self.longest, 0)
-        return self._drawn(requests)
-
-    def _drawn(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
-        turns: queue.SimpleQueue[tuple[int, VllmServer, Turn] | None] = queue.SimpleQueue()
-        task = asyncio.run_coroutine_threadsafe(self._draw(requests, turns), self._loop)
-        task.add_done_callback(lambda _: turns.put(None))
-        try:
-            while (turn := turns.get()) is not None:
-                ready = [turn]
-                while not turns.empty() and (turn := turns.get()) is not None:
-                    ready.append(turn)
-                self._confirm({server.url: server for _, server, _ in ready})
-                yield from ((i, turn) for i, _, turn in ready)
-                if turn is None:
-                    break
-            task.result()
-        finally:
-            task.cancel()
-
-    async def _draw(self, requests: Sequence[GenerationRequest], turns: Any) -> None:
-        free: asyncio.Queue[VllmServer] = asyncio.Queue()
-        for _ in range(self.config.requests):
-            for server in self._servers:
-                free.put_nowait(server)
-
-        async def draw(i: int, request: GenerationRequest) -> None:
-            server = await free.get()
-            turn = await server.sample(
-                lambda: OpenRequest(i, request, self.spec.decode, self.version), self._body(request)
-            )
-            free.put_nowait(server)
-            turns.put((i, server, turn))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for i, request in enumerate(requests):
-                    group.create_task(draw(i, request))
-        except ExceptionGroup as errors:  # the first one has ended the others
-            raise errors.exceptions[0] from None
+    def _server(self, url: str) -> VllmServer:
+        token = self._token("token_env")
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        return VllmServer(url, headers, self.config.timeout, self.config.attempts)
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         """The request in vLLM's form of the OpenAI protocol. What a model's ``generation_config.json`` could change is
@@ -178,141 +56,16 @@ class VllmServerGenerator(TakesTensors, Generator):
             "cache_salt": self._load,  # no key of older weights is read; vLLM 0.32 drops them in a pause, too
         }
 
-    def _confirm(self, servers: dict[str, VllmServer]) -> None:
-        """Raises ModelError: a server does not hold the weights of the last load."""
-        for server, loads in self._each(lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()):
-            if set(loads) != {self._load}:
-                self._not_ready = f"{server.url} lost the weights of version {self.version}"
-                raise ModelError(
-                    f"the server {server.url} does not hold the weights of version {self.version} any more: it was "
-                    "started anew, or another run sent it weights. Its last samples are not used. Go on with --resume."
-                )
-
-    def logprobs(
-        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
-    ) -> list[list[list[float]]]:
-        self._ready("score")
-        for ids in sequences:
-            if len(ids) >= min(server.facts["length"] for server in self._servers):
-                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored, at most {self.longest - 1}")
-        return [values for _, values in self._each(lambda server: server.logprobs(sequences, self._load))]
-
-    # ------------------------------------------------------------------------------------- weights
-
-    def begin_load(self, version: int) -> None:
-        self._not_ready = f"its weights of version {version} are not complete"
-        self._each(lambda server: server.pause(self.spec.sync_timeout))
-        holders = self._call("rlhf_start", None if self._sent is None else self._sent.begin(version))
-        if self._sent is not None and not all(holds for _, workers in holders for holds in workers):
-            self._sent.tensors.clear()
-        self._loading, self._buckets = version, 0
-
-    def take(self, bucket: Bucket) -> None:
-        if self._loading is None:
-            raise SyncError("take() without begin_load()")
-        self._with_file(bucket, "rlhf_take_file", self._sent.write if self._sent is not None else write_bucket)
-
-    def end_load(self) -> list[Proof]:
-        if self._loading is None:
-            raise SyncError("end_load() without begin_load()")
-        version, self._loading = self._loading, None
-        load = secrets.token_hex(8)
-        proofs = []
-        for server, workers in self._call("rlhf_finish", load):
-            for rank, result in enumerate(workers):
-                worker = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
-                if result["missing"]:
-                    raise SyncError(
-                        f"{worker} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
-                        "arrive. Nothing is sampled until a load is complete."
-                    )
-                received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
-                if self._sent is not None:
-                    received, nbytes = self._sent.proof(received), self._sent.nbytes
-                proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
-        self._each(lambda server: server.resume(self.spec.sync_timeout))
-        if self._sent is not None:
-            self._sent.end(load)
-        self.version, self._load, self._not_ready = version, load, ""
-        return proofs
-
-    def stale(self, bucket: Bucket) -> list[str]:
-        answers = self._with_file(bucket, "rlhf_differing_file", write_bucket)
-        return sorted({name for _, workers in answers for name in workers[0]})
-
-    def _with_file(
-        self, bucket: Bucket, method: str, write: Callable[[Bucket, Path], None]
-    ) -> list[tuple[VllmServer, list[Any]]]:
-        file = self._folder / f"{self._buckets}.safetensors"
-        self._buckets += 1
-        write(bucket, file)
-        try:
-            return self._call(method, str(file))
-        finally:
-            file.unlink()
-
-    # --------------------------------------------------------------------------------------- calls
-
-    def _call(self, method: str, *arguments: str | None) -> list[tuple[VllmServer, list[Any]]]:
-        return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
-
-    def _each(self, call: Any, servers: Any = None) -> list[tuple[VllmServer, Any]]:
-        """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
-        receivers = list(self._servers if servers is None else servers)
-
-        async def together() -> list[Any]:
-            return await asyncio.gather(*(call(server) for server in receivers))
-
-        return list(zip(receivers, self._run(together()), strict=True))
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def _ready(self, to: str) -> None:
-        if self._not_ready:
-            raise ModelError(f"the generator 'vllm_server' cannot {to}: {self._not_ready}")
-
-    def close(self) -> None:
-        """The servers go on, with the last weights."""
-        if self._thread.is_alive():
-            self._run(_closed(self._servers))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-        self._not_ready = "it is closed"
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _unusable(self, facts: dict[str, Any]) -> str:
+        return unusable(facts, self.spec, self.config.sync)
 
 
-async def _closed(servers: Sequence[VllmServer]) -> None:
-    for server in servers:
-        await server.close()
-
-
-def _unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
+def unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
     """Why a server cannot be used; empty: it can."""
-    dtype, length, parts = facts["dtype"], facts["length"], facts["data_parallel"]
     rules = (
-        (
-            facts["protocol"] == PROTOCOL,
-            "has another version of rlhf-plugin-vllm. Install the same on both sides",
-        ),
         (
             facts["logprobs_mode"] == "processed_logprobs",
             "reports log-probs before temperature and truncation. Start it with --logprobs-mode processed_logprobs",
-        ),
-        (dtype in DTYPES, f"computes in {dtype}. Start it with --dtype bfloat16 or float32"),
-        (
-            sync == "whole" or dtype == "float32" or facts["formats"] == [dtype],
-            f"keeps parameters in {' and '.join(facts['formats'])}; differences would round all of them to {dtype}. "
-            "Set generator.sync = 'whole'",
-        ),
-        (facts["quantization"] is None, "quantises its weights, so that no sync can be proven. Start it without"),
-        (not facts["speculative"], "decodes speculatively, which changes what a seed draws. Start it without"),
-        (parts == 1, f"has {parts} data-parallel engines behind one address. Start a server for each"),
-        (
-            length >= spec.max_tokens,
-            f"takes sequences of {length} tokens, the run needs {spec.max_tokens}. Start it with --max-model-len "
-            f"{spec.max_tokens + 1}, or lower data.max_tokens",
         ),
         (
             facts["device"] != "cpu" or not facts["chunked_prefill"],
@@ -320,4 +73,5 @@ def _unusable(facts: dict[str, Any], spec: GeneratorSpec, sync: str) -> str:
             "--no-enable-chunked-prefill",
         ),
     )
-    return next((why for holds, why in rules if not holds), "")
+    why = refusal(facts, spec, sync, f"--max-model-len {spec.max_tokens + 1}")
+    return why or next((why for holds, why in rules if not holds), "")

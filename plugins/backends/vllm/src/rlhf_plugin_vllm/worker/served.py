@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.weights.bucket import Bucket
+from rlhf_engines.weight_files import PROTOCOL, digest, read_bucket
 from torch import Tensor
 
-from rlhf_plugin_vllm.server.files import PROTOCOL, read_bucket
 from rlhf_plugin_vllm.worker.extension import WeightReceiver, WorkerAnswer, answered
 
 
@@ -28,7 +28,7 @@ class ServedWeights(WeightReceiver):
     every sync: parameters are split over workers and packed, so no element of a published tensor can be set in them."""
 
     def rlhf_facts(self: Any, path: str) -> dict[str, Any]:
-        """What a generator must know of the server, and the text of the file at ``path``."""
+        """What a generator must know of the server, and the digest of the file at ``path``."""
         return asdict(_facts(self, path))
 
     def rlhf_start(self: Any, base: str | None) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _facts(worker: Any, path: str) -> dict[str, Any]:
     model, parallel = config.model_config, config.parallel_config
     return {
         "protocol": PROTOCOL,
-        "text": Path(path).read_text(),
+        "digest": digest(Path(path)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "formats": sorted({str(p.dtype).removeprefix("torch.") for p in worker.get_model().parameters()}),
         "length": model.max_model_len,

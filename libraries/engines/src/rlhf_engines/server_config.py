@@ -1,4 +1,4 @@
-"""Options of the generator ``vllm_server``: the run file's ``[generator]`` section."""
+"""Options of generators of servers that are already running: the run file's ``[generator]`` section."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf.interfaces.component import ComponentConfig
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-class VllmServerConfig(ComponentConfig):
+class EngineServersConfig(ComponentConfig):
     urls: tuple[str, ...] = Field(min_length=1)
     """Addresses of the servers, such as ``http://127.0.0.1:8000``, without ``/v1``."""
     folder: str | None = None
@@ -47,7 +47,7 @@ class VllmServerConfig(ComponentConfig):
         return bare
 
     @model_validator(mode="after")
-    def _folder_is_seen(self) -> VllmServerConfig:
+    def _folder_is_seen(self) -> EngineServersConfig:
         others = [url for url in self.urls if urlsplit(url).hostname not in LOCAL]
         if self.folder is None and others:
             raise ValueError(

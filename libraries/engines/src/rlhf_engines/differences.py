@@ -10,7 +10,7 @@ from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import marks
 from torch import Tensor
 
-from rlhf_plugin_vllm.server.files import write_bucket
+from rlhf_engines.weight_files import write_bucket
 
 
 class SentWeights:

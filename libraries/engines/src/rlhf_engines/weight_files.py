@@ -7,6 +7,7 @@ of shorter ones, with elements between them that are written although they did n
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +18,16 @@ from rlhf.weights.bucket import Bucket
 from rlhf.weights.fingerprint import host_bytes
 from torch import Tensor
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes when an older generator and a newer worker, or the reverse, would misunderstand each other."""
 FINGERPRINTS = "fingerprints"
 GAPS, VALUES = "gaps ", "values "
 """Prefixes of the entries of a tensor that is not whole. One without an entry did not change."""
+
+
+def digest(path: Path) -> str:
+    """Shows which file a reader sees, to whoever wrote it, and nothing of another file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def write_bucket(bucket: Bucket, path: Path, base: Mapping[str, Tensor] | None = None) -> None:

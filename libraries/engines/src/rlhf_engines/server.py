@@ -1,0 +1,186 @@
+"""One server of an inference engine: what it is, its weights, and its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import httpx
+from rlhf.errors import CapabilityError, ModelError, SyncError
+from rlhf.types import Turn
+
+from rlhf_engines.requests import NewTokens, OpenRequest
+from rlhf_engines.weight_files import PROTOCOL, digest
+
+T = TypeVar("T")
+EVENT = "data: {"
+CONNECT = 10.0
+"""Seconds for a connection."""
+IDLE = 2.0
+"""Seconds that an unused connection is kept, less than the 5 of the servers: at its end a request could be lost."""
+
+
+class EngineServer(ABC):
+    """Talks to one server; all methods run in one event loop.
+
+    Args:
+        headers: of requests for samples.
+        timeout: seconds for the answer to one request.
+        attempts: how often a request is asked over connections that fail.
+    """
+
+    generator: ClassVar[str]
+    """Name of the generator, ``plugin``: its distribution, ``start``: the command that starts a server, for
+    messages."""
+    plugin: ClassVar[str]
+    start: ClassVar[str]
+    keys: ClassVar[str]
+    """Which options name the servers' keys, for messages."""
+    health: ClassVar[str] = "/health"
+    path: ClassVar[str]
+    """Where samples are asked for."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout: float, attempts: int) -> None:
+        self.url, self.timeout, self.attempts = url, timeout, attempts
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE)
+        patience = httpx.Timeout(timeout, connect=CONNECT)
+        self._client = httpx.AsyncClient(
+            base_url=url, headers=headers, limits=limits, timeout=patience, trust_env=False
+        )
+        self.facts: dict[str, Any] = {}
+        """Of its first worker: ``protocol``, ``digest``, ``dtype``, ``formats``, ``length``, ``vocabulary``,
+        ``quantization``, ``speculative``, ``data_parallel``, and what the engine adds."""
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # ------------------------------------------------------------------------------------- weights
+
+    @abstractmethod
+    async def call(self, method: str, *arguments: str | None, timeout: float) -> list[Any]:
+        """The answer of each worker. Raises SyncError."""
+
+    @abstractmethod
+    async def pause(self, timeout: float) -> None:
+        """Nothing is sampled until :meth:`resume`. Raises SyncError."""
+
+    @abstractmethod
+    async def resume(self, timeout: float) -> None: ...
+
+    async def control(
+        self, path: str, label: str, timeout: float, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """The answer to a call that is no request for samples. Raises SyncError, which names ``label``."""
+        try:
+            response = await self._client.post(path, json=body, headers=headers, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise SyncError(f"the server {self.url} did not answer {label}: {_words(error)}") from error
+        if response.status_code != 200:
+            hint = f". {self.keys}" if response.status_code in (401, 403) else ""
+            raise SyncError(f"the server {self.url} refused {label}: {_start(response)}{hint}")
+        return response
+
+    async def meet(self, file: Path) -> None:
+        """Ask for :attr:`facts`. Each worker must see ``file``.
+
+        Raises CapabilityError: it is no server that this generator can use.
+        """
+        about = f"generator {self.generator!r}: {self.url}"
+        try:
+            health = await self._client.get(self.health, timeout=self.timeout)
+        except httpx.HTTPError as error:
+            raise CapabilityError(f"{about} does not answer: {_words(error)}. Start it: {self.start}") from error
+        if health.status_code != 200:
+            hint = f". {self.keys}" if health.status_code in (401, 403) else ""
+            raise CapabilityError(f"{about}{self.health} answers {_start(health)}{hint}")
+        try:
+            workers = await self.call("rlhf_facts", str(file), timeout=self.timeout)
+        except (SyncError, LookupError, ValueError, TypeError) as error:
+            raise CapabilityError(
+                f"{about} cannot take weights: {error}. It must be started with the "
+                f"plugin {self.plugin} installed beside it, and must see {str(file)!r}: {self.start}"
+            ) from error
+        self.facts = workers[0]
+        for worker in workers:
+            if worker["protocol"] != PROTOCOL:
+                raise CapabilityError(f"{about} has another version of {self.plugin}. Install the same on both sides.")
+            if worker["digest"] != digest(file):
+                raise CapabilityError(
+                    f"{about} sees another file at {str(file)!r}. Name a `folder` that "
+                    "this process and the servers share."
+                )
+
+    # ------------------------------------------------------------------------------------ sampling
+
+    @abstractmethod
+    async def logprobs(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
+        """At temperature 1, of every token but the first of each sequence. Raises ModelError.
+
+        Args:
+            salt: keys and values that were cached under another one are not read.
+        """
+
+    @abstractmethod
+    def new_tokens(self, answer: Any, count: int) -> Iterable[NewTokens]:
+        """What an answer or an event of a stream adds to the first ``count`` tokens of a sample."""
+
+    async def sample(self, begin: Callable[[], OpenRequest], body: dict[str, Any]) -> Turn:
+        """The turn of a request; ``begin`` makes it anew for each attempt. Raises ModelError."""
+        return await self.attempted(lambda: self._draw(begin(), body))
+
+    async def _draw(self, sample: OpenRequest, body: dict[str, Any]) -> Turn:
+        answers = self._stream(body) if sample.watches else self._whole(body)
+        async with aclosing(answers):  # closed early, the server drops the request
+            async for answer in answers:
+                for tokens in self.new_tokens(answer, sample.count):
+                    if (ended := sample.add(tokens)) is not None:
+                        return ended[0]
+        raise ModelError(f"the server {self.url} gave an answer without an end")
+
+    async def _whole(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        yield await self.ask(body)
+
+    async def ask(self, body: dict[str, Any]) -> Any:
+        response = await self._client.post(self.path, json=body)
+        if response.status_code != 200:
+            raise self._refusal(response)
+        return response.json()
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        async with self._client.stream("POST", self.path, json={**body, "stream": True}) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise self._refusal(response)
+            async for line in response.aiter_lines():
+                if line.startswith(EVENT):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise ModelError(f"the server {self.url} failed: {event['error']}")
+                    yield event
+
+    async def attempted(self, request: Callable[[], Awaitable[T]]) -> T:
+        for attempt in count(1):
+            try:
+                return await request()
+            except httpx.TransportError as error:
+                if attempt >= self.attempts or isinstance(error, httpx.ReadTimeout):
+                    raise ModelError(f"the server {self.url} did not answer: {_words(error)}") from error
+            await asyncio.sleep(attempt)
+        raise AssertionError
+
+    def _refusal(self, response: httpx.Response) -> ModelError:
+        return ModelError(f"the server {self.url} refused a request: {_start(response)}")
+
+
+def _start(response: httpx.Response) -> str:
+    return f"HTTP status {response.status_code}, {response.text[:300]!r}"
+
+
+def _words(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__} {error}".strip()

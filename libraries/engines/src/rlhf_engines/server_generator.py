@@ -1,0 +1,317 @@
+"""The base class of generators that sample from servers that are already running, and send them new weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import secrets
+import shutil
+import tempfile
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
+from rlhf.interfaces import Generator, GeneratorSpec, TakesTensors
+from rlhf.interfaces.component import ComponentConfig
+from rlhf.interfaces.generator import Proof
+from rlhf.interfaces.memory import EngineMemory, Held, ModelSize, SamplingWork
+from rlhf.requests import check_sampling
+from rlhf.types import GenerationRequest, Image, Sampling, Turn
+from rlhf.weights.bucket import Bucket
+from rlhf_modeling.arithmetic import computes_bf16
+
+from rlhf_engines.differences import SentWeights
+from rlhf_engines.requests import OpenRequest, check_fits
+from rlhf_engines.server import EngineServer
+from rlhf_engines.server_config import EngineServersConfig
+from rlhf_engines.weight_files import write_bucket
+
+T = TypeVar("T")
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+class ServerGenerator(TakesTensors, Generator):
+    """A server at each of ``urls``: one engine, or several with the same weights.
+
+    Weights pass through files, bucket by bucket; each worker of each server fingerprints what it read. The servers stay
+    as they are when the run ends, with its last weights. Before samples are handed on, the servers that drew them are
+    asked whether they still hold the weights: one that was started anew ends the run.
+
+    The workers of a server answer these calls (:meth:`EngineServer.call`): ``rlhf_facts(path)``, ``rlhf_start(base)``,
+    ``rlhf_take_file(path)``, ``rlhf_finish(load)``, ``rlhf_differing_file(path)`` and ``rlhf_loaded()``.
+    """
+
+    Config: ClassVar[type[ComponentConfig]] = EngineServersConfig
+    engine: ClassVar[str]
+    """The engine's name, for messages."""
+    lowest_temperature: ClassVar[float]
+    """See :func:`rlhf.requests.check_sampling`."""
+    tokens: ClassVar[tuple[str, ...]] = ("token_env",)
+    """Options that name an environment variable with a token."""
+
+    @classmethod
+    def memory(
+        cls, config: Any, dtype: str, size: ModelSize, work: SamplingWork, device: str, device_bytes: int | None
+    ) -> EngineMemory:
+        """The servers are elsewhere. For differences the host holds what was sent, in the servers' format; the policy's
+        arithmetic is taken for it."""
+        count = size.parameters * (2 if computes_bf16(dtype, device) else 4) if config.sync == "differences" else 0
+        copy = Held({"weights": count} if count and device == "cpu" else {}, 0 if device == "cpu" else count)
+        return EngineMemory(dict.fromkeys(("rest", "asleep", "generate"), copy), copy=False, cache_token=0)
+
+    @classmethod
+    def check(cls, config: Any, spec: GeneratorSpec, samplings: Sequence[Sampling], device: str | None) -> None:
+        for sampling in samplings:
+            check_sampling(sampling, cls.lowest_temperature)
+        for option in cls.tokens:
+            variable = getattr(config, option)
+            if variable is not None and not os.environ.get(variable):
+                raise ConfigError(
+                    f"generator {cls.name!r}: {option} = {variable!r}, but this environment variable is not set. "
+                    f"Export it, or remove {option}."
+                )
+        if device is not None and config.folder is not None and not Path(config.folder).is_dir():
+            raise ConfigError(
+                f"generator {cls.name!r}: folder = {config.folder!r} is not a folder of this machine. Create it, or "
+                "name another that this process and the servers see."
+            )
+
+    def __init__(self, config: ComponentConfig | None, spec: GeneratorSpec) -> None:
+        if not isinstance(config, EngineServersConfig):
+            raise ConfigError(f"generator {self.name!r} needs generator.urls, the addresses of its servers")
+        self.check(config, spec, (), "cpu")  # this machine is the one that writes the files
+        self.config: Any = config
+        self.spec = spec
+        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-weights-", dir=config.folder))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True)
+        self._thread.start()
+        self._servers = [self._server(url) for url in config.urls]
+        self._loading: int | None = None
+        self._load, self._buckets = "", 0
+        self._sent: SentWeights | None = None
+        self._not_ready = "it has no weights yet"
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self) -> None:
+        file = self._folder / "hello"
+        file.write_text(secrets.token_hex())
+        self._each(lambda server: server.meet(file))
+        file.unlink()
+        for server in self._servers:
+            if why := self._unusable(server.facts):
+                raise CapabilityError(f"generator {self.name!r}: {server.url} {why}")
+        self.longest = min(self.spec.max_tokens, *(server.facts["length"] for server in self._servers))
+        self.vocabulary = min(server.facts["vocabulary"] for server in self._servers)
+        if self.config.sync == "differences":
+            self._sent = SentWeights({server.facts["dtype"] for server in self._servers})
+
+    @abstractmethod
+    def _server(self, url: str) -> EngineServer: ...
+
+    @abstractmethod
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        """The request in the engine's form, of samples that depend on nothing that it does not name."""
+
+    @abstractmethod
+    def _unusable(self, facts: dict[str, Any]) -> str:
+        """Why a server cannot be used; empty: it can."""
+
+    def _token(self, option: str) -> str | None:
+        variable = getattr(self.config, option)
+        return None if variable is None else os.environ[variable]
+
+    # ------------------------------------------------------------------------------------ sampling
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        """See :class:`~rlhf.interfaces.Generator`. Requests are checked when this is called. Closing the iterator early
+        drops unfinished requests."""
+        self._ready("sample")
+        for i, request in enumerate(requests):
+            self._check(i, request)
+        return self._drawn(requests)
+
+    def _check(self, i: int, request: GenerationRequest) -> None:
+        check_fits(i, request, self.vocabulary, self.longest, 0, self.lowest_temperature)
+
+    def _open(self, i: int, request: GenerationRequest) -> OpenRequest:
+        return OpenRequest(i, request, self.spec.decode, self.version, self.engine)
+
+    def _drawn(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, Turn]]:
+        turns: queue.SimpleQueue[tuple[int, EngineServer, Turn] | None] = queue.SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._draw(requests, turns), self._loop)
+        task.add_done_callback(lambda _: turns.put(None))
+        try:
+            while (turn := turns.get()) is not None:
+                ready = [turn]
+                while not turns.empty() and (turn := turns.get()) is not None:
+                    ready.append(turn)
+                self._confirm({server.url: server for _, server, _ in ready})
+                yield from ((i, turn) for i, _, turn in ready)
+                if turn is None:
+                    break
+            task.result()
+        finally:
+            task.cancel()
+
+    async def _draw(self, requests: Sequence[GenerationRequest], turns: Any) -> None:
+        free: asyncio.Queue[EngineServer] = asyncio.Queue()
+        for _ in range(self.config.requests):
+            for server in self._servers:
+                free.put_nowait(server)
+
+        async def draw(i: int, request: GenerationRequest) -> None:
+            server = await free.get()
+            turn = await server.sample(lambda: self._open(i, request), self._body(request))
+            free.put_nowait(server)
+            turns.put((i, server, turn))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i, request in enumerate(requests):
+                    group.create_task(draw(i, request))
+        except ExceptionGroup as errors:  # the first one has ended the others
+            raise errors.exceptions[0] from None
+
+    def _confirm(self, servers: dict[str, EngineServer]) -> None:
+        """Raises ModelError: a server does not hold the weights of the last load."""
+        for server, loads in self._each(lambda s: s.call("rlhf_loaded", timeout=self.config.timeout), servers.values()):
+            if set(loads) != {self._load}:
+                self._not_ready = f"{server.url} lost the weights of version {self.version}"
+                raise ModelError(
+                    f"the server {server.url} does not hold the weights of version {self.version} any more: it was "
+                    "started anew, or another run sent it weights. Its last samples are not used. Go on with --resume."
+                )
+
+    def logprobs(
+        self, sequences: Sequence[Sequence[int]], images: Sequence[tuple[Image, ...]] = ()
+    ) -> list[list[list[float]]]:
+        self._ready("score")
+        for ids in sequences:
+            if len(ids) >= min(server.facts["length"] for server in self._servers):
+                raise ModelError(f"a sequence of {len(ids)} tokens cannot be scored, at most {self.longest - 1}")
+        return [values for _, values in self._each(lambda server: server.logprobs(sequences, self._load))]
+
+    # ------------------------------------------------------------------------------------- weights
+
+    def begin_load(self, version: int) -> None:
+        self._not_ready = f"its weights of version {version} are not complete"
+        self._each(lambda server: server.pause(self.spec.sync_timeout))
+        holders = self._call("rlhf_start", None if self._sent is None else self._sent.begin(version))
+        if self._sent is not None and not all(holds for _, workers in holders for holds in workers):
+            self._sent.tensors.clear()
+        self._loading, self._buckets = version, 0
+
+    def take(self, bucket: Bucket) -> None:
+        if self._loading is None:
+            raise SyncError("take() without begin_load()")
+        self._with_file(bucket, "rlhf_take_file", self._sent.write if self._sent is not None else write_bucket)
+
+    def end_load(self) -> list[Proof]:
+        if self._loading is None:
+            raise SyncError("end_load() without begin_load()")
+        version, self._loading = self._loading, None
+        load = secrets.token_hex(8)
+        proofs = []
+        for server, workers in self._call("rlhf_finish", load):
+            for rank, result in enumerate(workers):
+                worker = server.url if len(workers) == 1 else f"{server.url}, worker {rank}"
+                if result["missing"]:
+                    raise SyncError(
+                        f"{worker} did not get all of version {version}: {', '.join(result['missing'][:8])} did not "
+                        "arrive. Nothing is sampled until a load is complete."
+                    )
+                received, nbytes, memory = result["received"], result["nbytes"], result["peak_memory"]
+                if self._sent is not None:
+                    received, nbytes = self._sent.proof(received), self._sent.nbytes
+                proofs.append(Proof(version, worker, nbytes, received, DTYPES[server.facts["dtype"]], memory))
+        self._each(lambda server: server.resume(self.spec.sync_timeout))
+        if self._sent is not None:
+            self._sent.end(load)
+        self.version, self._load, self._not_ready = version, load, ""
+        return proofs
+
+    def stale(self, bucket: Bucket) -> list[str]:
+        answers = self._with_file(bucket, "rlhf_differing_file", write_bucket)
+        return sorted({name for _, workers in answers for names in workers for name in names})
+
+    def _with_file(
+        self, bucket: Bucket, method: str, write: Callable[[Bucket, Path], None]
+    ) -> list[tuple[EngineServer, list[Any]]]:
+        file = self._folder / f"{self._buckets}.safetensors"
+        self._buckets += 1
+        write(bucket, file)
+        try:
+            return self._call(method, str(file))
+        finally:
+            file.unlink()
+
+    # --------------------------------------------------------------------------------------- calls
+
+    def _call(self, method: str, *arguments: str | None) -> list[tuple[EngineServer, list[Any]]]:
+        return self._each(lambda server: server.call(method, *arguments, timeout=self.spec.sync_timeout))
+
+    def _each(self, call: Any, servers: Any = None) -> list[tuple[EngineServer, Any]]:
+        """(server, what ``call(server)`` returns) of each; all are asked at the same time."""
+        receivers = list(self._servers if servers is None else servers)
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(call(server) for server in receivers))
+
+        return list(zip(receivers, self._run(together()), strict=True))
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _ready(self, to: str) -> None:
+        if self._not_ready:
+            raise ModelError(f"the generator {self.name!r} cannot {to}: {self._not_ready}")
+
+    def close(self) -> None:
+        """The servers go on, with the last weights."""
+        if self._thread.is_alive():
+            self._run(_closed(self._servers))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        self._not_ready = "it is closed"
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+async def _closed(servers: Sequence[EngineServer]) -> None:
+    for server in servers:
+        await server.close()
+
+
+def refusal(facts: dict[str, Any], spec: GeneratorSpec, sync: str, length_option: str) -> str:
+    """Why a server of any engine cannot be used; empty: it can.
+
+    Args:
+        length_option: the option with which a server takes sequences of ``spec.max_tokens``.
+    """
+    dtype, length, parts = facts["dtype"], facts["length"], facts["data_parallel"]
+    rules = (
+        (dtype in DTYPES, f"computes in {dtype}. Start it with --dtype bfloat16 or float32"),
+        (
+            sync == "whole" or dtype == "float32" or facts["formats"] == [dtype],
+            f"keeps parameters in {' and '.join(facts['formats'])}; differences would round all of them to {dtype}. "
+            "Set generator.sync = 'whole'",
+        ),
+        (facts["quantization"] is None, "quantises its weights, so that no sync can be proven. Start it without"),
+        (not facts["speculative"], "decodes speculatively, which changes what a seed draws. Start it without"),
+        (parts == 1, f"has {parts} data-parallel engines behind one address. Start a server for each"),
+        (
+            length >= spec.max_tokens,
+            f"takes sequences of {length} tokens, the run needs {spec.max_tokens}. Start it with {length_option}, or "
+            "lower data.max_tokens",
+        ),
+    )
+    return next((why for holds, why in rules if not holds), "")

@@ -1,0 +1,22 @@
+"""Addresses of servers that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+from rlhf_engines.server_config import EngineServersConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"urls": ("127.0.0.1:8000",)}, "no address of a server"),
+        ({"urls": ("http://127.0.0.1:8000/v1",)}, "has a path: give the address without /v1"),
+        ({"urls": ("http://a:1", "http://a:1/"), "folder": "/tmp"}, "the same address is given twice"),
+        ({"urls": ("http://node7:8000",)}, "is on another machine: give `folder`"),
+        ({"urls": ("http://node7:8000",), "folder": "weights"}, "give an absolute path"),
+        ({"urls": ()}, "at least 1 item"),
+    ],
+)
+def test_addresses_that_cannot_work_are_refused(options, why):
+    with pytest.raises(ValueError, match=why):
+        EngineServersConfig(**options)
