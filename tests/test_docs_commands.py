@@ -66,6 +66,7 @@ def test_extras_that_pages_install_exist():
         ("rlhf-kit", "cluster"),
         ("rlhf-plugin-vllm", "cpu"),
         ("rlhf-plugin-vllm", "gpu"),
+        ("rlhf-plugin-sglang", "server"),
         ("rlhf-plugin-swanlab", "swanlab"),
         ("rlhf-plugin-trackio", "trackio"),
     }

@@ -78,7 +78,8 @@ def test_readme_says_what_the_member_offers(member):
 
 @every_offer
 def test_entry_points_are_of_known_kinds(member):
-    assert member.other_groups == (["vllm.general_plugins"] if member.name == "rlhf-plugin-vllm" else [])
+    of_engines = {"rlhf-plugin-vllm": ["vllm.general_plugins"], "rlhf-plugin-sglang": ["sglang.srt.plugins"]}
+    assert member.other_groups == of_engines.get(member.name, [])
     for kind, name, module in member.entry_points:
         assert kind in KINDS
         assert re.fullmatch("[a-z0-9_]+", name)

@@ -60,7 +60,7 @@ ALGORITHMS = {
 } - {"reward_model"}
 """All names, except ``reward_model``, which is also the name of a role."""
 
-BACKENDS = {"deepspeed", "vllm", "ray", "openrlhf", "trl", "verl"}
+BACKENDS = {"deepspeed", "vllm", "sglang", "ray", "openrlhf", "trl", "verl"}
 
 WHERE = ("core", "libraries", "runtime", "testing", "cli", "plugins", "tests", "benchmarks", "examples", "docs")
 
