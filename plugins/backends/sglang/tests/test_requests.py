@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import ClassVar
@@ -14,7 +17,7 @@ import pytest
 from rlhf.errors import CapabilityError, ConfigError, ModelError, SyncError
 from rlhf.interfaces import GeneratorSpec
 from rlhf.types import GenerationRequest, Sampling
-from rlhf_engines.requests import NewTokens
+from rlhf_engines.requests import NewTokens, OpenRequest
 from rlhf_engines.weight_files import PROTOCOL
 from rlhf_plugin_sglang.generator import (
     SglangServerGenerator,
@@ -128,26 +131,47 @@ def test_another_sglang_is_refused_on_its_server(monkeypatch):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A server whose workers answer ``facts``."""
-
-    facts: ClassVar[dict[str, object]] = {}
+    answer: ClassVar[object] = {}
 
     def do_GET(self) -> None:
-        self.reply({})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        workers = [{"value": self.facts, "error": ""}]
-        self.reply({"success": bool(self.facts), "message": json.dumps(workers)})
-
-    def reply(self, value: object) -> None:
-        data = json.dumps(value).encode()
+        data = json.dumps(self.answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
     def log_message(self, *words: object) -> None: ...
+
+
+@contextmanager
+def answering(answer: object) -> Iterator[str]:
+    """The address of a server that answers every request so."""
+    handler = type("Answer", (Handler,), {"answer": answer})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as beside:
+        beside.submit(server.serve_forever)
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def test_a_sample_that_a_limit_of_the_server_ended_is_refused():
+    info = {"finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": [[-0.1, 7, None]] * 2}
+    request = GenerationRequest((3,), 0, Sampling(5))
+
+    async def sample(url: str) -> None:
+        server = SglangServer(url, {}, {}, 5.0, 1)
+        await server.sample(lambda: OpenRequest(0, request, str, 0, "SGLang"), body(request, (), VOCABULARY, ""))
+
+    with (
+        answering({"output_ids": [7, 7], "meta_info": info}) as url,
+        pytest.raises(ModelError, match="ended a sample after 2 of at most 5 tokens"),
+    ):
+        asyncio.run(sample(url))
 
 
 @pytest.mark.parametrize(
@@ -161,10 +185,6 @@ class Handler(BaseHTTPRequestHandler):
 )
 def test_a_server_is_refused_by_what_its_workers_answer(facts, why, monkeypatch):
     monkeypatch.setattr("rlhf_engines.server_generator.secrets.token_hex", lambda: "hello")
-    monkeypatch.setattr(Handler, "facts", facts)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as beside:
-        beside.submit(server.serve_forever)
-        config = SglangServersConfig(urls=(f"http://127.0.0.1:{server.server_port}",))
-        with pytest.raises(CapabilityError, match=why):
-            SglangServerGenerator(config, GeneratorSpec((), str, max_tokens=256))
-        server.shutdown()
+    workers = json.dumps([{"value": facts, "error": ""}])
+    with answering({"success": bool(facts), "message": workers}) as url, pytest.raises(CapabilityError, match=why):
+        SglangServerGenerator(SglangServersConfig(urls=(url,)), GeneratorSpec((), str, max_tokens=256))
