@@ -17,7 +17,6 @@ from tests.support.rank_batches import batch, spec
 from tests.support.trainer_rank_cases import DORA
 from tests.support.trainer_ranks_storage import STORED, StoredContract
 
-
 UNROUNDED = hasattr(torch.Tensor, "_has_grad_dtype_override")
 """From torch 2.15 FSDP adds the fp32 gradients of norms without rounding them to bf16 first, as autograd does."""
 
