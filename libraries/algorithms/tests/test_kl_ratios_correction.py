@@ -110,6 +110,14 @@ def test_surrogate_by_hand():
     assert clipped.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_a_first_step_has_its_gradient_with_a_clip_of_zero(advantage):
+    ratio = torch.ones(1, requires_grad=True)
+    values, _ = clipped_surrogate(ratio, torch.tensor([advantage]), 0.0, 0.0)
+    values.sum().backward()
+    assert ratio.grad.item() == -advantage
+
+
 def test_ratio_is_one_on_policy():
     lp = torch.tensor([-3.0, -700.0])
     assert token_ratio(lp, lp).tolist() == [1.0, 1.0]

@@ -14,6 +14,8 @@ from rlhf.ops.losses import LossInput
 from rlhf.types import LossOutput, Reduce
 from torch import Tensor
 
+from rlhf_algorithms.ratios import clip
+
 VALUES, BOOTSTRAP, RETURNS = "old_values", "bootstrap", "returns"
 
 
@@ -45,7 +47,7 @@ class Value(Loss):
         if self.config.clip > 0:
             old_A = x["old_values"]
             moved_A = values_A - old_A
-            clipped_A = (old_A + moved_A.clamp(-self.config.clip, self.config.clip) - returns_A).square()
+            clipped_A = (old_A + clip(moved_A, -self.config.clip, self.config.clip) - returns_A).square()
             # old + (v - old) may differ from v in its last bit, so count only values that moved out of the range
             outside_A = moved_A.abs() > self.config.clip
             metrics["value_clip_fraction"] = ("token", (outside_A & (clipped_A > error_A)).float())

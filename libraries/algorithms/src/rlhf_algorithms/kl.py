@@ -20,7 +20,7 @@ from rlhf.ops.reduce import LEVEL
 from rlhf.types import Annotation, Head, LossOutput, OnlineShape, Reduce
 from torch import Tensor
 
-from rlhf_algorithms.ratios import token_ratio
+from rlhf_algorithms.ratios import clip, token_ratio
 
 if TYPE_CHECKING:
     from rlhf.ops.batch import Batch
@@ -44,7 +44,7 @@ def k2(d: Tensor) -> Tensor:
 
 def k3(d: Tensor) -> Tensor:
     """Unbiased and never negative; tangent beyond ``EXP_BOUND``."""
-    inside, beyond = (-d).clamp(max=EXP_BOUND), (-d - EXP_BOUND).clamp(min=0)
+    inside, beyond = clip(-d, -math.inf, EXP_BOUND), torch.relu(-d - EXP_BOUND)
     return torch.expm1(inside) + math.exp(EXP_BOUND) * beyond + d
 
 

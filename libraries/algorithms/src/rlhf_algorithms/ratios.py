@@ -18,6 +18,13 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return torch.where(log_ratio.isinf(), inside, inside.detach() + (log_ratio - log_ratio.detach()))
 
 
+def clip(x: Tensor, low: float, high: float) -> Tensor:
+    """``x.clamp(low, high)`` with gradient 1 at the bounds, where torch's has had 0 since 2.15. With a clip of zero the
+    ratios of a first step are there."""
+    inside = x.clamp(low, high).detach()
+    return torch.where(x == inside, x, inside)
+
+
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """rho_t = exp(lp_t - lp_old_t), bounded; float32, same shape."""
     return bounded(logprobs.float() - old_logprobs.float()).exp()
@@ -33,7 +40,7 @@ def clipped_surrogate(
 
     Returns: (loss values to minimise, bool where a clip is active), same shape.
     """
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    unclipped, clipped = ratio * advantages, clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
     objective, active = torch.minimum(unclipped, clipped), clipped < unclipped
     if dual_clip is not None:
         floor = dual_clip * advantages

@@ -248,9 +248,12 @@ def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMod
     label = f"{type(module).__name__} ({spec.path!r}, role {spec.role.name!r})"
     if module.config.is_encoder_decoder or module.config.get_text_config().is_encoder_decoder:
         raise ModelError(f"{label} has an encoder and a decoder of text; use a decoder-only architecture")
-    # products with the head's weights are computed here too, so a class of its own (Dory's scales logits) is none
-    linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    if not isinstance(body, nn.Module) or not linear:
+    if (
+        not isinstance(body, nn.Module)
+        or not isinstance(head, nn.Linear)
+        # products with the head's weights are computed here too, which Dory's own class scales
+        or type(head).forward is not nn.Linear.forward
+    ):
         raise ModelError(
             f"{label} is not a body with one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"

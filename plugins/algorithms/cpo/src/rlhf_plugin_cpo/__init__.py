@@ -99,11 +99,12 @@ def shaped(logprob: Tensor, alpha: float) -> Tensor:
     goes on along its tangent, so that value and gradient are finite and the gradient does not vanish.
     """
     import torch
+    from rlhf_algorithms.ratios import clip
 
     if alpha == 0:
         return logprob
     exponent = -alpha * logprob
-    inside, beyond = exponent.clamp(max=EXP_BOUND), torch.relu(exponent - EXP_BOUND)
+    inside, beyond = clip(exponent, -math.inf, EXP_BOUND), torch.relu(exponent - EXP_BOUND)
     return -(torch.expm1(inside) + math.exp(EXP_BOUND) * beyond) / alpha
 
 
