@@ -239,7 +239,7 @@ def test_a_template_that_refuses_the_messages_says_why(with_template):
     )
     message = refused(lambda: Template(tokenizer, section(system="S")).encode_prompt(row(prompt="x")))
     assert "the chat template refuses the messages (system, user)" in message
-    assert "no system please" in message
+    assert "no system please; change the messages, or name a template that takes them as data.chat_template" in message
 
 
 def test_end_tokens_of_tokenizer_and_template(chat, with_template, chars):

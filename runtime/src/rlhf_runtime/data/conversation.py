@@ -427,11 +427,11 @@ def _never_seen(messages: Sequence[Message], message: int, prompt: str, before: 
         before: the text before the message, which differs from the ``prompt``.
     """
     at = next((i for i, (a, b) in enumerate(zip_longest(prompt, before)) if a != b), len(prompt))
-    shown = slice(max(0, at - 30), at + 30)
+    window = slice(max(0, at - 30), at + 30)
     last = "" if message == len(messages) - 1 else 'Train on the last answer (data.loss_on = "completion"). '
     return DataError(
-        f"the policy is given {prompt[shown]!r} before it answers, but the chat template writes message {message} "
-        f"(assistant) after {before[shown]!r}: it would be trained in a context that it never sees. {last}Set other "
+        f"the policy is given {prompt[window]!r} before it answers, but the chat template writes message {message} "
+        f"(assistant) after {before[window]!r}: it would be trained in a context that it never sees. {last}Set other "
         "data.template_kwargs, or mark answers in the template with {% generation %} ... {% endgeneration %}."
     )
 

@@ -124,7 +124,8 @@ class TemplateRender:
                     return apply([_with_json(message) for message in self._as_read(messages)])
             roles = ", ".join(str(m.get("role")) for m in messages)
             raise DataError(
-                f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}"
+                f"the chat template refuses the messages ({roles}): {type(error).__name__}: {error}; change the "
+                "messages, or name a template that takes them as data.chat_template"
             ) from error
         finally:
             _day.reset(token)

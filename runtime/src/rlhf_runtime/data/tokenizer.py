@@ -137,8 +137,8 @@ def special_tokens_in(text: str, tokenizer: Any) -> list[str]:
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """{special token: id}. ``all_special_tokens`` has only those that tokenizer_config.json names, which leaves out
     ``<|end|>`` of Phi-3 and ``<|call|>`` of gpt-oss."""
-    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    return {**named, **{token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}}
+    names = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {**names, **{token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}}
 
 
 def has_tokenizer(folder: str) -> bool:
