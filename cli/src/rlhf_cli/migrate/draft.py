@@ -176,7 +176,7 @@ class Draft:
                 reason = self.unread.get(name) or row.why or rule or "off by default here too"
                 others.append(f"{source_option.written}: {reason}")
         groups["Unknown:"] = [
-            textwrap.shorten(written, 300, placeholder=" ...") for written, _ in self.source.unknown.values()
+            textwrap.shorten(text, 300, placeholder=" ...") for text, _ in self.source.unknown.values()
         ]
         for title, lines in groups.items():
             if lines:

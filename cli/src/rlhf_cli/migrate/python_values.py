@@ -251,9 +251,11 @@ class PythonValues:
         calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function.name]
         places = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
         if len(calls) == 1 and not any(keyword.arg is None for keyword in calls[0].keywords):
-            given = dict(zip(places, calls[0].args, strict=False)) | {k.arg or "": k.value for k in calls[0].keywords}
+            bindings = dict(zip(places, calls[0].args, strict=False)) | {
+                k.arg or "": k.value for k in calls[0].keywords
+            }
             defaults = dict(zip(places[::-1], function.args.defaults[::-1], strict=False))
-            if (node := given.get(name) or defaults.get(name)) is not None:
+            if (node := bindings.get(name) or defaults.get(name)) is not None:
                 return self.value(node)
         if not calls and isinstance(argument.annotation, ast.Name) and argument.annotation.id in self.classes:
             return self._of_class(self.classes[argument.annotation.id])
@@ -324,9 +326,13 @@ class PythonValues:
 
     def _of_parser(self, parser: ast.expr | None) -> Any:
         """What a parser returns: the flags of ``argparse``, or a tuple of the fields of dataclasses."""
-        made = self.node(parser) if parser is not None else None
-        if isinstance(made, ast.Call) and name_of(made) in _PARSERS and made.args:
-            classes = made.args[0].elts if isinstance(made.args[0], ast.Tuple | ast.List) else [made.args[0]]
+        constructor = self.node(parser) if parser is not None else None
+        if isinstance(constructor, ast.Call) and name_of(constructor) in _PARSERS and constructor.args:
+            classes = (
+                constructor.args[0].elts
+                if isinstance(constructor.args[0], ast.Tuple | ast.List)
+                else [constructor.args[0]]
+            )
             names = [node.id if isinstance(node, ast.Name) else "" for node in classes]
             return tuple(self._of_class(self.classes[n]) if n in self.classes else Fields() for n in names)
         fields = Fields()

@@ -97,14 +97,12 @@ class FrameworkOptions:
         except ConfigError as error:
             self.problems.append(str(error))
 
-    def matching(
-        self, name: str, written: str, where: str, groups: Mapping[str, Iterable[OptionRow]]
-    ) -> list[OptionRow]:
+    def matching(self, name: str, text: str, where: str, groups: Mapping[str, Iterable[OptionRow]]) -> list[OptionRow]:
         """The rows that an option's name means; none for an unknown one, which is kept."""
         try:
             return matching(self.rows, name, where, groups)
         except ConfigError as error:
-            self.unknown[name] = name if SECRET.search(name) else written, str(error)
+            self.unknown[name] = name if SECRET.search(name) else text, str(error)
             return []
 
     def replace(self, settings: Mapping[str, str], groups: Mapping[str, Iterable[OptionRow]]) -> None:

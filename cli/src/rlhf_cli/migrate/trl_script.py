@@ -222,16 +222,16 @@ def _trainer(source: FrameworkOptions, values: PythonValues, call: ast.Call) -> 
                 give(source, name, value, f"{name}={value!r}", here)
 
 
-def _model(values: PythonValues, given: ast.expr) -> dict[str, Any]:
+def _model(values: PythonValues, argument: ast.expr) -> dict[str, Any]:
     """Fields that the model of a trainer stands for."""
     if "model" in values.settings:
         return {"model_name_or_path": values.settings["model"]}
-    node = values.node(given)
+    node = values.node(argument)
     while isinstance(node, ast.Call) and name_of(node) in WRAPPERS:  # the same model
         node = values.node(node.args[0] if name_of(node) in WRAPPERS[:2] else getattr(node.func, "value", None))
     if not (isinstance(node, ast.Call) and name_of(node) == "from_pretrained" and node.args):
         try:
-            value = values.literal(given, "model")
+            value = values.literal(argument, "model")
         except ConfigError:
             return {}
         return {"model_name_or_path": value} if isinstance(value, str) else {}
@@ -246,8 +246,8 @@ def _model(values: PythonValues, given: ast.expr) -> dict[str, Any]:
     return fields | ({"model_init_kwargs": options} if options else {})
 
 
-def _rewards(source: FrameworkOptions, values: PythonValues, given: ast.expr, where: str) -> None:
-    node = values.node(given)
+def _rewards(source: FrameworkOptions, values: PythonValues, argument: ast.expr, where: str) -> None:
+    node = values.node(argument)
     nodes = node.elts if isinstance(node, ast.List) else [node] if node is not None else []
     names = [values.imports[n.id] for n in nodes if isinstance(n, ast.Name) and n.id in values.imports]
     if nodes and len(names) == len(nodes):
@@ -273,10 +273,10 @@ def _rows_of(values: PythonValues, trainer: ast.Call) -> dict[str, Any]:
     return train | evaluation if same else {}
 
 
-def _source_of_rows(values: PythonValues, given: ast.expr | None, split: str) -> dict[str, Any]:
+def _source_of_rows(values: PythonValues, argument: ast.expr | None, split: str) -> dict[str, Any]:
     """The fields for ``load_dataset(NAME, CONFIG, split=SPLIT)`` and ``load_dataset(NAME)[SPLIT]``."""
     fields = dict[str, Any]()
-    node = values.node(given)
+    node = values.node(argument)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         fields[split], node = node.slice.value, values.node(node.value)
     if not isinstance(node, ast.Call) or name_of(node) != "load_dataset":

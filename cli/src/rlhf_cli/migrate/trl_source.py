@@ -36,8 +36,8 @@ def flags_of(words: Sequence[Word], where: str, source: FrameworkOptions) -> dic
             if not flag.startswith("--"):
                 raise ConfigError(f"{where}, line {word.line}: {flag!r} is not an option and belongs to none")
             texts = [text] if equals else [known_text(value, where) for value in values]
-            written = word.text if equals else " ".join([flag, *texts])
-            flags[flag.removeprefix("--").replace("-", "_")] = texts, written, word.line
+            form = word.text if equals else " ".join([flag, *texts])
+            flags[flag.removeprefix("--").replace("-", "_")] = texts, form, word.line
     return flags
 
 
@@ -47,7 +47,7 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[Framework
     ``--config FILE`` is read too; flags have precedence."""
     source = fields_of(entry)
     options, launcher, files = dict[str, OptionValue](), dict[str, str](), dict[str, str]()
-    for name, (values, written, line) in flags_of(words, where, source).items():
+    for name, (values, form, line) in flags_of(words, where, source).items():
         here = f"{where}, line {line}"
         if name == "config" and len(values) == 1:
             files |= _take(source, _mapping(values[0]), values[0])
@@ -58,8 +58,8 @@ def of_command(entry: str, words: Sequence[Word], where: str) -> tuple[Framework
         if name.startswith("no_") and name not in source.rows:  # of a switch that is on by default
             name, values = name.removeprefix("no_"), ["false"]
         with source.reading():
-            for row in source.matching(name, written, here, table("trl")):
-                label = f"--{name} ..." if row.secret else written
+            for row in source.matching(name, form, here, table("trl")):
+                label = f"--{name} ..." if row.secret else form
                 options[row.name] = OptionValue(value_of(row, values, here), label, here)
     source.given |= options
     return source, files | launcher
@@ -73,13 +73,13 @@ def of_mapping_file(path: str) -> tuple[FrameworkOptions, dict[str, str]]:
     names = [name for name in fields if name not in LAUNCHER]
     unknown = dict[str, list[str]]()
     for entry in GROUPS:
-        known = {other for row in fields_of(entry).rows.values() for other in (row.name, *row.old)}
-        unknown[entry] = [name for name in names if name not in known]
+        names_of_rows = {other for row in fields_of(entry).rows.values() for other in (row.name, *row.old)}
+        unknown[entry] = [name for name in names if name not in names_of_rows]
     fewest = min(map(len, unknown.values()))
     fitting = [entry for entry in GROUPS if len(unknown[entry]) == fewest]
     for text in (Path(path).name, path):  # what it is called, where its fields do not say it
-        named = [entry for entry in GROUPS if re.search(entry, text.lower())]
-        fitting = named if len(named) == 1 else [entry for entry in fitting if entry in named] or fitting
+        candidates = [entry for entry in GROUPS if re.search(entry, text.lower())]
+        fitting = candidates if len(candidates) == 1 else [entry for entry in fitting if entry in candidates] or fitting
         if len(fitting) == 1:
             break
     if len(fitting) != 1 or len(unknown[fitting[0]]) * 2 > len(names):
