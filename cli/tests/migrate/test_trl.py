@@ -157,6 +157,8 @@ def test_schedules_and_adapters():
     assert run["trainer"]["min_lr_ratio"] == 0.2
     assert run["trainer"]["warmup_ratio"] == 0.1
     assert grpo("--warmup_steps 20")["trainer"]["warmup_steps"] == 20
+    assert grpo("--use_liger_kernel")["trainer"]["kernels"] == "liger"
+    assert "kernels" not in grpo("--use_liger_kernel --dtype bfloat16")["trainer"], "liger takes norms in fp32 only"
     lora = grpo("--use_peft --lora_r 8")["trainer"]["lora"]
     assert lora == {"rank": 8, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
 

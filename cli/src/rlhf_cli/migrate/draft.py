@@ -102,6 +102,10 @@ class Draft:
                 f"rlhf does not know these options, of another version of {self.source.framework} or of the project's "
                 f"own code: {', '.join(self.source.unknown)}. Nothing of them is in this file"
             )
+        if self.values.get("trainer.kernels") == "liger" and self.values.get("policy.storage") == "bf16":
+            del self.values["trainer.kernels"]
+            reason = "liger takes weights of norms in fp32 only, and they are bf16 here; results do not depend on it"
+            self.unread |= dict.fromkeys(self.causes.pop("trainer.kernels"), reason)
         run = _load("\n".join(self._tables(self.values)))
         chosen = [choice for choice in chosen_by(run) if not _absent_file(choice[2].use)]
         if problems := option_problems(plugins, chosen, run.origins):
