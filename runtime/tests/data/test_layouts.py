@@ -519,6 +519,9 @@ def test_columns_for_the_template_that_it_is_not_given_are_said(read, chat, char
     assert "has the column 'chat_template_kwargs', which the chat template is not given" in note
     data, _ = read(chars, "demonstrations", [{"prompt": "a", "response": "b", "tools": []}])
     assert data.notes == []
+    for videos, notes in ((["a.mp4"], 1), ("a title", 0)):
+        data, _ = read(chat, "demonstrations", [{"messages": [USER, BOT], "videos": videos}])
+        assert len([n for n in data.notes if "'videos': models here read text and images only" in n]) == notes
 
 
 @pytest.mark.parametrize(

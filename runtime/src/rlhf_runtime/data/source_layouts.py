@@ -22,6 +22,7 @@ from rlhf_runtime.data.template import Template
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
 _OF_TEMPLATES = (TOOLS, "chat_template_kwargs")
 """Columns that TRL passes to the chat template, row by row."""
+_MEDIA = ("audio", "audios", "video", "videos")
 
 
 def set_layouts(
@@ -62,6 +63,10 @@ def set_layouts(
             notes.append(
                 f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
                 "it gets data.template_kwargs, the same for all rows"
+            )
+        if media := [c for c in _MEDIA if c in source.columns and isinstance(source.read(0).get(c), list | Mapping)]:
+            notes.append(
+                f"{title} has the column {' and '.join(map(repr, media))}: models here read text and images only"
             )
     raise_problems("the data cannot be read", problems or _unread(sources, section), DataError)
     return notes
