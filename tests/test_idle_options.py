@@ -43,6 +43,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "dpo", {"data": {"messages": "m"}},
         "data.messages: used for demonstrations and labels and prompts only",
     ),
+    "history": (
+        "rloo", {"data": {"earlier_answers": "sampled"}},
+        "data.earlier_answers = 'sampled' is for rollouts with an environment",
+    ),
     "prompt": (
         "rloo", {"data": {"prompt": "answer", "input_template": "{prompt}"}},
         "data.prompt = 'answer': nothing reads it, as data.input_template makes the prompt",

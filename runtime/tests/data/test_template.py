@@ -136,6 +136,7 @@ def test_a_missing_column_names_those_present(chat):
             {"template": "plain", "template_kwargs": {"a": 1}},
             "data.template_kwargs needs a chat template, but data.template",
         ),
+        ({"earlier_answers": "sampled"}, "data.earlier_answers = 'sampled' needs a chat template"),
     ],
 )
 def test_chat_options_without_a_chat_template(chars, fields, expected):
@@ -230,7 +231,13 @@ def test_templates_that_rewrite_history_are_refused_for_several_turns(with_templ
         message = refused(call)
         assert "the chat template rewrites history" in message
         assert what in message
-        assert "keep" in message
+        assert 'data.earlier_answers = "sampled"' in message
+    sampled = Template(with_template(THINKING), section(template_kwargs=kwargs, earlier_answers="sampled"))
+    sampled.check_multi_turn()
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "x"}]
+    text = sampled.tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **kwargs)
+    observation = sampled.encode_observation("x", closed=False)
+    assert sampled.tokenizer.decode(observation.ids, skip_special_tokens=False) == text.partition("A")[2]
 
 
 def test_a_template_that_refuses_the_messages_says_why(with_template):

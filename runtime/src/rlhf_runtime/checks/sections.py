@@ -111,6 +111,8 @@ def ignored_columns(run: RunPlugins) -> list[str]:
     """Fields of ``[data]`` that are for another data form, or for another loss."""
     data, algorithm, form = run.config.data, run.algorithm, run.algorithm.data
     problems = ignored_fields(data, form, algorithm.name, bool(algorithm.needs().answered))
+    if data.earlier_answers == "sampled" and (run.rollout is None or not run.rollout.needs_env):
+        problems.append("data.earlier_answers = 'sampled' is for rollouts with an environment. Remove it.")
     losses = [part for part in algorithm.parts.values() if isinstance(part, Loss)]
     if form == "pairs" and data.margin is not None and not any("margin" in loss.columns() for loss in losses):
         problems.append(

@@ -81,6 +81,10 @@ class DataSection(ComponentConfig):
     """A file with the chat template (Jinja) to use in place of the tokenizer's own. Exported models contain it."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, e.g. ``enable_thinking = false``."""
+    earlier_answers: Literal["template", "sampled"] = "template"
+    """In rollouts with an environment, where the chat template changes an answer once a message follows (Qwen3 drops
+    its reasoning): ``template``: the run is refused; ``sampled``: the policy goes on after the tokens that it sampled,
+    a context that the template itself would not write."""
     system: str | None = None
     """System message before every prompt (chat), or text before every prompt (plain)."""
     input_template: str | None = None

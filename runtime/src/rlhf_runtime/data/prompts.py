@@ -309,7 +309,7 @@ class Prompts:
     def _history(self, images: int = 0) -> Frame:
         assert self.chat is not None
         if images not in self._frames:
-            self._frames[images] = frame(self.chat, images)
+            self._frames[images] = frame(self.chat, images, self.section.earlier_answers == "sampled")
         return self._frames[images]
 
 
@@ -375,11 +375,12 @@ class Frame:
     """Text from the end of the user's text to the start of the policy's answer."""
 
 
-def frame(chat: ChatTemplate, images: int = 0) -> Frame:
+def frame(chat: ChatTemplate, images: int = 0, as_sampled: bool = False) -> Frame:
     """The text that the template puts around an observation. Also checks that earlier turns do not change.
 
     Args:
         images: number of images before the text of the observation; their placeholders are in ``Frame.before``.
+        as_sampled: whether earlier turns stay as they were sampled, so that they may change in the template's render.
 
     Raises DataError: the template renders an earlier turn differently once another turn follows (Qwen3 removes its
     reasoning; only the last answer has an empty think block). The sampled tokens would then differ from the
@@ -390,16 +391,18 @@ def frame(chat: ChatTemplate, images: int = 0) -> Frame:
     prompt = chat.text([user], answer=True)
     for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
         text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
-        if not text.startswith(prompt + answer) or mark(2) not in text:
+        _, written, following = text.rpartition(mark(1))
+        if not written or mark(2) not in following or not (as_sampled or text.startswith(prompt + answer)):
             change = "drops its reasoning" if "think" in answer else "writes it otherwise"
             raise DataError(
                 "the chat template rewrites history: once a message follows an answer, it "
                 f"{change}. Rollouts of several turns keep the tokens that were sampled, so the model would be "
                 "trained on a context that the template never shows it. Give the tokenizer a chat template that "
-                'keeps earlier answers as they were, other data.template_kwargs, or use data.template = "plain".'
+                "keeps earlier answers as they were, or other data.template_kwargs; or accept that context: "
+                'data.earlier_answers = "sampled".'
             )
         if answer == mark(1):
-            before, _, rest = text[len(prompt + answer) :].partition(mark(2))
+            before, _, rest = following.partition(mark(2))
     end = chat.end_token(before)  # or the token that opens the user's message, where the template ends no answer
     return Frame(end if end.endswith(chat.ends) else "", before, rest)
 
@@ -442,7 +445,11 @@ def uses_chat(tokenizer: Any, section: DataSection) -> bool:
             'data.chat_template, or use data.template = "plain".'
         )
     chat = has and section.template != "plain"
-    only_chat = {"template_kwargs": bool(section.template_kwargs), "messages": section.messages is not None}
+    only_chat = {
+        "template_kwargs": bool(section.template_kwargs),
+        "messages": section.messages is not None,
+        "earlier_answers = 'sampled'": section.earlier_answers == "sampled",
+    }
     only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
     for key, is_set in (only_plain if chat else only_chat).items():
         if is_set and chat:
