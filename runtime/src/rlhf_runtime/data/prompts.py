@@ -391,8 +391,8 @@ def frame(chat: ChatTemplate, images: int = 0, as_sampled: bool = False) -> Fram
     prompt = chat.text([user], answer=True)
     for answer in (mark(1), f"<think>\n{mark(3)}\n</think>\n\n{mark(1)}"):
         text = chat.text([user, {"role": "assistant", "content": answer}, after], answer=True)
-        _, written, following = text.rpartition(mark(1))
-        if not written or mark(2) not in following or not (as_sampled or text.startswith(prompt + answer)):
+        _, answer_mark, following = text.rpartition(mark(1))
+        if not answer_mark or mark(2) not in following or not (as_sampled or text.startswith(prompt + answer)):
             change = "drops its reasoning" if "think" in answer else "writes it otherwise"
             raise DataError(
                 "the chat template rewrites history: once a message follows an answer, it "
