@@ -6,6 +6,8 @@ import json
 import sys
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from tests.pages import DOCS
 from tests.support.tiny_architectures import causal_types
@@ -19,6 +21,8 @@ TRAINED = [
     "granitemoehybrid", "lfm2", "llama", "llama4_text", "mamba2", "mistral", "nemotron_h", "olmo2", "opt", "phi3",
     "qwen2", "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp", "smollm3",
 ]  # fmt: skip
+NEWER = {"dory", "dots3_note", "inkling2_loop_text", "inkling2_text"}
+"""Types that are in transformers 5.24 and not in 5.19."""
 WITH_OPTIONS = ["granitemoehybrid with logits_scaling", "llama with dynamic rope", "phi3 with longrope"]
 
 
@@ -83,5 +87,6 @@ def probed(config, tmp_path, capsys, parts: str) -> tuple[int, str]:
 
 
 def test_every_named_type_exists():
-    types = set(causal_types())
-    assert set(OVERRIDES) | set(NOT_BUILT) | {kind for kind, _ in VARIANTS.values()} | set(TRAINED) <= types
+    names = set(OVERRIDES) | set(NOT_BUILT) | {kind for kind, _ in VARIANTS.values()} | set(TRAINED)
+    is_newest = Version(transformers.__version__) >= Version("5.24")
+    assert names - set(causal_types()) <= (set() if is_newest else NEWER)
