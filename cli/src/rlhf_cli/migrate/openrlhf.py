@@ -11,7 +11,7 @@ from rlhf.errors import ConfigError
 from rlhf_cli.migrate.draft import Draft
 from rlhf_cli.migrate.openrlhf_data import rewards, rows_of_data, scored_outside, supervised
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, value_of
-from rlhf_cli.migrate.shell import Word, known_text
+from rlhf_cli.migrate.shell import Word, known_flag, words_by_flag
 
 NAME = "OpenRLHF"
 FACTS = "The facts are those of its public versions 0.5 to 0.11.2; older names stand below the name."
@@ -100,18 +100,10 @@ def read(entry: str, words: Sequence[Word], where: str) -> FrameworkOptions:
         raise ConfigError(f"{where}, line {words[0].line if words else 1}: openrlhf.cli.{entry}: {reason}")
     groups = table("openrlhf")
     source = FrameworkOptions(rows_of(groups, GROUPS[ENTRIES[entry]]), ENTRIES[entry], NAME)
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
+    for word, values in words_by_flag(words):
         here = f"{where}, line {word.line}"
-        values = list[Word]()
-        while rest and not rest[0].text.startswith("--") and "=" not in word.text:
-            values.append(rest.pop(0))
         with source.reading():
-            flag, equals, text = known_text(word, where).partition("=")
-            if not flag.startswith("--"):
-                raise ConfigError(f"{here}: {flag!r} is not an option and belongs to none")
-            texts = [text] if equals else [known_text(value, where) for value in values]
+            flag, texts = known_flag(word, values, where)
             for row in source.matching(flag.removeprefix("--"), " ".join([flag, *texts]), here, groups):
                 words_of_flag = ["..."] if row.secret and texts else texts
                 source.given[row.name] = OptionValue(value_of(row, texts, here), " ".join([flag, *words_of_flag]), here)

@@ -12,7 +12,7 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlhf.errors import ConfigError
@@ -70,6 +70,24 @@ def commands(text: str, where: str, settings: Mapping[str, str]) -> Iterator[lis
     Raises ConfigError, with the line, for a quote or a bracket that is not closed.
     """
     return _Script(text, where, settings).commands()
+
+
+def words_by_flag(words: Sequence[Word]) -> Iterator[tuple[Word, list[Word]]]:
+    """Each word that should be a flag, with the words of its value; none where the flag holds it after ``=``."""
+    rest = list(words)
+    while rest:
+        word, values = rest.pop(0), list[Word]()
+        while rest and not rest[0].text.startswith("--") and "=" not in word.text:
+            values.append(rest.pop(0))
+        yield word, values
+
+
+def known_flag(word: Word, values: Sequence[Word], where: str) -> tuple[str, list[str]]:
+    """A flag and the texts of its value. Raises ConfigError, as :func:`known_text`, and where the word is no flag."""
+    flag, equals, text = known_text(word, where).partition("=")
+    if not flag.startswith("--"):
+        raise ConfigError(f"{where}, line {word.line}: {flag!r} is not an option and belongs to none")
+    return flag, [text] if equals else [known_text(value, where) for value in values]
 
 
 def known_text(word: Word, where: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.errors import ConfigError
 
 from rlhf_cli.migrate.rows import FrameworkOptions, OptionValue, rows_of, table, typed, value_of
-from rlhf_cli.migrate.shell import Word, known_text
+from rlhf_cli.migrate.shell import Word, known_flag, words_by_flag
 from rlhf_cli.migrate.trl import GROUPS, NAME
 
 CONFIGS = {f"{name}Config": name.lower() for name in ("GRPO", "RLOO", "SFT", "DPO", "Reward", "KTO")}
@@ -26,17 +26,11 @@ LAUNCHER = (
 
 def flags_of(words: Sequence[Word], where: str, source: FrameworkOptions) -> dict[str, tuple[list[str], str, int]]:
     """{name of a flag: its texts, the flag as it was given, its line}. What cannot be read is a problem of `source`."""
-    rest, flags = list(words), dict[str, tuple[list[str], str, int]]()
-    while rest:
-        word, values = rest.pop(0), list[Word]()
-        while rest and not rest[0].text.startswith("--") and "=" not in word.text:
-            values.append(rest.pop(0))
+    flags = dict[str, tuple[list[str], str, int]]()
+    for word, values in words_by_flag(words):
         with source.reading():
-            flag, equals, text = known_text(word, where).partition("=")
-            if not flag.startswith("--"):
-                raise ConfigError(f"{where}, line {word.line}: {flag!r} is not an option and belongs to none")
-            texts = [text] if equals else [known_text(value, where) for value in values]
-            form = word.text if equals else " ".join([flag, *texts])
+            flag, texts = known_flag(word, values, where)
+            form = word.text if "=" in word.text else " ".join([flag, *texts])
             flags[flag.removeprefix("--").replace("-", "_")] = texts, form, word.line
     return flags
 
