@@ -221,7 +221,7 @@ def test_parallel_calls_have_ids_of_their_own(template_with):
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
         "<tool_call>",
-        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 3000 + "]" * 3000 + "}}\n</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}\n</tool_call>",
     ],
     ids=["no JSON", "name", "arguments", "empty", "deep"],
 )
