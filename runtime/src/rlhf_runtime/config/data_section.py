@@ -57,7 +57,11 @@ class DataSection(ComponentConfig):
     rejected: str | None = None
     """Column with the worse answer of a pair."""
     margin: str | None = None
-    """Column with the margin of a pair: a number that says how much better the chosen answer is. Read only if set."""
+    """Column with the margin of a pair: a number that says how much better the chosen answer is. Read only if set. If
+    it is a column that says which of several answers is better, the margin is the difference between the two."""
+    preference: str | None = None
+    """Column that says which of two answers is better, in a source that has several of them (PKU-SafeRLHF:
+    ``better_response_id`` or ``safer_response_id``)."""
     label: str | None = None
     """Column with the label of an answer: true or false, 1 or 0, ``+`` or ``-``. Default: ``label``."""
     steps: str | None = None

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from rlhf.errors import DataError, shown
 
+from rlhf_runtime.data.comparisons import OF_MARGIN, PREFERENCES, Values, best_and_worst
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import ROLES, read_messages
 from rlhf_runtime.data.strict_json import STRICT
-
-Values = dict[str, Any]
-"""{field: value} of one row."""
 
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 CALLS = "function_call"
@@ -90,14 +89,23 @@ def dialogues(values: Values, chat: bool) -> Values:
             raise DataError(f"the dialogues differ before the last answer: {name} goes on with {answer[:60]!r}")
     if not chat:
         return {**values, "prompt": chosen[:at], **answers}
-    pieces = re.split(f"({HUMAN}|{ASSISTANT})", chosen[: at - len(ASSISTANT)])
-    if pieces[0].strip():
-        raise DataError(f"the dialogue starts with neither {HUMAN!r} nor {ASSISTANT!r}, but with {pieces[0][:60]!r}")
-    prompt = [
-        {"role": "user" if mark == HUMAN else "assistant", "content": text.strip()}
-        for mark, text in zip(pieces[1::2], pieces[2::2], strict=True)
-    ]
+    prompt = _spoken(chosen[: at - len(ASSISTANT)])
     return {**values, "prompt": prompt, **{k: v.strip() for k, v in answers.items()}}
+
+
+def dialogue_prompt(values: Values, chat: bool) -> Values:
+    """A prompt that is a dialogue up to an ``Assistant:``, as messages; the answers after it without white space around
+    them. Other prompts stay as they are, and so do all without a chat template."""
+    prompt = values.get("prompt")
+    if not chat or not is_open_dialogue(prompt):
+        return values
+    answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
+    return {**values, "prompt": _spoken(prompt.rstrip()[: -len(ASSISTANT)]), **answers}
+
+
+def compared(values: Values, chat: bool, meaning: str, of_margin: bool) -> Values:
+    """The best and the worst of several answers (:mod:`rlhf_runtime.data.comparisons`)."""
+    return dialogue_prompt(context(best_and_worst(values, meaning, of_margin), chat), chat)
 
 
 def context(values: Values, chat: bool) -> Values:
@@ -175,22 +183,30 @@ CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
         preferred_outputs,
         rejected_beside,
         dialogues,
+        dialogue_prompt,
         context,
         marked_steps,
         rated_steps,
         prm800k,
     )
+} | {
+    meaning + end: partial(compared, meaning=meaning, of_margin=bool(end))
+    for meaning in PREFERENCES
+    for end in ("", OF_MARGIN)
 }
 
 
 def describe(conversion: str) -> str:
     """The conversion in words, for messages."""
+    if (meaning := conversion.removesuffix(OF_MARGIN)) in PREFERENCES:
+        return PREFERENCES[meaning][0] + ("" if meaning == conversion else "; the difference is the margin")
     return {
         "turns": "from/value turns as messages",
         "answers_in_turns": "from/value turns as messages",
         "preferred_outputs": "a request of the chat API and the output that is preferred to another",
         "rejected_beside": "the last answer of the conversation is chosen",
         "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
+        "dialogue_prompt": "Human/Assistant dialogues in the prompt as messages",
         "context": "the instruction, a blank line, its context; a history comes before them",
         "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         "rated_steps": "a list of steps with their ratings or labels",
@@ -225,6 +241,11 @@ def is_dialogue(value: Any) -> bool:
     return isinstance(value, str) and ASSISTANT in value and value.lstrip().startswith("Human:")
 
 
+def is_open_dialogue(value: Any) -> bool:
+    """A dialogue that ends where the assistant answers."""
+    return is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
+
+
 def is_marked(value: Any) -> bool:
     return isinstance(value, str) and MARK in value
 
@@ -256,6 +277,17 @@ def repeats(conversations: list[Any], prompt: Any) -> bool:
 _STEP_TEXTS = ("text", "content", "step")
 _OWN = "human_completion"
 """Field of a PRM800K step: the completion that a person wrote because no sampled one was acceptable."""
+
+
+def _spoken(dialogue: str) -> list[dict[str, Any]]:
+    """The messages of a dialogue that begins with a mark."""
+    pieces = re.split(f"({HUMAN}|{ASSISTANT})", dialogue)
+    if pieces[0].strip():
+        raise DataError(f"the dialogue starts with neither {HUMAN!r} nor {ASSISTANT!r}, but with {pieces[0][:60]!r}")
+    return [
+        {"role": "user" if mark == HUMAN else "assistant", "content": text.strip()}
+        for mark, text in zip(pieces[1::2], pieces[2::2], strict=True)
+    ]
 
 
 def _labels_in_place(pieces: list[str], text: str) -> list[str]:

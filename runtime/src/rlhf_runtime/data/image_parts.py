@@ -27,14 +27,18 @@ def read_content(content: Any, where: str) -> str | Parts:
     for part in content if isinstance(content, list | tuple) else [content]:
         if is_image(part):
             parts.append(dict(part))
-        elif isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str):
-            parts.append({"type": "text", "text": part["text"]})
+        elif isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(_text(part), str):
+            parts.append({"type": "text", "text": _text(part)})
         else:
             raise DataError(
                 f"{where}: content must be text or a list of {{type: text, text}} and {{type: image}} parts, got "
                 f"{shown(part)}"
             )
     return parts if any(map(is_image, parts)) else text_of(parts)
+
+
+def _text(part: Mapping[str, Any]) -> Any:
+    return part.get("text", part.get("value"))  # LLaMA-Factory: {type: text, value}
 
 
 def take_images(content: str | Parts, images: list[Any]) -> str | Parts:
@@ -81,7 +85,7 @@ def places(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def image_of(part: Mapping[str, Any]) -> Any:
     """The image that a part holds, in one of the forms that programs write; None if it holds none."""
-    for key in ("image", "image_url", "url", "path", "base64", "bytes"):
+    for key in ("image", "image_url", "url", "path", "base64", "bytes", "value"):
         value = part.get(key)
         if value is not None:
             value = value.get("url") if key == "image_url" and isinstance(value, Mapping) else value

@@ -23,8 +23,11 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 UNTRAINED = "weight"
 """Field of an assistant message, with value 0, that is not trained on. Templates do not get it."""
-_WEIGHTS = ("weight", "train", "training", "loss")
-"""Fields by which files say whether a message is trained on."""
+_NUMBERS = (UNTRAINED, "loss_weight")
+_WEIGHTS = (*_NUMBERS, "train", "training", "loss")
+"""Fields by which files say whether a message is trained on; the first ones may be numbers."""
+_PARTS = ("reasoning", "tool_call")
+"""Types of LLaMA-Factory's parts of content that are fields of a message elsewhere."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -90,6 +93,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: the role is {shown(name)}; allowed: {', '.join(dict.fromkeys(ROLES.values()))}, and the names "
             f"{others}.{did_you_mean(str(name), ROLES)}"
         )
+    message = _without_parts(where, message)
     result: dict[str, Any] = {"role": role, "content": read_content(message.get("content"), where)}
     for field in REASONING:
         if not isinstance(message.get(field) or "", str):
@@ -108,8 +112,28 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _without_parts(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with parts of reasoning and of tool calls in its content as fields."""
+    content = message.get("content")
+    taken = (
+        [p for p in content if isinstance(p, Mapping) and p.get("type") in _PARTS] if isinstance(content, list) else []
+    )
+    if not taken:
+        return message
+    reasoning, calls = ([p.get("value") for p in taken if p["type"] == kind] for kind in _PARTS)
+    if not all(isinstance(value, str) for value in (*reasoning, *calls)):
+        raise DataError(f"{where}: the value of a part of reasoning or of a tool call must be text, got {shown(taken)}")
+    fields = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+    try:
+        parsed = [STRICT.decode(call) for call in calls]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: a tool call must be the JSON of {{name, arguments}}: {error}") from None
+    rest = [p for p in content or () if p not in taken]
+    return {**message, **fields, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *parsed]}
+
+
 def _is_trained(where: str, message: Mapping[str, Any]) -> bool:
-    weights = {f: v for f in _WEIGHTS if (v := message.get(f)) is not None and (f == UNTRAINED or isinstance(v, bool))}
+    weights = {f: v for f in _WEIGHTS if (v := message.get(f)) is not None and (f in _NUMBERS or isinstance(v, bool))}
     for field, value in weights.items():
         if value not in (0, 1):
             raise DataError(

@@ -99,9 +99,15 @@ def check_labels(sources: Sequence[Source], columns: Sequence[str], drop: bool) 
             label = as_label(value)
             counts[label] += 1
             if label is None and not drop:
+                advice = 'Correct it, or set data.bad_rows = "drop" to leave such rows out (counted).'
+                if all(as_label(other) is None for other in source.values(column)):
+                    advice = (
+                        "No value of the column is a label: write true or false in their place, or name another column "
+                        "with --data.label."
+                    )
                 raise DataError(
                     f"{source.where(index)}: column {column!r}: a label is true or false, 1 or 0, '+' or '-', got "
-                    f'{shown(value)}. Correct it, or set data.bad_rows = "drop" to leave such rows out (counted).'
+                    f"{shown(value)}. {advice}"
                 )
     if not (counts[True] and counts[False]):
         neither = f" and {counts[None]} values that are no labels" if counts[None] else ""

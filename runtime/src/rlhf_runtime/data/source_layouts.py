@@ -13,6 +13,7 @@ from rlhf.types import DataForm
 from rlhf_runtime.config.data_section import DataSection
 from rlhf_runtime.config.problems import raise_problems
 from rlhf_runtime.data import conversions as convert
+from rlhf_runtime.data.comparisons import SHAPES
 from rlhf_runtime.data.input_template import check_template
 from rlhf_runtime.data.row_fields import as_label
 from rlhf_runtime.data.row_images import image_folder, with_image_files
@@ -58,6 +59,9 @@ def set_layouts(
             continue
         if not source.layout.given:
             notes.append(f"{title} is read as {source.layout}")
+        prompt = source.read(0).get(source.layout.columns.get("prompt", ""))
+        if isinstance(prompt, str) and prompt.startswith('["') and form != "pairs":
+            notes.append(f"{title} has prompts that are lists written as text, which the model sees as they are")
         unread = [c for c in _OF_TEMPLATES if c in source.columns and c not in source.layout.columns.values()]
         if unread and template.chat is not None:
             notes.append(
@@ -123,7 +127,8 @@ def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, An
 
 PROMPTS = ("question", "problem", "query", "instruction", "input")
 RESPONSES = ("completion", "output", "answer", "solution")
-LABELS = ("score", "is_correct")
+LABELS = ("score", "is_correct", "kto_tag")
+CHOSEN, REJECTED = ("chosen_messages", "messages"), ("rejected_messages",)
 _COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": LABELS}
 CONTEXTS = ("input", "context")
 """Column beside ``instruction`` with its context."""
@@ -213,8 +218,7 @@ class _Case:
             fields = ["messages", *(f for f in fields if f == "label")]
         elif self.prompt == "needed" and not isinstance(self.row.get(DEFAULTS["chosen"]), list):
             fields = ["prompt", *fields]
-        if "margin" in self.named:
-            fields.append("margin")
+        fields += [f for f in ("margin", "preference") if f in self.named]
         names = {f: self.named.get(f, DEFAULTS.get(f, f)) for f in fields}
         lacking = {f: c for f, c in names.items() if c not in self.columns and not self._known(f)}
         if lacking:
@@ -258,8 +262,11 @@ class _Case:
                 yield from self._join([columns], how="rejected_beside")
         pair = [
             {"chosen": a, "rejected": b}
-            for a, b in product(self._choices("chosen", ()), self._choices("rejected", ()))
-        ]  # fmt: skip
+            for a, b in product(self._choices("chosen", CHOSEN), self._choices("rejected", REJECTED))
+            if a != "messages" or b == "rejected_messages"
+        ]
+        if not pair and not self.named.keys() & {"chosen", "rejected", "messages"}:
+            yield from self._compared()
         margin = [{"margin": c} for c in self._choices("margin", ())] if "margin" in self.named else [{}]
         for both in self._join(pair, margin):
             values = [self.row.get(both.columns[k]) for k in ("chosen", "rejected")]
@@ -283,6 +290,15 @@ class _Case:
             else:
                 for layout in self._join([*self._prompts()], [both.columns]):
                     yield replace(layout, whole=self.chat and "prompt" not in self.named)
+
+    def _compared(self) -> Iterator[SourceLayout]:
+        """Several answers, and which is better."""
+        for shape in SHAPES:
+            if shape.fits(self.row, self.columns, self.named) and (self.chat or shape.prompt != ""):
+                columns, how = shape.layout(self.named.get("margin"))
+                own = shape.prompt if self.prompt == "needed" and "prompt" not in self.named else None
+                prompts = self._prompts() if own is None else [{"prompt": own}] if own else [{}]
+                yield from self._join([*prompts], [columns], how=how)
 
     def _steps(self) -> Iterator[SourceLayout]:
         for column in self._choices("steps", ("steps", "input")):
@@ -363,6 +379,8 @@ class _Case:
             if len(set(columns.values())) != len(columns):
                 continue
             conversion = how or ("context" if {"context", "history"} & set(columns) else "")
+            if not conversion and self.chat and convert.is_open_dialogue(self.row.get(columns.get("prompt", ""))):
+                conversion = "dialogue_prompt"
             is_default = all(self.named.get(f, DEFAULTS.get(f)) == c for f, c in columns.items())
             yield SourceLayout(columns, conversion, self.chat, given=is_default and not conversion)
 

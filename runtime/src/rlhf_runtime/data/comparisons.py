@@ -1,0 +1,222 @@
+"""Rows with several answers and a preference between them, as pairs: the best answer is chosen, the worst is rejected.
+
+:data:`SHAPES` has the columns of published data sets, a shape a line; :data:`PREFERENCES` the meaning of their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlhf.errors import DataError, shown
+
+from rlhf_runtime.data.strict_json import STRICT
+
+Values = dict[str, Any]
+"""{field: value} of one row."""
+
+OF_MARGIN = "_margin"
+"""End of a conversion's name: the margin is the difference of the two scores."""
+_TEXTS = ("response", "answer", "completion", "text")
+"""Field with the answer, where answers are a list of objects."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The columns of rows with several answers."""
+
+    meaning: str
+    """A name in :data:`PREFERENCES`."""
+    answers: tuple[str, ...]
+    """Two columns with one answer each, or one column with a list of objects."""
+    preference: tuple[str, ...] = ()
+    """Columns that say which answer is better. None: each object has its score."""
+    prompt: str | None = None
+    """Column with the prompt. Empty: the answers are whole conversations. None: as in other layouts."""
+
+    def fits(self, row: Mapping[str, Any], columns: Collection[str], named: Mapping[str, str]) -> bool:
+        """Whether a source has these columns. ``row``: its first row."""
+        if named.get("preference") not in (None, *self.preference):
+            return False
+        if not {*self.answers, *self.preference, named.get("margin") or self.answers[0]} <= {*columns}:
+            return False
+        answers = row.get(self.answers[0])
+        return len(self.answers) == 2 or (isinstance(answers, list) and bool(answers) and self._are_answers(answers))
+
+    def _are_answers(self, answers: list[Any]) -> bool:
+        needed = () if self.preference else (self.meaning,)
+        return all(isinstance(a, Mapping) and any(t in a for t in _TEXTS) and a.keys() >= {*needed} for a in answers)
+
+    def layout(self, margin: str | None) -> tuple[dict[str, str], str]:
+        """({field: column} without the prompt, name of the conversion). ``margin``: the column that is named so."""
+        names = ("first", "second") if len(self.answers) == 2 else ("answers",)
+        fields = dict(zip(names, self.answers, strict=True)) | dict(zip(_SCORES, self.preference, strict=False))
+        if margin in (self.preference or self.answers):
+            return {"margin" if c == margin else f: c for f, c in fields.items()}, self.meaning + OF_MARGIN
+        return fields | ({"margin": margin} if margin is not None else {}), self.meaning
+
+
+_SCORES = ("preference", "other_preference")
+
+SHAPES = (
+    Shape("sign", ("response1", "response2"), ("overall_preference",), "context"),  # HelpSteer3
+    Shape("sign", ("response_1", "response_2"), ("preference_strength",)),  # HelpSteer2-Preference
+    Shape("index", ("response_0", "response_1"), ("better_response_id",)),  # PKU-SafeRLHF
+    Shape("index", ("response_0", "response_1"), ("safer_response_id",)),
+    Shape("first", ("human_ref_A", "human_ref_B"), ("labels",), "history"),  # SHP
+    Shape("winner", ("conversation_a", "conversation_b"), ("winner",), ""),  # Chatbot Arena, MT-Bench
+    Shape("winner", ("response_a", "response_b"), ("winner",)),
+    Shape("votes", ("response_a", "response_b"), ("winner_model_a", "winner_model_b")),  # Chatbot Arena on Kaggle
+    Shape("scores", ("answer_0", "answer_1"), ("score_0", "score_1")),  # WebGPT comparisons
+    Shape("count", ("output_1", "output_2"), ("preference",)),  # AlpacaFarm
+    Shape("index", ("summaries",), ("choice",), "info"),  # Summarize from feedback
+    Shape("overall_score", ("completions",)),  # UltraFeedback
+    Shape("rank", ("answers",)),  # Nectar
+    Shape("rank", ("completions",), (), "context"),  # NeMo RL
+)
+
+
+def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
+    """A row of a shape as a pair: ``chosen`` and ``rejected``, with its prompt and its margin if it has them.
+
+    Args:
+        of_margin: whether the margin is the difference of the scores; a column of the preference has the field
+            ``margin`` then.
+
+    Raises DataError: no answer is better than the others, or a value is not what it should be.
+    """
+    default = values.get("margin") if of_margin else None
+    answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
+    if not isinstance(answers, list) or len(answers) < 2:
+        raise DataError(f"there must be at least two answers, got {shown(answers)}")
+    scores = PREFERENCES[meaning][1](*(values.get(f, default) for f in _SCORES), answers)
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    if best == worst:
+        raise DataError("no answer is better than the others (a tie), so nothing can be preferred")
+    rest = {f: v for f, v in values.items() if f not in ("answers", "first", "second", *_SCORES)}
+    pair = {"chosen": _answer(answers[best]), "rejected": _answer(answers[worst])}
+    margin = {"margin": scores[best] - scores[worst]} if of_margin else {}
+    return (_turns({**rest, **pair}) if meaning == "votes" else {**rest, **pair, **_question(rest)}) | margin
+
+
+# ---------------------------------------------------------------------------------- scores of the answers
+
+
+def _sign(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+    return [0.0, _number(preference)]
+
+
+def _index(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+    return _better(_number(preference), preference, answers)
+
+
+def _count(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+    return _better(_number(preference) - 1, preference, answers)
+
+
+def _first(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+    return _better(1 - _number(preference), preference, answers)
+
+
+def _winner(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+    name = str(preference).strip().lower()
+    if name.startswith("tie") or name == "both_bad":
+        return [0.0, 0.0]
+    return _better({"model_a": 0, "a": 0, "model_b": 1, "b": 1}.get(name, -1), preference, answers)
+
+
+def _scores(preference: Any, other: Any, answers: list[Any]) -> list[float]:
+    return [_number(preference), _number(other)]
+
+
+def _overall(_: Any, __: Any, answers: list[Any]) -> list[float]:
+    return [_number(a.get("overall_score")) for a in _objects(answers)]
+
+
+def _rank(_: Any, __: Any, answers: list[Any]) -> list[float]:
+    return [-_number(a.get("rank")) for a in _objects(answers)]
+
+
+PREFERENCES: Mapping[str, tuple[str, Callable[[Any, Any, list[Any]], list[float]]]] = {
+    "sign": ("below 0 the first answer is better, above 0 the second", _sign),
+    "index": ("the number of the better answer, from 0", _index),
+    "count": ("the number of the better answer, from 1", _count),
+    "first": ("1 where the first answer is better, 0 where the second is", _first),
+    "winner": ("the better answer is that of model_a or model_b", _winner),
+    "votes": ("the answer with more votes is better; prompt and answers are lists of turns", _scores),
+    "scores": ("the answer with the higher score is better", _scores),
+    "overall_score": ("the answers with the highest and the lowest overall_score", _overall),
+    "rank": ("the answers with the lowest and the highest rank", _rank),
+}
+"""{meaning: (words for messages, scores of the answers)}. Every function raises DataError."""
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def _better(index: float, preference: Any, answers: list[Any]) -> list[float]:
+    if index not in range(len(answers)):
+        raise DataError(f"which of {len(answers)} answers is better is not known from {shown(preference)}")
+    return [float(number == index) for number in range(len(answers))]
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)  # csv files hold text
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"a preference, score or rank is a finite number, got {shown(value)}")
+    return number
+
+
+def _objects(answers: list[Any]) -> list[Mapping[str, Any]]:
+    if not all(isinstance(a, Mapping) for a in answers):
+        raise DataError(f"each answer must be an object with its text and score, got {shown(answers)}")
+    return answers
+
+
+def _answer(answer: Any) -> Any:
+    return next((answer[t] for t in _TEXTS if t in answer), None) if isinstance(answer, Mapping) else answer
+
+
+def _turns(values: Values) -> Values:
+    """Prompt and answers that are the JSON of a list of turns: texts if there is one turn, else conversations."""
+    fields = ("prompt", "chosen", "rejected")
+    try:
+        prompts, *answers = (STRICT.decode(values[f]) for f in fields)
+        lengths = {len(prompts), *map(len, answers)}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        lengths = set()
+    if len(lengths) != 1 or not all(isinstance(v, list) for v in (prompts, *answers)):
+        raise DataError("prompt and answers must be JSON lists of as many turns each")
+    if lengths == {1}:
+        return {**values, **{f: v[0] for f, v in zip(fields, (prompts, *answers), strict=True)}}
+    talks = (
+        [
+            {"role": r, "content": t}
+            for turn in zip(prompts, a, strict=True)
+            for r, t in zip(("user", "assistant"), turn, strict=True)
+        ]
+        for a in answers
+    )
+    return {f: v for f, v in values.items() if f != "prompt"} | dict(zip(fields[1:], talks, strict=True))
+
+
+def _question(values: Values) -> Values:
+    """The prompt of WebGPT's questions, and of posts to summarise (Stiennon et al. 2020, arXiv:2009.01325, as their
+    code writes it); empty where the prompt is another."""
+    prompt = values.get("prompt")
+    if not isinstance(prompt, Mapping):
+        return {}
+    if "full_text" in prompt:
+        return {"prompt": prompt["full_text"]}
+    if not isinstance(prompt.get("post"), str):
+        raise DataError(f"the prompt must be text, messages, a question with full_text or a post, got {shown(prompt)}")
+    lines = (
+        f"{name.upper()}: {start}{prompt.get(name)}"
+        for name, start in (("subreddit", "r/"), ("title", ""), ("post", ""))
+    )
+    return {"prompt": "\n\n".join([*lines, "TL;DR:"])}
