@@ -232,6 +232,11 @@ def test_labels_of_one_kind_are_refused_at_the_start(load, chars, value, counts)
     assert "Learning from labels needs both; is 'label' the right column?" in str(error.value)
 
 
+def test_words_as_labels_are_not_advised_to_be_dropped(load, chars):
+    with pytest.raises(DataError, match=r"got str 'good'\. No value of the column is a label: write true or false"):
+        load(chars, "labels", [{**LABELS[0], "label": "good"}, {**LABELS[0], "label": "bad"}])
+
+
 def test_labels_of_both_kinds_may_come_from_two_sources(load, chars, tmp_path):
     for name, row in zip("ab", LABELS, strict=True):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")

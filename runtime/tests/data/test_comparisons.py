@@ -180,7 +180,7 @@ def test_conversations_need_a_chat_template(read, chars):
 def test_the_way_is_said(read, chat):
     data, _ = read(chat, [HELPSTEER3], margin="overall_preference")
     assert data.notes[0].endswith(
-        "is read as prompt = 'context', first = 'response1', second = 'response2', margin = 'overall_preference' (below "
+        "read as prompt = 'context', first = 'response1', second = 'response2', margin = 'overall_preference' (below "
         "0 the first answer is better, above 0 the second; the difference is the margin)"
     )
 

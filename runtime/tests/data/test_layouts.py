@@ -57,6 +57,9 @@ def found(form, row, **options):
         ("pairs", {"chosen": [USER, BOT], "rejected": [USER, NO]}, {"chosen": "chosen", "rejected": "rejected"}, ""),
         ("pairs", {"prompt": "hi", "chosen": [USER, BOT], "rejected": [USER, NO], "messages": [USER, BOT]},
          {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
+        ("pairs", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, NO]},
+         {"chosen": "chosen_messages", "rejected": "rejected_messages"}, ""),
+        ("labels", {"messages": [USER, BOT], "kto_tag": True}, {"messages": "messages", "label": "kto_tag"}, ""),
         ("pairs", {"system": None, "chosen": [USER, BOT], "rejected": [USER, NO]},
          {"system": "system", "chosen": "chosen", "rejected": "rejected"}, ""),
         ("demonstrations", {"system": None, "prompt": "a", "response": "b"},
@@ -113,7 +116,7 @@ def found(form, row, **options):
 )  # fmt: skip
 def test_recognised(form, row, columns, conversion):
     assert found(form, row, chat=True) == (columns, conversion)
-    whole = form == "pairs" and isinstance(row["chosen"], list) and row["chosen"][0] == USER
+    whole = form == "pairs" and [USER, BOT] in row.values()
     conversations = "messages" in columns or whole
     if conversations:
         with pytest.raises(

@@ -221,7 +221,8 @@ def test_programs_get_arguments_as_the_api_writes_them(template_with):
 
 
 @pytest.mark.parametrize(
-    "flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
+    "flag",
+    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"loss_weight": 0.0}],
 )
 def test_an_answer_of_weight_0_is_not_trained_on(template_with, flag):
     talk = [USER, {**BOT, **flag}, USER, {**BOT, "content": "3", "weight": 1}]
@@ -268,3 +269,26 @@ def test_tool_calls_in_sharegpt_turns_are_those_of_the_chat_api(several):
     row = turns({"messages": [{"from": speaker, "value": text} for speaker, text in talk]}, True)
     messages = [USER, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "2"}, BOT]
     assert as_template_reads(row["messages"]) == as_template_reads(messages)
+
+
+def test_parts_of_llama_factory_are_those_of_the_chat_api():
+    def part(kind, value):
+        return {"type": kind, "value": value}
+
+    value = {"name": "add", "arguments": {"a": 1}}
+    answer = [part("reasoning", "Hm."), part("text", "So:"), part("tool_call", json.dumps(value))]
+    looked = {"role": "user", "content": [part("image_url", "a.png"), part("text", "What?")]}
+    given = [
+        looked,
+        {"role": "assistant", "content": answer, "loss_weight": 1.0},
+        {"role": "tool", "content": [part("text", "2")]},
+    ]
+    own = [
+        {"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": "So:", "reasoning_content": "Hm.", "tool_calls": [value]},
+        {"role": "tool", "content": "2"},
+    ]
+    assert as_template_reads(given) == as_template_reads(own)
+    for broken in (part("tool_call", "add(1)"), part("tool_call", value), part("reasoning", None)):
+        with pytest.raises(DataError, match="message 0: a part of reasoning is text, and a tool call is JSON as text"):
+            as_template_reads([{"role": "assistant", "content": [broken]}])

@@ -91,7 +91,8 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     answers = values.get("answers", default) if "first" not in values else [values["first"], values.get("second")]
     if not isinstance(answers, list) or len(answers) < 2:
         raise DataError(f"there must be at least two answers, got {shown(answers)}")
-    scores = PREFERENCES[meaning][1](*(values.get(f, default) for f in _SCORES), answers)
+    preference, other = (values.get(f, default) for f in _SCORES)
+    scores = PREFERENCES[meaning][1](preference, other, answers)
     best, worst = scores.index(max(scores)), scores.index(min(scores))
     if best == worst:
         raise DataError("no answer is better than the others (a tie), so nothing can be preferred")

@@ -97,7 +97,7 @@ def dialogue_prompt(values: Values, chat: bool) -> Values:
     """A prompt that is a dialogue up to an ``Assistant:``, as messages; the answers after it without white space around
     them. Other prompts stay as they are, and so do all without a chat template."""
     prompt = values.get("prompt")
-    if not chat or not is_open_dialogue(prompt):
+    if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
     answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
     return {**values, "prompt": _spoken(prompt.rstrip()[: -len(ASSISTANT)]), **answers}

@@ -113,23 +113,20 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_parts(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with parts of reasoning and of tool calls in its content as fields."""
+    """A message whose content has parts of reasoning and of tool calls, with these as fields."""
     content = message.get("content")
-    taken = (
-        [p for p in content if isinstance(p, Mapping) and p.get("type") in _PARTS] if isinstance(content, list) else []
-    )
-    if not taken:
+    parts = content if isinstance(content, list) else []
+    own = [p for p in parts if isinstance(p, Mapping) and p.get("type") in _PARTS and "value" in p]
+    if not own:
         return message
-    reasoning, calls = ([p.get("value") for p in taken if p["type"] == kind] for kind in _PARTS)
-    if not all(isinstance(value, str) for value in (*reasoning, *calls)):
-        raise DataError(f"{where}: the value of a part of reasoning or of a tool call must be text, got {shown(taken)}")
-    fields = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+    reasoning, calls = ([p["value"] for p in own if p["type"] == kind] for kind in _PARTS)
     try:
-        parsed = [STRICT.decode(call) for call in calls]
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: a tool call must be the JSON of {{name, arguments}}: {error}") from None
-    rest = [p for p in content or () if p not in taken]
-    return {**message, **fields, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *parsed]}
+        texts = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+        made = [STRICT.decode(call) for call in calls]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{where}: a part of reasoning is text, and a tool call is JSON as text: {error}") from None
+    rest = [p for p in parts if p not in own]
+    return {**message, **texts, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *made]}
 
 
 def _is_trained(where: str, message: Mapping[str, Any]) -> bool:
