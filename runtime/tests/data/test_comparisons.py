@@ -190,7 +190,7 @@ def test_the_way_is_said(read, chat):
 ])  # fmt: skip
 def test_a_dialogue_in_the_prompt_becomes_messages(tmp_path, chat, chars, form, answers):
     path = tmp_path / "rows.jsonl"
-    prompt = "\n\nHuman: hi\n\nAssistant: Yes?\n\nHuman: well\n\nAssistant:"
+    prompt = "Human: hi\n\nAssistant: Yes?\n\nHuman: well\n\nAssistant:"
     path.write_text(json.dumps({"prompt": prompt, **answers}) + "\n" + json.dumps({"prompt": "hi", **answers}) + "\n")
     section = DataSection(train=(SourceSection(path=str(path)),), shuffle=False)
     for tokenizer, start, answer in (

@@ -59,7 +59,6 @@ def found(form, row, **options):
          {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}, ""),
         ("pairs", {"chosen_messages": [USER, BOT], "rejected_messages": [USER, NO]},
          {"chosen": "chosen_messages", "rejected": "rejected_messages"}, ""),
-        ("labels", {"messages": [USER, BOT], "kto_tag": True}, {"messages": "messages", "label": "kto_tag"}, ""),
         ("pairs", {"system": None, "chosen": [USER, BOT], "rejected": [USER, NO]},
          {"system": "system", "chosen": "chosen", "rejected": "rejected"}, ""),
         ("demonstrations", {"system": None, "prompt": "a", "response": "b"},

@@ -36,11 +36,11 @@ class Shape:
     prompt: str | None = None
     """Column with the prompt. Empty: the answers are whole conversations. None: as in other layouts."""
 
-    def fits(self, row: Mapping[str, Any], columns: Collection[str], named: Mapping[str, str]) -> bool:
+    def fits(self, row: Mapping[str, Any], columns: Collection[str], names: Mapping[str, str]) -> bool:
         """Whether a source has these columns. ``row``: its first row."""
-        if named.get("preference") not in (None, *self.preference):
+        if names.get("preference") not in (None, *self.preference):
             return False
-        if not {*self.answers, *self.preference, named.get("margin") or self.answers[0]} <= {*columns}:
+        if not {*self.answers, *self.preference, names.get("margin") or self.answers[0]} <= {*columns}:
             return False
         answers = row.get(self.answers[0])
         return len(self.answers) == 2 or (isinstance(answers, list) and bool(answers) and self._are_answers(answers))
@@ -51,8 +51,10 @@ class Shape:
 
     def layout(self, margin: str | None) -> tuple[dict[str, str], str]:
         """({field: column} without the prompt, name of the conversion). ``margin``: the column that is named so."""
-        names = ("first", "second") if len(self.answers) == 2 else ("answers",)
-        fields = dict(zip(names, self.answers, strict=True)) | dict(zip(_SCORES, self.preference, strict=False))
+        fields_of_answers = ("first", "second") if len(self.answers) == 2 else ("answers",)
+        fields = dict(zip(fields_of_answers, self.answers, strict=True)) | dict(
+            zip(_SCORES, self.preference, strict=False)
+        )
         if margin in (self.preference or self.answers):
             return {"margin" if c == margin else f: c for f, c in fields.items()}, self.meaning + OF_MARGIN
         return fields | ({"margin": margin} if margin is not None else {}), self.meaning
@@ -102,56 +104,53 @@ def best_and_worst(values: Values, meaning: str, of_margin: bool) -> Values:
     return (_turns({**rest, **pair}) if meaning == "votes" else {**rest, **pair, **_question(rest)}) | margin
 
 
-# ---------------------------------------------------------------------------------- scores of the answers
-
-
-def _sign(preference: Any, _: Any, answers: list[Any]) -> list[float]:
-    return [0.0, _number(preference)]
-
-
-def _index(preference: Any, _: Any, answers: list[Any]) -> list[float]:
-    return _better(_number(preference), preference, answers)
-
-
-def _count(preference: Any, _: Any, answers: list[Any]) -> list[float]:
-    return _better(_number(preference) - 1, preference, answers)
-
-
-def _first(preference: Any, _: Any, answers: list[Any]) -> list[float]:
-    return _better(1 - _number(preference), preference, answers)
-
-
-def _winner(preference: Any, _: Any, answers: list[Any]) -> list[float]:
+def _winner(preference: Any, answers: list[Any]) -> list[float]:
     name = str(preference).strip().lower()
     if name.startswith("tie") or name == "both_bad":
         return [0.0, 0.0]
     return _better({"model_a": 0, "a": 0, "model_b": 1, "b": 1}.get(name, -1), preference, answers)
 
 
-def _scores(preference: Any, other: Any, answers: list[Any]) -> list[float]:
-    return [_number(preference), _number(other)]
-
-
-def _overall(_: Any, __: Any, answers: list[Any]) -> list[float]:
-    return [_number(a.get("overall_score")) for a in _objects(answers)]
-
-
-def _rank(_: Any, __: Any, answers: list[Any]) -> list[float]:
-    return [-_number(a.get("rank")) for a in _objects(answers)]
-
-
 PREFERENCES: Mapping[str, tuple[str, Callable[[Any, Any, list[Any]], list[float]]]] = {
-    "sign": ("below 0 the first answer is better, above 0 the second", _sign),
-    "index": ("the number of the better answer, from 0", _index),
-    "count": ("the number of the better answer, from 1", _count),
-    "first": ("1 where the first answer is better, 0 where the second is", _first),
-    "winner": ("the better answer is that of model_a or model_b", _winner),
-    "votes": ("the answer with more votes is better; prompt and answers are lists of turns", _scores),
-    "scores": ("the answer with the higher score is better", _scores),
-    "overall_score": ("the answers with the highest and the lowest overall_score", _overall),
-    "rank": ("the answers with the lowest and the highest rank", _rank),
+    "sign": (
+        "below 0 the first answer is better, above 0 the second",
+        lambda value, other, answers: [0.0, _number(value)],
+    ),
+    "index": (
+        "the number of the better answer, from 0",
+        lambda value, other, answers: _better(_number(value), value, answers),
+    ),
+    "count": (
+        "the number of the better answer, from 1",
+        lambda value, other, answers: _better(_number(value) - 1, value, answers),
+    ),
+    "first": (
+        "1 where the first answer is better, 0 where the second is",
+        lambda value, other, answers: _better(1 - _number(value), value, answers),
+    ),
+    "winner": (
+        "the better answer is that of model_a or model_b",
+        lambda value, other, answers: _winner(value, answers),
+    ),
+    "votes": (
+        "the answer with more votes is better; prompt and answers are lists of turns",
+        lambda value, other, answers: [_number(value), _number(other)],
+    ),
+    "scores": (
+        "the answer with the higher score is better",
+        lambda value, other, answers: [_number(value), _number(other)],
+    ),
+    "overall_score": (
+        "the answers with the highest and the lowest overall_score",
+        lambda value, other, answers: [_number(a.get("overall_score")) for a in _objects(answers)],
+    ),
+    "rank": (
+        "the answers with the lowest and the highest rank",
+        lambda value, other, answers: [-_number(a.get("rank")) for a in _objects(answers)],
+    ),
 }
-"""{meaning: (words for messages, scores of the answers)}. Every function raises DataError."""
+"""{meaning: (words for messages, scores of the answers, of the values of the columns of the preference and the list of
+answers)}. Every function raises DataError."""
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -195,14 +194,11 @@ def _turns(values: Values) -> Values:
         raise DataError("prompt and answers must be JSON lists of as many turns each")
     if lengths == {1}:
         return {**values, **{f: v[0] for f, v in zip(fields, (prompts, *answers), strict=True)}}
-    talks = (
-        [
-            {"role": r, "content": t}
-            for turn in zip(prompts, a, strict=True)
-            for r, t in zip(("user", "assistant"), turn, strict=True)
-        ]
+    roles = ("user", "assistant")
+    talks = [
+        [{"role": r, "content": t} for turn in zip(prompts, a, strict=True) for r, t in zip(roles, turn, strict=True)]
         for a in answers
-    )
+    ]
     return {f: v for f, v in values.items() if f != "prompt"} | dict(zip(fields[1:], talks, strict=True))
 
 
@@ -216,8 +212,5 @@ def _question(values: Values) -> Values:
         return {"prompt": prompt["full_text"]}
     if not isinstance(prompt.get("post"), str):
         raise DataError(f"the prompt must be text, messages, a question with full_text or a post, got {shown(prompt)}")
-    lines = (
-        f"{name.upper()}: {start}{prompt.get(name)}"
-        for name, start in (("subreddit", "r/"), ("title", ""), ("post", ""))
-    )
-    return {"prompt": "\n\n".join([*lines, "TL;DR:"])}
+    subreddit, title, post = (prompt.get(field) for field in ("subreddit", "title", "post"))
+    return {"prompt": f"SUBREDDIT: r/{subreddit}\n\nTITLE: {title}\n\nPOST: {post}\n\nTL;DR:"}

@@ -100,7 +100,7 @@ def dialogue_prompt(values: Values, chat: bool) -> Values:
     if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
     answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
-    return {**values, "prompt": _spoken(prompt.rstrip()[: -len(ASSISTANT)]), **answers}
+    return {**values, "prompt": _spoken("\n\n" + prompt.strip()[: -len(ASSISTANT)]), **answers}
 
 
 def compared(values: Values, chat: bool, meaning: str, of_margin: bool) -> Values:

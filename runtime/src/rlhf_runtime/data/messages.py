@@ -122,11 +122,11 @@ def _without_parts(where: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     reasoning, calls = ([p["value"] for p in own if p["type"] == kind] for kind in _PARTS)
     try:
         texts = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
-        made = [STRICT.decode(call) for call in calls]
+        tool_calls = [STRICT.decode(call) for call in calls]
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: a part of reasoning is text, and a tool call is JSON as text: {error}") from None
     rest = [p for p in parts if p not in own]
-    return {**message, **texts, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *made]}
+    return {**message, **texts, "content": rest, "tool_calls": [*(message.get("tool_calls") or ()), *tool_calls]}
 
 
 def _is_trained(where: str, message: Mapping[str, Any]) -> bool:

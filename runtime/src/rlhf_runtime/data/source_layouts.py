@@ -127,7 +127,7 @@ def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, An
 
 PROMPTS = ("question", "problem", "query", "instruction", "input")
 RESPONSES = ("completion", "output", "answer", "solution")
-LABELS = ("score", "is_correct", "kto_tag")
+LABELS = ("score", "is_correct")
 CHOSEN, REJECTED = ("chosen_messages", "messages"), ("rejected_messages",)
 _COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": LABELS}
 CONTEXTS = ("input", "context")
