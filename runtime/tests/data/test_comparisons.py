@@ -150,6 +150,13 @@ def test_ties_and_values_that_say_nothing_make_a_bad_row(read, chat, row, said):
     assert data.check(1) == ""
 
 
+def test_the_turns_of_helpsteer2_become_messages(read, chat):
+    prompt = "hi\n\n<extra_id_1>Assistant\n\nYes?\n\n<extra_id_1>User\n\nwell"
+    _, (_, example) = read(chat, [HELPSTEER2, HELPSTEER2 | {"prompt": prompt}])
+    start = "<|user|>hi<eos><|assistant|>Yes?<eos><|user|>well<eos><|assistant|>"
+    assert texts(chat, example) == [f"{start}good<eos>", f"{start}bad<eos>"]
+
+
 def test_ties_that_are_left_out_are_counted(read, chat):
     rows = [HELPSTEER3, HELPSTEER3 | {"overall_preference": 0}, HELPSTEER3]
     data, _ = read(chat, [*rows, *rows], bad_rows="drop")

@@ -17,6 +17,8 @@ from rlhf_runtime.data.strict_json import STRICT
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 CALLS = "function_call"
 """The ``from`` of a ShareGPT turn whose value is the JSON of tool calls, as Glaive's data has them."""
+HELPSTEER = r"\s*<extra_id_1>(User|Assistant)\n"
+"""Mark before the second and later turns of a prompt of HelpSteer2 (a pattern)."""
 MARK = "ки"
 """Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
@@ -94,11 +96,15 @@ def dialogues(values: Values, chat: bool) -> Values:
 
 
 def dialogue_prompt(values: Values, chat: bool) -> Values:
-    """A prompt that is a dialogue up to an ``Assistant:``, as messages; the answers after it without white space around
-    them. Other prompts stay as they are, and so do all without a chat template."""
+    """A prompt that is a dialogue up to an ``Assistant:``, or has the marks of HelpSteer2, as messages; answers to a
+    dialogue without white space around them. Other prompts stay as they are, and so do all without a chat template."""
     prompt = values.get("prompt")
     if not chat or not isinstance(prompt, str) or not is_open_dialogue(prompt):
         return values
+    first, *others = re.split(HELPSTEER, prompt)
+    if others:
+        messages = zip(("User", *others[::2]), (first, *others[1::2]), strict=True)
+        return {**values, "prompt": [{"role": name.lower(), "content": text.strip()} for name, text in messages]}
     answers = {f: v.strip() for f in ("response", "chosen", "rejected") if isinstance(v := values.get(f), str)}
     return {**values, "prompt": _spoken("\n\n" + prompt.strip()[: -len(ASSISTANT)]), **answers}
 
@@ -206,7 +212,7 @@ def describe(conversion: str) -> str:
         "preferred_outputs": "a request of the chat API and the output that is preferred to another",
         "rejected_beside": "the last answer of the conversation is chosen",
         "dialogues": f"Human/Assistant dialogues: the prompt is their common prefix up to {ASSISTANT!r}",
-        "dialogue_prompt": "Human/Assistant dialogues in the prompt as messages",
+        "dialogue_prompt": "dialogues in the prompt as messages",
         "context": "the instruction, a blank line, its context; a history comes before them",
         "marked_steps": f"steps end at {MARK!r}, where their labels are; the prompt is the text before 'Step 1:'",
         "rated_steps": "a list of steps with their ratings or labels",
@@ -242,8 +248,9 @@ def is_dialogue(value: Any) -> bool:
 
 
 def is_open_dialogue(value: Any) -> bool:
-    """A dialogue that ends where the assistant answers."""
-    return is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
+    """A dialogue that ends where the assistant answers, or the turns of a prompt of HelpSteer2."""
+    ends = is_dialogue(value) and value.rstrip().endswith(ASSISTANT)
+    return ends or (isinstance(value, str) and re.search(HELPSTEER, value) is not None)
 
 
 def is_marked(value: Any) -> bool:
