@@ -274,6 +274,36 @@ def test_files_of_fields_say_their_trainer_by_their_fields(form, tmp_path):
     assert values(str(named))["algorithm"]["use"] == "sft", "the name says which, where the fields do not"
 
 
+def test_recipes_of_open_r1(tmp_path):
+    file = tmp_path / "config_sft.yaml"
+    template = "{% for m in messages %}" + "{{ m.content }} " * 50 + "{% endfor %}"
+    parts = [
+        {"id": "o/a", "config": "c", "split": "s", "columns": ["x"], "weight": 0.5},
+        {"id": "o/a", "weight": 1.0},
+        {"id": "o/b"},
+    ]
+    fields = {"model_name_or_path": "M", "system_prompt": "S", "dataset_prompt_column": "problem",
+              "chat_template": template, "dataset_mixture": {"datasets": parts, "seed": 3}}  # fmt: skip
+    file.write_text(json.dumps(fields))  # JSON is YAML
+    text = migrate("trl", str(file), {}, PLUGINS)
+    data = tomllib.loads(text)["data"]
+    assert (data["system"], data["prompt"]) == ("S", "problem")
+    assert data["train"] == [
+        {"path": "o/a", "subset": "c", "split": "s", "name": "a_0"}, {"path": "o/a", "name": "a_1"}, {"path": "o/b"}
+    ]  # fmt: skip
+    lines = " ".join(text.replace("#", " ").split())
+    assert "takes a share of 0.5 of the rows of o/a; here all are read: set max_rows of data.train.0" in lines
+    assert "save the text of chat_template as a file, and name it by data.chat_template" in lines
+    assert text.count("m.content") < 20
+    assert "held-out" not in lines
+    fields["dataset_mixture"]["test_split_size"] = 0.1
+    file.write_text(json.dumps(fields))
+    assert "name held-out rows as data.eval" in migrate("trl", str(file), {}, PLUGINS)
+    file.write_text(json.dumps(fields | {"dataset_mixture": {"datasets": [{"path": "x"}]}}))
+    with pytest.raises(ConfigError, match="it needs a list of datasets, each with an id"):
+        migrate("trl", str(file), {}, PLUGINS)
+
+
 @pytest.mark.parametrize(
     ("flags", "telling"),
     [

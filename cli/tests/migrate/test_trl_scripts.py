@@ -52,11 +52,31 @@ def script(tmp_path, monkeypatch):
         ("", "float(os.environ.get('LR', '2e-6'))"),
         ("def f():\n    lr = 5\nlr = 2e-6", "lr"),
         ("lr = 1\nlr = 2e-6", "lr"),
+        ("", "(2 * [2e-6])[round(1.4, 1) > 1] if 'ab' * 2 == 'a%s' % 'bab' else 1"),
     ],
 )  # fmt: skip
 def test_values_that_a_script_states_are_read(script, above, expression):
     text = f"{above}\n{'    ' if '__main__' in above else ''}x = SFTConfig(learning_rate={expression})\n"
     assert script(text)["trainer"]["lr"] == 2e-6
+
+
+@pytest.mark.parametrize(
+    ("above", "expression"),
+    [
+        ("", "len('a' * 10000000000000)"),
+        ("", "len(10000000000000 * [1])"),
+        ("", "len('%10000000000000d' % 1)"),
+        ("a = 'a' * 90000", "len(a.replace('a', a))"),
+        ("a = 'a' * 90000", "len(a.join(a))"),
+        ("\n".join(["a0 = 'ab'", *(f"a{n} = f'{{a{n - 1}}}' + a{n - 1}" for n in range(1, 60))]), "len(a59)"),
+        ("\n".join(["a0 = 2", *(f"a{n} = a{n - 1} * a{n - 1}" for n in range(1, 60))]), "1 if a59 else 0"),
+        ("\n".join(["a0 = 2", *(f"a{n} = a{n - 1} + a{n - 1}" for n in range(1, 60))]), "1 if a59 else 0"),
+        ("\n".join(["a0 = [1]", *(f"a{n} = [a{n - 1}] * 9" for n in range(1, 60))]), "len(a59)"),
+    ],
+)  # fmt: skip
+def test_values_that_fit_in_no_memory_are_refused(script, above, expression):
+    with pytest.raises(ConfigError, match="--set num_train_epochs=VALUE"):
+        script(f"{above}\nx = SFTConfig(num_train_epochs={expression})\n")
 
 
 def test_the_only_call_of_a_function_gives_its_parameters(script):

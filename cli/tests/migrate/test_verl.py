@@ -106,6 +106,23 @@ def test_defaults_that_differ_are_written():
         ),
         (f"{A}.actor.policy_loss.loss_mode=geo_mean", "loss", {"use": "gmpo", "clip_low": 0.2, "clip_high": 0.2}),
         (
+            f"{A}.actor.policy_loss.loss_mode=clip_cov {A}.actor.policy_loss.clip_cov_ub=7 {A}.actor.clip_ratio=1.0",
+            "loss",
+            {"use": "covariance", "high": 7.0, "clip_low": 1.0, "clip_high": 1.0},
+        ),
+        (
+            f"{A}.actor.policy_loss.loss_mode=kl_cov {A}.actor.policy_loss.kl_cov_ratio=0.02 "
+            f"{A}.actor.loss_agg_mode=seq-mean-token-mean",
+            "loss",
+            {
+                "use": "covariance",
+                "treatment": "kl",
+                "share": 0.02,
+                "kl_coef": 0.1,
+                "aggregation": "seq_mean_token_mean",
+            },
+        ),
+        (
             f"{A}.actor.loss_agg_mode=seq-mean-token-sum-norm data.max_response_length=100",
             "loss",
             {"dual_clip": 3.0, "aggregation": "seq_sum_constant", "max_length": 100},
@@ -125,6 +142,13 @@ def test_defaults_that_differ_are_written():
 )
 def test_algorithms_losses_and_kl(overrides, part, expected):
     assert values(f"{A}.rollout.n=4 {overrides}")["algorithm"][part] == expected
+
+
+def test_engines_of_sglang_become_those_of_vllm_with_a_note():
+    command = f"python3 -m verl.trainer.main_ppo {A}.model.path=M data.train_files=d.parquet {A}.rollout.name=sglang"
+    text = migrate("verl", command, {}, PLUGINS)
+    assert "the generator sglang_server takes servers that are running" in " ".join(text.replace("#", " ").split())
+    assert tomllib.loads(text)["generator"]["use"] == "vllm"
 
 
 def test_warm_up_is_counted_in_steps_of_the_run():
@@ -196,7 +220,7 @@ def test_keys_of_the_newest_version_and_of_groups():
         ("data.train_batchsize=1", "data.train_batch_size"),
         ("data.a=1 data.b=1", r"(?s)data\.a is unknown.*data\.b is unknown.*--allow-unknown"),
         ("--config-name=absent", "absent.yaml cannot be read"),
-        (f"{A}.actor.loss_mode=kl_cov", "kl_cov"),
+        (f"{A}.actor.loss_mode=gpg", "loss_mode=gpg"),
         ("algorithm.adv_estimator=gpg", "gpg"),
         (f"{A}.actor.strategy=megatron", "megatron"),
         (f"{A}.actor.use_kl_loss=True {A}.actor.kl_loss_type=kl", "kl_loss_type"),

@@ -178,10 +178,8 @@ class Draft:
             else:
                 rule = "" if row.rule.startswith("refused") else row.rule
                 reason = self.unread.get(name) or row.why or rule or "off by default here too"
-                others.append(f"{source_option.written}: {reason}")
-        groups["Unknown:"] = [
-            textwrap.shorten(text, 300, placeholder=" ...") for text, _ in self.source.unknown.values()
-        ]
+                others.append(f"{_shortened(source_option.written)}: {reason}")
+        groups["Unknown:"] = [_shortened(text) for text, _ in self.source.unknown.values()]
         for title, lines in groups.items():
             if lines:
                 yield from ["", *_comment(title)]
@@ -259,6 +257,10 @@ def _load(text: str) -> RunFile:
         except ConfigError as error:
             message = str(error).replace(str(file), "run.toml")
             raise ConfigError(f"these options give a run file that is not accepted:\n{message}") from None
+
+
+def _shortened(text: str) -> str:
+    return textwrap.shorten(text, 300, placeholder=" ...") if len(text) > 300 else text
 
 
 def _comment(text: str) -> list[str]:

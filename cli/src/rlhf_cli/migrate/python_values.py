@@ -38,8 +38,14 @@ _OPERATIONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda item, whole: item not in whole,
 }
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (int, float, str, bool, abs, min, max, round, len, list, tuple, dict)
-} | {"Path": lambda *parts: os.path.join(*map(str, parts))}
+    function.__name__: function for function in (int, float, str, bool, abs, min, max, len, list, tuple, dict)
+} | {
+    "Path": lambda *parts: os.path.join(*map(str, parts)),
+    "round": lambda number, *digits: round(number, *(max(count, -300) for count in digits)),
+}
+MOST = 100_000
+"""Largest size of a value that is repeated (characters and items), and most expressions of a script: a short text can
+ask for more than fits in memory."""
 _OF_BF16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 """Functions that are true where bf16 is computed, as it is by a run."""
 _OF_TEXTS = ("lower", "upper", "strip", "rstrip", "split", "rsplit", "replace", "join", "startswith", "endswith")
@@ -92,6 +98,7 @@ class PythonValues:
         self.assignments: dict[tuple[str, ast.FunctionDef | None], list[_Assignment]] = {}
         self.stored_attributes = set[str]()
         self._busy = set[ast.AST]()
+        self._expressions = 0
         in_classes = {statement for node in self.classes.values() for statement in node.body}
         for node in ast.walk(self.tree):
             targets = list[ast.expr]()
@@ -167,7 +174,8 @@ class PythonValues:
         return node
 
     def value(self, node: ast.expr) -> Any:
-        if node in self._busy:
+        self._expressions += 1
+        if node in self._busy or self._expressions > MOST:
             raise NoValueError
         self._busy.add(node)
         try:
@@ -204,7 +212,7 @@ class PythonValues:
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return float(self.value(left)) ** self.value(right)
             case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATIONS:
-                return _OPERATIONS[type(sign)](self.value(left), self.value(right))
+                return _result(sign, self.value(left), self.value(right))
             case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _OPERATIONS:
                 return _OPERATIONS[type(sign)](self.value(left), self.value(right))
             case ast.BoolOp(op=sign, values=values):
@@ -284,7 +292,12 @@ class PythonValues:
         if ast.unparse(call.func) == "os.path.join":
             return os.path.join(*(str(self.value(item)) for item in call.args))
         if name in _OF_TEXTS and base is not None and isinstance(text := self.value(base), str):
-            return getattr(text, name)(*(self.value(item) for item in call.args))
+            arguments = [self.value(item) for item in call.args]
+            if name == "replace":
+                _require_size(text.count(arguments[0]) * len(arguments[1]))
+            if name == "join":
+                _require_size(len(text) * len(arguments[0]))
+            return getattr(text, name)(*arguments)
         if name == "get" and base is not None and isinstance(entries := self.value(base), dict):
             return entries.get(self.value(call.args[0]), *(self.value(item) for item in call.args[1:]))
         keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
@@ -358,6 +371,29 @@ class PythonValues:
         convert = {"int": int, "float": float, "str": str}.get(ast.unparse(kind) if kind else "str", _plain)
         values = [convert(text) for text in texts]
         return values if "nargs" in options or len(values) != 1 else values[0]
+
+
+def _result(sign: ast.operator, left: Any, right: Any) -> Any:
+    """The value of an operation, if its size is within :data:`MOST`."""
+    if isinstance(sign, ast.Mult):
+        for whole, times in ((left, right), (right, left)):
+            _require_size(_size(whole) * times if isinstance(times, int) else 0)
+    if isinstance(sign, ast.Mod) and isinstance(left, str) and re.search(r"%[^%a-zA-Z]*[\d*]", left):
+        raise NoValueError  # a width
+    return _OPERATIONS[type(sign)](left, right)
+
+
+def _size(value: Any) -> int:
+    """Characters and items of a text or list and all that is in it; more than :data:`MOST` where there are more."""
+    size = len(value) if isinstance(value, str | list | tuple) else 0
+    for item in value if isinstance(value, list | tuple) else ():
+        size += _size(item) if size <= MOST else 0
+    return size
+
+
+def _require_size(size: int) -> None:
+    if size > MOST:
+        raise NoValueError
 
 
 def name_of(call: ast.Call) -> str:

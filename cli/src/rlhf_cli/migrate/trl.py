@@ -281,6 +281,12 @@ def _model(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     s = draft.source
+    if s["chat_template"]:
+        draft.unread["chat_template"] = "see the remark"
+        draft.remarks.append("save the text of chat_template as a file, and name it by data.chat_template")
+    if s["dataset_mixture"]:
+        _mixture(draft)
+        return
     if not s["dataset_name"]:
         both = "data.train and data.eval" if s["eval_strategy"] != "no" else "data.train"
         draft.remarks.append(f"name the data: {both}, and the columns where they are not recognised")
@@ -295,6 +301,30 @@ def _data(draft: Draft) -> None:
             limit = {"max_rows": int(part[1:-1])} if bracket else {}
             names = ["dataset_name", option, *(["dataset_config"] if subset else [])]
             draft.set(f"data.{use}", [{"path": s["dataset_name"], **split, **subset, **limit}], *names)
+
+
+def _mixture(draft: Draft) -> None:
+    """The datasets of Open-R1's ``dataset_mixture``."""
+    s, name = draft.source, "dataset_mixture"
+    datasets = s[name].get("datasets")
+    if not isinstance(datasets, list) or not all(
+        isinstance(d, dict) and isinstance(d.get("id"), str) for d in datasets
+    ):
+        raise s.refused(name, "it needs a list of datasets, each with an id")
+    options = {"path": "id", "subset": "config", "split": "split"}
+    sources = [{option: d[field] for option, field in options.items() if d.get(field)} for d in datasets]
+    ids = [source["path"] for source in sources]
+    for number, (source, dataset) in enumerate(zip(sources, datasets, strict=True)):
+        if ids.count(source["path"]) > 1:
+            source["name"] = f"{source['path'].rpartition('/')[2]}_{number}"
+        if dataset.get("weight") not in (None, 1):
+            draft.remarks.append(
+                f"dataset_mixture takes a share of {dataset['weight']} of the rows of {source['path']}; here all are "
+                f"read: set max_rows of data.train.{number} to that many rows"
+            )
+    if s[name].get("test_split_size") or s["eval_strategy"] != "no":
+        draft.remarks.append("name held-out rows as data.eval; none are split off")
+    draft.set("data.train", sources, name)
 
 
 # ---------------------------------------------------------------------------------------- algorithms

@@ -31,6 +31,8 @@ WITHOUT: Mapping[str, str] = {
     "kl_loss": "only with use_kl_loss and a coefficient",
     "kl_reward": "only with use_kl_in_reward and a coefficient",
     "ppo_loss": "only with the loss vanilla",
+    "clip_cov": "only with the loss clip_cov",
+    "kl_cov": "only with the loss kl_cov",
     "lora": "only with lora_rank",
     "dynamic": "only with use_dynamic_bsz",
     "reward_model": "only with reward_model.enable",
@@ -55,6 +57,7 @@ ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3
 AGGREGATIONS = {name: name.replace("-", "_") for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")}
 AGGREGATIONS["seq-mean-token-sum-norm"] = "seq_sum_constant"
 LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo"}
+LOSSES |= {"clip_cov": "covariance", "kl_cov": "covariance"}
 
 
 def read(words: Sequence[Word], where: str) -> FrameworkOptions:
@@ -132,6 +135,8 @@ def convert(source: FrameworkOptions) -> Draft:
         "kl_loss": _kl_in_loss(s),
         "kl_reward": _kl_in_reward(s),
         "ppo_loss": s[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla",
+        "clip_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "clip_cov",
+        "kl_cov": s[f"{ACTOR}.policy_loss.loss_mode"] == "kl_cov",
         "lora": s["actor_rollout_ref.model.lora_rank"],
         "dynamic": s[f"{ACTOR}.use_dynamic_bsz"],
         "reward_model": s["reward_model.enable"],
@@ -182,8 +187,12 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         model = s["critic.model.path"] or s["actor_rollout_ref.model.path"]
         draft.set("critic.model", model, "critic.model.path")
     use = _one_of(draft, f"{ACTOR}.policy_loss.loss_mode", LOSSES)
-    draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode")
-    if use in ("ppo", "cispo"):
+    note = "means and shares are those of the optimizer batch, not of a micro-batch" if use == "covariance" else ""
+    draft.set("algorithm.loss.use", use, f"{ACTOR}.policy_loss.loss_mode", note=note)
+    treatment = s[f"{ACTOR}.policy_loss.loss_mode"].removesuffix("_cov")
+    if use == "covariance":
+        draft.set("algorithm.loss.treatment", treatment, f"{ACTOR}.policy_loss.loss_mode")
+    if use in ("ppo", "cispo", "covariance"):
         how = _one_of(draft, f"{ACTOR}.loss_agg_mode", AGGREGATIONS)
         draft.set("algorithm.loss.aggregation", how, f"{ACTOR}.loss_agg_mode")
         if how == "seq_sum_constant":
@@ -191,10 +200,13 @@ def _algorithm(draft: Draft, estimator: str) -> int:
             draft.set("algorithm.loss.max_length", s[name], name)
     else:
         draft.unread[f"{ACTOR}.loss_agg_mode"] = f"verl takes seq-mean-token-mean with {use}, and so does the run"
-    for side in ("low", "high") if use != "sapo" else ():
+    for side in ("low", "high") if use != "sapo" and treatment != "kl" else ():
         name = f"{ACTOR}.clip_ratio_{side}" if s[f"{ACTOR}.clip_ratio_{side}"] is not None else f"{ACTOR}.clip_ratio"
         bound = min(s[name], 1.0) if (use, side) == ("cispo", "low") else s[name]  # a ratio is never below 0
         draft.set(f"algorithm.loss.clip_{side}", bound, name)
+    if treatment == "kl":
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+        draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in names}
     if use == "sapo":
         for sign, name in (("positive", "pos"), ("negative", "neg")):
             draft.set(f"algorithm.loss.tau_{sign}", s[f"{ACTOR}.tau_{name}"], f"{ACTOR}.tau_{name}")
@@ -379,7 +391,9 @@ def _placement(draft: Draft, estimator: str) -> None:
         raise s.refused(f"{ROLLOUT}.tensor_model_parallel_size", f"it does not divide the {ranks} GPUs")
     draft.set("launcher.use", "ray")
     engines = dict.fromkeys(("vllm", "sglang", "hf"), "vllm")
-    draft.set("generator.use", _one_of(draft, f"{ROLLOUT}.name", engines), f"{ROLLOUT}.name")
+    servers = "runs start no engines of SGLang; the generator sglang_server takes servers that are running"
+    note = servers if s[f"{ROLLOUT}.name"] == "sglang" else ""
+    draft.set("generator.use", _one_of(draft, f"{ROLLOUT}.name", engines), f"{ROLLOUT}.name", note=note)
     draft.set("placement.policy.ranks", ranks, *names)
     kl = _kl_in_loss(s) or _kl_in_reward(s)
     roles = {"reference": kl, "critic": estimator == "gae", "reward_model": s["reward_model.enable"]}

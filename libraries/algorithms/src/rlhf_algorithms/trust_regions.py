@@ -190,7 +190,8 @@ class Covariance(PPOLoss):
 
     Deviations: (1) The penalty of KL-Cov is abs(log ratio), as in the authors' code; the paper writes a KL. (2) Means
     and shares are over the whole optimizer batch; verl takes those of a micro-batch. (3) The draw of Clip-Cov is
-    :func:`draws`, so that it does not depend on how the batch is split, and a resumed run draws the same.
+    :func:`draws`, so that it does not depend on how the batch is split, and a resumed run draws the same. (4) It is
+    also among tokens whose ratio is clipped, which have no gradient; the authors' code and verl leave those out.
     """
 
     name = "covariance"
