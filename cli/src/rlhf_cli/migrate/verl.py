@@ -205,8 +205,8 @@ def _algorithm(draft: Draft, estimator: str) -> int:
         bound = min(s[name], 1.0) if (use, side) == ("cispo", "low") else s[name]  # a ratio is never below 0
         draft.set(f"algorithm.loss.clip_{side}", bound, name)
     if treatment == "kl":
-        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
-        draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in names}
+        bounds = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+        draft.unread |= {f"{ACTOR}.{name}": "the loss kl_cov clips no ratio" for name in bounds}
     if use == "sapo":
         for sign, name in (("positive", "pos"), ("negative", "neg")):
             draft.set(f"algorithm.loss.tau_{sign}", s[f"{ACTOR}.tau_{name}"], f"{ACTOR}.tau_{name}")
