@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Config fields of the soft cap of logits: ``softcap * tanh(logits / softcap)``."""
+"""Fields of a text config with the soft cap of logits: ``softcap * tanh(logits / softcap)``."""
 
 
 def load_model(
@@ -258,6 +258,7 @@ def take_apart(module: PreTrainedModel, kind: str, spec: ModelSpec) -> LoadedMod
             f"{label} is not a body with one linear "
             f"{'language-model head' if kind == 'lm' else 'head named score'}; use a decoder-only architecture"
         )
-    caps = [getattr(module.config, name, None) for name in SOFTCAPS] if kind == "lm" else []
+    text = module.config.get_text_config()
+    caps = [getattr(text, name, None) for name in SOFTCAPS] if kind == "lm" else []
     softcap = next((cap for cap in caps if cap), None)
     return LoadedModel(module, body, head, kind, softcap)

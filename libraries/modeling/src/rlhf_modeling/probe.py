@@ -232,8 +232,9 @@ def _write_notes(loaded: LoadedModel, spec: ModelSpec, why: str) -> None:
 
 
 def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> bool:
-    """Set ``loaded.logit_scale``. Returns False where no factor turns the head's logits into the model's, or the head
-    reads something else than the hidden states.
+    """Set ``loaded.logit_scale``, and no ``softcap`` where the config has one that the model's class does not apply
+    (LLaVA's, of a text part with one). Returns False where no factor turns the head's logits into the model's, or the
+    head reads something else than the hidden states.
 
     Args:
         hidden_TH: the body's hidden states of ``ids_T``.
@@ -241,10 +242,13 @@ def find_logit_scale(loaded: LoadedModel, ids_T: Tensor, hidden_TH: Tensor) -> b
     if loaded.head.in_features != hidden_TH.shape[-1]:
         return False
     want_TV = loaded.module(input_ids=ids_T[None], use_cache=False).logits[0].float()
-    loaded.logit_scale = 1.0
-    if not _same(loaded.logits(hidden_TH), want_TV):
-        loaded.logit_scale = _nearest_of_config(loaded, hidden_TH, want_TV)
-    return _same(loaded.logits(hidden_TH), want_TV)
+    for cap in dict.fromkeys((loaded.softcap, None)):
+        loaded.softcap, loaded.logit_scale = cap, 1.0
+        if not _same(loaded.logits(hidden_TH), want_TV):
+            loaded.logit_scale = _nearest_of_config(loaded, hidden_TH, want_TV)
+        if _same(loaded.logits(hidden_TH), want_TV):
+            return True
+    return False
 
 
 def _nearest_of_config(loaded: LoadedModel, hidden_TH: Tensor, want_TV: Tensor) -> float:

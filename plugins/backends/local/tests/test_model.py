@@ -10,6 +10,7 @@ from rlhf.errors import ModelError
 from rlhf.interfaces import ModelSpec
 from rlhf.types import RoleSpec
 from rlhf_modeling.model import load_model
+from rlhf_testing.image_models import tiny_image_model
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -21,6 +22,8 @@ from transformers import (
     GraniteForCausalLM,
     OPTConfig,
 )
+
+from tests.support.tiny_architectures import random_model, tiny_config
 
 CPU = torch.device("cpu")
 
@@ -130,6 +133,11 @@ def test_a_checkpoint_with_missing_weights_is_refused(tmp_path):
 def test_final_softcapping_and_scaling_are_applied_and_anything_else_refused(tmp_path, monkeypatch):
     soft = tiny_model(tmp_path / "soft", architecture="gemma2", final_logit_softcapping=2.0, query_pre_attn_scalar=8)
     assert load(soft).softcap == 2.0  # checked against the model's own logits while loading
+    config = tiny_config("gemma4")  # of text and images
+    config.text_config.final_logit_softcapping = 2.0
+    assert load(random_model(tmp_path / "parts", config)).softcap == 2.0
+    path = tiny_image_model(tmp_path / "no cap", "llava", final_logit_softcapping=2.0)  # its class does not apply it
+    assert load(path).softcap is None
     granite = tiny_model(tmp_path / "granite", architecture="granite", logits_scaling=4.0)
     assert load(granite).logit_scale == 0.25
     monkeypatch.setattr(GraniteForCausalLM, "get_output_embeddings", lambda self: ScaledHead(8, 8))
