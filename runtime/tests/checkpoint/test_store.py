@@ -58,6 +58,19 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path):
     assert steps(store) == ["step-000002"]
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_noted_and_the_new_one_is_saved(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, write(), {})
+    obstacle = store.root / ".discarded-step-000001"
+    obstacle.touch()
+    store.save(2, write(), {})
+    assert [c.step for c in store.complete()] == [1, 2]
+    assert "step-000001 is no longer needed and could not be deleted" in store.notes[0]
+    obstacle.unlink()
+    store.save(3, write(), {})
+    assert [c.step for c in store.complete()] == [3]
+
+
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.keep is 0; at least 1"):
         CheckpointStore(tmp_path, keep=0)

@@ -203,6 +203,9 @@ def test_exports_are_whole_rotated_and_replaced(tmp_path):
         for step in (5, 10, 15):
             directory.export(step, lambda f: (f / "config.json").write_text("{}"), keep=2)
         assert sorted(p.name for p in (tmp_path / "exports").iterdir()) == ["step-000010", "step-000015"]
+        (tmp_path / "exports" / ".discarded-step-000010").touch()  # it cannot be deleted
+        with pytest.warns(match="step-000010 is no longer needed and could not be deleted"):
+            assert directory.export(20, lambda f: (f / "config.json").write_text("{}"), keep=2).exists()
         with pytest.raises(OSError, match="disk"):
             directory.publish_model(fail)
         assert not directory.model.exists()

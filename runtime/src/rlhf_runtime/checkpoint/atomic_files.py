@@ -86,6 +86,15 @@ def discard_folder(path: Path) -> None:
     shutil.rmtree(discarded)
 
 
+def delete_old(path: Path, note: Callable[[str], None]) -> None:
+    """:func:`discard_folder` of what newer files replace. Where it fails (on NFS while a reader has a file open),
+    ``note`` is called with the reason."""
+    try:
+        discard_folder(path)
+    except OSError as cause:
+        note(f"{path} is no longer needed and could not be deleted: {cause}. Delete it yourself.")
+
+
 def remove_leftovers(folder: Path) -> list[str]:
     """Delete temporary files that killed processes left in ``folder``. Returns the deleted names. Call it only while no
     other run writes."""

@@ -210,7 +210,7 @@ class CheckpointStore:
         pointer = self.pointer()
         for old in self.complete()[: -self.keep]:
             if pointer is None or old.step != pointer["step"]:
-                files.discard_folder(old.path)
+                files.delete_old(old.path, self._note)
 
     def unwritten(self, file: str, cause: Exception) -> CheckpointError:
         """The error for ``file``, which could not be written. It says what remains and how to continue."""

@@ -94,7 +94,7 @@ class Saves:
         if last or not steps_done or every is None or steps_done % every:
             return
         with self._store.writing(path), self._reports.timed("export"):
-            self._directory.export(steps_done, self.write_model, section.keep)
+            self._directory.export(steps_done, self.write_model, section.keep, self._progress.note)
 
     def export_best(self, steps_done: int) -> None:
         """Export the model after step ``steps_done``, if its evaluation is the best. After a resume it may exist."""

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import subprocess
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,13 @@ from rlhf.plugins.requirements import installed_version
 from rlhf.saved import Saved, SavedPart, validated
 from rlhf.secrets import redact
 
-from rlhf_runtime.checkpoint.atomic_files import discard_folder, publish_folder, remove_leftovers, write_atomic
+from rlhf_runtime.checkpoint.atomic_files import (
+    delete_old,
+    discard_folder,
+    publish_folder,
+    remove_leftovers,
+    write_atomic,
+)
 from rlhf_runtime.checkpoint.json_values import read_json, write_json
 from rlhf_runtime.checkpoint.store import BEST, SavedBest
 from rlhf_runtime.output.folder_lock import FolderLock
@@ -213,14 +220,20 @@ class RunDirectory:
 
         publish_folder(self.best_model, write_both)
 
-    def export(self, step: int, write: Callable[[Path], None], keep: int | None = None) -> Path:
+    def export(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        keep: int | None = None,
+        note: Callable[[str], None] = warnings.warn,
+    ) -> Path:
         """Call ``write`` to fill the export of ``step`` atomically, if it does not exist yet. Only the ``keep`` newest
-        exports are kept (None: all)."""
+        exports are kept (None: all). ``note`` is called with what cannot be deleted."""
         if not self.exports(step).exists():
             publish_folder(self.exports(step), write)
         if keep is not None:
             for _, path in _numbered(self.path / "exports")[:-keep]:
-                _remove(path)
+                delete_old(path, note)
         return self.exports(step)
 
     def model_of(self, role: str) -> Path:
