@@ -1,3 +1,4 @@
+import errno
 import json
 import pickle
 import re
@@ -210,11 +211,18 @@ def test_clean_leaves_a_best_step_that_was_marked_later_than_it_was_saved(tmp_pa
     assert store.notes == []
 
 
-def test_leftovers_are_removed_and_noted(tmp_path):
+def test_leftovers_are_removed_and_noted(tmp_path, monkeypatch):
+    def busy(*_):
+        raise OSError(errno.EBUSY, "a reader has a file of it open")
+
     store = CheckpointStore(tmp_path)
     store.save(1, write(), {})
     (store.root / ".saving-step-000002").mkdir()
     (store.root / ".saving-step-000002" / "half").write_text("x")
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", busy)
+        store.clean()
+    assert not store.notes
     store.clean()
     assert steps(store) == ["step-000001"]
     assert "left by a process that was killed" in store.notes[0]

@@ -101,10 +101,10 @@ def remove_leftovers(folder: Path) -> list[str]:
     removed = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith((TEMPORARY, DISCARDED)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
-            removed.append(path.name)
+            with contextlib.suppress(OSError):  # a reader has a file of it open on NFS: the next start tries again
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+                removed.append(path.name)
     return removed
