@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rlhf_testing.tiny import CHARS, tiny_model
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from tests.runs import Workshop, assert_same_run
 
@@ -32,6 +32,33 @@ def test_a_generation_config_that_transformers_does_not_write_is_mended(shop: Wo
     assert "generation_config.json" in run.said
     exported = GenerationConfig.from_pretrained(run.path / "model")
     assert (exported.do_sample, exported.temperature) == ((True, 0.6) if "temperature" in fields else (None, None))
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("rope", "older"),
+    [
+        ({"rope_type": "default"}, {}),
+        ({"rope_type": "llama3", **LLAMA3}, {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+    ],
+    ids=["default", "llama3", "partial"],
+)
+def test_an_export_has_the_names_that_transformers_4_reads_too(
+    shop: Workshop, rope: dict[str, Any], older: dict[str, Any]
+) -> None:
+    kind = "glm4" if "partial_rotary_factor" in rope else "llama"
+    model = tiny_model(shop.folder / "model", architecture=kind, rope_parameters={"rope_theta": 5e5, **rope})
+    path = shop.train("sft", "run", policy={"model": str(model)}).path / "model"
+    config = json.loads((path / "config.json").read_text())
+    names = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+    assert {name: config[name] for name in names if name in config} == {"rope_theta": 5e5, **older}
+    exported, before = AutoConfig.from_pretrained(path), AutoConfig.from_pretrained(model)
+    assert exported.rope_parameters == before.rope_parameters
+    assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert type(AutoTokenizer.from_pretrained(path)) is type(AutoTokenizer.from_pretrained(model))
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(shop: Workshop) -> None:

@@ -150,7 +150,7 @@ def _round(module: PreTrainedModel, dtype: torch.dtype) -> None:
 def _write(module: PreTrainedModel, adapter: AdapterFolder, place: str, target: Path) -> None:
     import shutil
 
-    from rlhf_hub.published import tokenizer_folder
+    from rlhf_hub.published import add_older_names, tokenizer_folder
     from rlhf_modeling.export_files import GENERATION_CONFIG, mend_generation
     from rlhf_modeling.pretrained import PROCESSOR_FILES, exporting, set_exported_dtype
     from transformers import AutoTokenizer, GenerationConfig
@@ -165,6 +165,7 @@ def _write(module: PreTrainedModel, adapter: AdapterFolder, place: str, target: 
     tokenizer = str(adapter.folder) if adapter.has_tokenizer else tokenizer_folder(adapter.base)
     if has_tokenizer(tokenizer):
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(str(target))
+    add_older_names(target)
     for name in PROCESSOR_FILES:
         if (Path(place) / name).is_file():
             shutil.copyfile(Path(place) / name, target / name)

@@ -197,6 +197,29 @@ def settings_of(model: str, asker: str) -> dict[str, Any]:
     return dict(settings)
 
 
+def add_older_names(folder: Path) -> None:
+    """Add to the configs in a folder what transformers 4 reads in place of the names of transformers 5. Without them it
+    computes with another base of rotary embeddings, silently, and so do engines on it; and it refuses the tokenizer.
+    Transformers 5 reads the same as before. Rotary embeddings that differ between layers have no older names."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for part in (config, config.get("text_config")):
+        rope = dict((part or {}).get("rope_parameters") or {})
+        if (base := rope.pop("rope_theta", None)) is None:
+            continue
+        part["rope_theta"] = base
+        if (share := rope.pop("partial_rotary_factor", None)) is not None:
+            part["partial_rotary_factor"] = share
+        if rope != {"rope_type": "default"}:
+            part["rope_scaling"] = rope
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def require_names(architectures: object, model: str) -> None:
     """Raises ModelError where ``architectures`` of a ``config.json`` is neither absent nor a list of names."""
     if architectures is not None and not (

@@ -13,6 +13,7 @@ from typing import Any
 from rlhf.errors import DataError, RlhfError
 from rlhf.interfaces import Algorithm
 from rlhf.steps import STEP_SEPARATOR
+from rlhf_hub.published import add_older_names
 
 from rlhf_runtime.checkpoint import CheckpointStore, read_json, write_json
 from rlhf_runtime.config.runfile import RunFile
@@ -195,6 +196,7 @@ class ModelFiles:
 
     def _write(self, role: Role, path: Path) -> None:
         role.every("export", path, "ema" if "ema" in role.facts.views else "live")
+        add_older_names(path)
         if (path / GENERATION_CONFIG).is_file():
             _add_end_tokens(path / GENERATION_CONFIG, (*role.facts.eos_token_ids, *self._end_tokens))
         if self._config.data.chat_template is not None:
