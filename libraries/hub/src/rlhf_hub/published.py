@@ -202,9 +202,9 @@ def add_older_names(folder: Path) -> None:
     computes with another base of rotary embeddings, silently, and so do engines on it; and it refuses the tokenizer.
     Transformers 5 reads the same as before. Rotary embeddings that differ between layers have no older names."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for part in (config, config.get("text_config")):
-        rope = dict((part or {}).get("rope_parameters") or {})
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for part in filter(None, (config, config.get("text_config"))):
+        rope = dict(part.get("rope_parameters") or {})
         if (base := rope.pop("rope_theta", None)) is None:
             continue
         part["rope_theta"] = base
