@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from rlhf_endpoint.session import Session
 _LOG = logging.getLogger(__name__)
 LARGEST = 10 * 2**20
 """Bytes of a request; a larger one is refused."""
+ENDED = 1000
+"""Keys of ended samples that are remembered. A continuous stream always has samples under way, so without a limit the
+keys of a whole run would be kept."""
 _APIS = {"chat/completions": chat_api, "responses": responses_api, "messages": messages_api}
 
 
@@ -32,8 +36,10 @@ class Endpoint:
 
     def __init__(self, config: ProgramConfig) -> None:
         self._config = config
-        self._sessions: dict[str, Session | None] = {}
-        """{key: its session; None after its end}"""
+        self._sessions: dict[str, Session] = {}
+        """{key: its session}, of the samples under way."""
+        self._ended: deque[str] = deque(maxlen=ENDED)
+        """Keys of the latest samples that have ended."""
         self._users = 0
         self._started: asyncio.Future[tuple[web.AppRunner, int]] | None = None
 
@@ -50,11 +56,11 @@ class Endpoint:
             yield f"http://127.0.0.1:{port}/{key}/v1", key
         finally:
             self._users -= 1
-            if key in self._sessions:
-                self._sessions[key] = None
+            if self._sessions.pop(key, None) is not None:
+                self._ended.append(key)
             if not self._users and self._started is not None:
                 started, self._started = self._started, None
-                self._sessions = {}
+                self._ended.clear()
                 runner, _ = await started
                 await runner.cleanup()
 
@@ -113,12 +119,11 @@ class Endpoint:
         path = request.match_info.get("key")
         scheme, _, credentials = request.headers.get("Authorization", "").partition(" ")
         key = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", path)
+        if key in self._ended and path in (None, key):
+            raise ApiError(410, "the sample of this API key has ended", code="sample_ended")
         if not key or key not in self._sessions or path not in (None, key):
             raise ApiError(401, "the API key is not that of a sample", code="invalid_api_key")
-        session = self._sessions[key]
-        if session is None:
-            raise ApiError(410, "the sample of this API key has ended", code="sample_ended")
-        return session
+        return self._sessions[key]
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:

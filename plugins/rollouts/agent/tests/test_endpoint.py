@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import urllib.error
+import urllib.request
+
 import pytest
+from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.endpoint import ENDED, Endpoint
+from rlhf_endpoint.session import Session
 from rlhf_testing.chat_templates import CHATML, HERMES
 
 REFUSED = {
@@ -125,6 +132,25 @@ else:
     assert all(t.status != "failed" for g in groups for t in g.trajectories), groups
     [[status, answer]] = wire()
     assert (status, answer["error"]["code"]) == (410, "sample_ended")
+
+
+def test_keys_of_samples_that_ended_long_ago_are_forgotten():
+    """A continuous stream always has a sample under way, so the server never ends."""
+
+    def status(url):
+        with pytest.raises(urllib.error.HTTPError) as refusal:
+            urllib.request.urlopen(f"{url}/models")
+        return refusal.value.code
+
+    async def run():
+        endpoint, urls = Endpoint(ProgramConfig()), []
+        async with endpoint.serve(Session(None)):
+            for _ in range(ENDED + 1):
+                async with endpoint.serve(Session(None)) as (url, _):
+                    urls.append(url)
+            return [await asyncio.to_thread(status, url) for url in urls[:2]]
+
+    assert asyncio.run(run()) == [401, 410]
 
 
 def test_the_fields_of_a_request(lab, program, wire):
