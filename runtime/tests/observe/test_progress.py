@@ -72,6 +72,13 @@ def test_notes_are_whole_lines_and_shown_in_quiet_mode_too(capsys):
     assert captured.err == "note: careful\n"
 
 
+def test_a_long_run_keeps_its_first_and_its_latest_notes():
+    progress = Progress(200, stream=io.StringIO())
+    for step in range(200):
+        progress.note(f"step {step}")
+    assert progress.notes == [f"step {step}" for step in [*range(50), *range(150, 200)]]
+
+
 def test_what_is_shown_has_several_names():
     out = io.StringIO()
     Progress(1, stream=out).step(

@@ -61,6 +61,8 @@ where an update is one optimizer step, the loss where it is a sum of advantages 
 _ABOUT_ZERO = 1e-6
 _ASIDE = {"evaluate": "evaluations", "save": "checkpoints", "export": "exports"}
 """{phase that is no part of a step: word in the summary}."""
+NOTES_KEPT = 100
+"""Most notes that are kept: the first half, and the latest half. A run of days may repeat a note at every step."""
 PROMPT = 60
 """Characters of a prompt's end before the completion in the table."""
 
@@ -123,7 +125,7 @@ class Progress:
         """Seconds of each phase of :data:`_ASIDE`."""
         self._closed = False
         self.notes: list[str] = []
-        """The notes so far."""
+        """The notes so far, at most :data:`NOTES_KEPT`."""
         self._table: LiveTable | None = None
         if not self._quiet and self._console.is_terminal:
             self._table = LiveTable(self._console, total, clock)
@@ -210,6 +212,8 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Show a message to the user, in every mode."""
+        if len(self.notes) == NOTES_KEPT:
+            del self.notes[NOTES_KEPT // 2]
         self.notes.append(text)
         self._line(f"note: {text}")
         if self._table is not None:

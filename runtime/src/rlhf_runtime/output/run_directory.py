@@ -46,7 +46,6 @@ _GIVEN_NAME = re.compile(r"\w+-[0-9a-f]{12}(\.jsonl)?")
 _STEP = re.compile(r"step-(\d{6,})(\.arrow|\.jsonl|-\d+\.safetensors)?")
 _OF_STEPS = ("rollouts", "evaluations", "exports", "skipped")
 """Folders whose files are named by steps."""
-NOTES_KEPT = 100
 SKIPPED_KEPT = 20
 """Number of batches of skipped optimizer steps that are kept. Older ones are deleted, so that a diverged run does not
 fill the disk."""
@@ -140,11 +139,11 @@ class RunDirectory:
         Args:
             status: ``finished``, ``stopped`` or ``failed``.
             why: the signal, the exhausted patience or the error; empty where the run finished.
-            notes: what the run has said beside its steps; the first 100 are kept.
+            notes: what the run has said beside its steps.
         """
         path = self.path / "manifest.json"
         manifest = read_json(path)
-        texts = [redact(note) for note in notes[:NOTES_KEPT]]
+        texts = [redact(note) for note in notes]
         manifest["starts"][-1]["ended"] = {"time": _now(), "status": status, "why": redact(why), "notes": texts}
         write_json(path, manifest, nonfinite="mark")
 

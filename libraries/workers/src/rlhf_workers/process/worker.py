@@ -232,7 +232,7 @@ class Worker(ABC):
     @contextmanager
     def _at_work(self, method: str) -> Iterator[None]:
         self._progress += 1
-        self._doing, self._since, self._thread = method, time.time(), threading.get_ident()
+        self._doing, self._since, self._thread = method, time.monotonic(), threading.get_ident()
         try:
             yield
         finally:
@@ -254,7 +254,7 @@ class Worker(ABC):
             if ident != threading.get_ident():
                 name = "work" if ident == self._thread else names.get(ident, f"thread {ident}")
                 stacks[name] = "".join(traceback.format_stack(frame)).rstrip()
-        doing = f"in {self._doing}() for {time.time() - self._since:.0f} s" if self._doing else "between two calls"
+        doing = f"in {self._doing}() for {time.monotonic() - self._since:.0f} s" if self._doing else "between two calls"
         return {"": f"{doing}; {time.process_time():.2f} s of processor time so far", **stacks}
 
 
