@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
 from rlhf.weights.bucket import Bucket, buckets
 from rlhf.weights.fingerprint import marks
 from rlhf_engines.differences import SentWeights
-from rlhf_engines.weight_files import read_bucket, write_bucket
+from rlhf_engines.weight_files import FOLDER, WeightsFolder, read_bucket, write_bucket
 
 OLD = torch.linspace(-1, 1, 200_000)
 
@@ -120,3 +123,18 @@ def test_weights_are_rounded_where_all_servers_round_them(tmp_path, formats, sou
     weights.write(bucket(w=OLD.to(source)), tmp_path / "weights")
     assert weights.tensors["w"].dtype == sent
     assert torch.equal(read_bucket(tmp_path / "weights").tensors[0][1], OLD.to(source).to(sent))
+
+
+def test_folders_that_killed_processes_left_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living, left, new = WeightsFolder(None), tmp_path / f"{FOLDER}left", tmp_path / f"{FOLDER}new"
+    for folder in (living.path, left, new):
+        folder.mkdir(exist_ok=True)
+        (folder / "0.safetensors").touch()
+    for folder in (living.path, left):
+        os.utime(folder, (0, 0))
+    own = WeightsFolder(None)
+    assert {*tmp_path.iterdir()} == {living.path, new, own.path}
+    own.remove()
+    living.remove()
+    assert [*tmp_path.iterdir()] == [new]

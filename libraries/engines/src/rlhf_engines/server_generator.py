@@ -6,8 +6,6 @@ import asyncio
 import os
 import queue
 import secrets
-import shutil
-import tempfile
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -28,7 +26,7 @@ from rlhf_engines.differences import SentWeights
 from rlhf_engines.requests import OpenRequest, check_fits
 from rlhf_engines.server import EngineServer
 from rlhf_engines.server_config import EngineServersConfig
-from rlhf_engines.weight_files import write_bucket
+from rlhf_engines.weight_files import WeightsFolder, write_bucket
 
 T = TypeVar("T")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
@@ -86,7 +84,7 @@ class ServerGenerator(TakesTensors, Generator):
         self.check(config, spec, (), "cpu")  # this machine is the one that writes the files
         self.config: Any = config
         self.spec = spec
-        self._folder = Path(tempfile.mkdtemp(prefix="rlhf-weights-", dir=config.folder))
+        self._folder = WeightsFolder(config.folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True)
         self._thread.start()
@@ -102,7 +100,7 @@ class ServerGenerator(TakesTensors, Generator):
             raise
 
     def _meet(self) -> None:
-        file = self._folder / "hello"
+        file = self._folder.path / "hello"
         file.write_text(secrets.token_hex())
         self._each(lambda server: server.meet(file))
         file.unlink()
@@ -246,7 +244,7 @@ class ServerGenerator(TakesTensors, Generator):
     def _with_file(
         self, bucket: Bucket, method: str, write: Callable[[Bucket, Path], None]
     ) -> list[tuple[EngineServer, list[Any]]]:
-        file = self._folder / f"{self._buckets}.safetensors"
+        file = self._folder.path / f"{self._buckets}.safetensors"
         self._buckets += 1
         write(bucket, file)
         try:
@@ -283,7 +281,7 @@ class ServerGenerator(TakesTensors, Generator):
             self._thread.join()
             self._loop.close()
         self._not_ready = "it is closed"
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 async def _closed(servers: Sequence[EngineServer]) -> None:

@@ -7,9 +7,16 @@ of shorter ones, with elements between them that are written although they did n
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
+import shutil
+import tempfile
+import time
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +30,47 @@ PROTOCOL = 3
 FINGERPRINTS = "fingerprints"
 GAPS, VALUES = "gaps ", "values "
 """Prefixes of the entries of a tensor that is not whole. One without an entry did not change."""
+
+FOLDER = "rlhf-weights-"
+"""Prefix of the folders for these files."""
+_NEW_SECONDS = 60
+"""A folder that is younger may not be locked yet."""
+
+
+class WeightsFolder:
+    """A new folder for files of weights, locked while this process lives and removed at its end. Those that killed
+    processes left in the temporary folder of this machine are removed first.
+
+    Args:
+        place: where it is made; None: in the temporary folder.
+    """
+
+    def __init__(self, place: str | None) -> None:
+        if place is None:  # locks on a file system that several machines share may not be seen by all of them
+            _remove_left(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=FOLDER, dir=place))
+        lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.remove = weakref.finalize(self, _remove, os.getpid(), self.path, lock)
+        """A second call does nothing."""
+
+
+def _remove(process: int, folder: Path, lock: int) -> None:
+    if os.getpid() == process:  # not in a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(place: Path) -> None:
+    for folder in place.glob(f"{FOLDER}*"):
+        with suppress(OSError):  # its process lives, or it belongs to another user
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                if time.time() - os.fstat(lock).st_mtime > _NEW_SECONDS:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock)
 
 
 def digest(path: Path) -> str:
