@@ -125,10 +125,11 @@ asyncio.run(SandboxLauncher(sys.argv[1], interpreter(None), replace(LIMITS, wall
 
 
 @pytest.mark.parametrize("sandbox", [pytest.param("bwrap", marks=NO_BWRAP), "sandlock", "limits"])
-def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(sandbox: str) -> None:
+def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(sandbox: str, tmp_path: Path) -> None:
     program = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ntime.sleep(600)"
     command = [sys.executable, "-c", DRIVER, sandbox, program]
-    driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)})
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(tmp_path)}
+    driver = subprocess.Popen(command, env=environment)
     try:
         while not any(p.num_threads() > 1 for p in psutil.Process(driver.pid).children(recursive=True)[1:]):
             assert driver.poll() is None
@@ -138,6 +139,7 @@ def test_nothing_outlives_a_driver_that_is_killed_in_mid_call(sandbox: str) -> N
         driver.kill()
         driver.wait()
     assert orphans.end(family)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_launcher_process_that_dies_fails_its_samples_and_is_started_again(fresh) -> None:

@@ -29,6 +29,8 @@ from rlhf_plugin_code.starters import STARTERS, Started, drop_capabilities
 ERRORS = 4096
 """Bytes at the end of standard error that are kept."""
 CHUNK = 65536
+END_SECONDS = 2.0
+"""Time in which programs that were killed at the end may remove their folders."""
 
 
 class SandboxProgram:
@@ -175,6 +177,9 @@ def main() -> None:
         threading.Thread(target=serve, args=(request["id"], program, data), daemon=True).start()
     for program in list(running.values()):
         program.cancel()
+    last = time.monotonic() + END_SECONDS
+    while running and time.monotonic() < last:
+        time.sleep(0.005)
     os._exit(0)
 
 
