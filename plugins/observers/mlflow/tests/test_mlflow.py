@@ -27,6 +27,9 @@ class TestConforms(ObserverContract):
     configs = (MLflowConfig(), MLflowConfig(samples=0, tags={"team": "a"}))
 
 
+LOSSES = {"policy/loss": 0.75, "policy/loss/kl": 0.25}
+
+
 def groups():
     row = Row({}, "gsm", 0)
     turns = [Turn([1], False, text="2+2?"), Turn([2], True, text="vier ✓")]
@@ -41,7 +44,7 @@ def run(output, first, last, state=None, end="finished", **config):
     observer.run_started(RunInfo("my run", output, settings, 4, first - 1, RecordedControl()))
     for step in range(first, last + 1):
         observer.rollouts_finished(step, groups())
-        observer.step_finished(step, {"reward/mean": step / 4, "eval/pass@1": 0.5})
+        observer.step_finished(step, {"reward/mean": step / 4, "eval/pass@1": 0.5} | LOSSES)
         observer.checkpoint_saved(step, output / "checkpoints")
     observer.run_ended(end)
     return observer
@@ -56,6 +59,8 @@ def test_metrics_parameters_and_samples_are_read_back(tmp_path):
     client = MlflowClient((tmp_path / "mlruns").as_uri())
     assert history(client, run_id) == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert history(client, run_id, "eval/pass_at_1") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert history(client, run_id, "policy/loss") == [(1, 0.75), (2, 0.75), (3, 0.75)]
+    assert history(client, run_id, "policy/loss.kl") == [(1, 0.25), (2, 0.25), (3, 0.25)]
     found = client.get_run(run_id)
     assert (found.info.run_name, found.info.status) == ("my run", "FINISHED")
     assert client.get_experiment(found.info.experiment_id).name == "e"

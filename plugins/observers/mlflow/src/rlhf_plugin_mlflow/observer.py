@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,8 @@ class MLflowObserver(Observer):
     """Logs the line of every step in ``metrics.jsonl``, over ``step``, before the step's event returns.
 
     The config is redacted, MLflow's usage statistics are off, and its client records no source, command line or git
-    state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``.
+    state. MLflow allows no ``@`` in names: ``pass@1`` is ``pass_at_1``; other characters that it refuses become ``_``. In a folder
+    ``policy/loss/kl`` is ``policy/loss.kl``, because ``policy/loss`` is a file.
     """
 
     name = "mlflow"
@@ -73,6 +74,7 @@ class MLflowObserver(Observer):
         super().__init__(config)
         self._client: Any = None
         self._run_id = ""
+        self._in_folder = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id}
@@ -92,7 +94,8 @@ class MLflowObserver(Observer):
 
         place = self._place(info.output)
         uri = place if "://" in place or place == "databricks" else Path(place).absolute().as_uri()
-        if uri.startswith("file:"):
+        self._in_folder = uri.startswith("file:")
+        if self._in_folder:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow writes folders only with this setting
         try:
             client = MlflowClient(tracking_uri=uri)
@@ -118,7 +121,10 @@ class MLflowObserver(Observer):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(_name(name), float(value), now, step) for name, value in metrics.items()]
+        names = {name: _name(name) for name in metrics}
+        if self._in_folder:
+            names = {name: _file(text, {*names.values()}) for name, text in names.items()}
+        values = [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(values), _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=values[start : start + _METRICS_AT_ONCE], synchronous=True)
 
@@ -152,6 +158,15 @@ class MLflowObserver(Observer):
 
 def _name(text: str) -> str:
     return _NOT_IN_NAMES.sub("_", text.replace("@", "_at_"))
+
+
+def _file(name: str, names: Collection[str]) -> str:
+    """``policy/loss.kl`` for ``policy/loss/kl`` where ``policy/loss`` is a metric too: in a folder each is a file."""
+    parts = name.split("/")
+    for length in range(len(parts) - 1, 0, -1):
+        if (front := "/".join(parts[:length])) in names:
+            return ".".join([front, *parts[length:]])
+    return name
 
 
 def _flat(value: Any, front: str = "") -> Iterator[tuple[str, str]]:
