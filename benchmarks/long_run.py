@@ -3,7 +3,7 @@
     python benchmarks/long_run.py --steps 2000
 
 A tiny model learns with GRPO on four prompts a step, evaluates and saves every tenth of the steps. This file is also
-the observer of the run, which counts at the end of every tenth. Afterwards a resume of one step is timed. Time is
+the observer of the run, which counts at the end of every tenth. The last step is made by a resume, which is timed. Time is
 processor time, so other work on the machine changes it little.
 """
 
@@ -51,17 +51,18 @@ class Growth(Observer):
             return
         seconds = (time.process_time() - self._seconds) / (step - self._step)
         gc.collect()
-        files = [file for file in self._folder.rglob("*") if file.is_file()]
+        objects = sys.getallocatedblocks()  # before the list of files, which has some for each file
+        sizes = [file.stat().st_size for file in self._folder.rglob("*") if file.is_file()]
         count = {
             "step": step,
             "ms of a step": round(1000 * seconds, 1),
             "private MiB": round(_private_kib() / 1024, 1),
-            "objects": sys.getallocatedblocks(),
+            "objects": objects,
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
             "processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
-            "files": len(files),
-            "MiB of files": round(sum(file.stat().st_size for file in files) / 2**20, 2),
+            "files": len(sizes),
+            "MiB of files": round(sum(sizes) / 2**20, 2),
         }
         with Path(self.config.file).open("a") as lines:
             lines.write(json.dumps(count) + "\n")
