@@ -3,8 +3,8 @@
     python benchmarks/long_run.py --steps 2000
 
 A tiny model learns with GRPO on four prompts a step, evaluates and saves every tenth of the steps. This file is also
-the observer of the run, which counts at the end of every tenth. The last step is made by a resume, which is timed. Time is
-processor time, so other work on the machine changes it little.
+the observer of the run, which counts at the end of every tenth. The last step is made by a resume, which is timed. All
+time is processor time, so other work on the machine changes it little.
 """
 
 from __future__ import annotations
