@@ -220,8 +220,8 @@ class CheckpointStore:
             free = shutil.disk_usage(self.root if self.root.is_dir() else self.root.parent).free
             text += (
                 f" The disk is full ({free / 2**20:.0f} MiB free): free some space, lower checkpoint.keep "
-                f"(now {self.keep}), set checkpoint.save_rollouts = false (the samples of every step) or choose another "
-                "run.output."
+                f"(now {self.keep}), set checkpoint.save_rollouts = false (the samples of every step) or choose "
+                "another run.output."
             )
         if not steps:
             return CheckpointError(f"{text} There is no checkpoint yet: start the run again.")
