@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -406,6 +407,7 @@ def test_a_checkpoint_becomes_a_model_that_transformers_loads(model, folder, ser
     options = [("policy.model", str(model)), *LORA]
     placed = place_policy(load(None, options, algorithm="serve_training"), Plugins.discover())
     export(placed, "tiny", folder, path, tmp_path / "model")
+    assert "rope_theta" in json.loads((tmp_path / "model" / "config.json").read_text()), "as transformers 4 reads it"
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for output, each in zip(client.forward(data, "cross_entropy").result().loss_fn_outputs, data, strict=True):
         logits = exported(torch.tensor([each.model_input.to_ints()])).logits[0].log_softmax(-1)

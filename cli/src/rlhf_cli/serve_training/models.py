@@ -22,6 +22,7 @@ from rlhf.ops.packing import SequenceData, UnitData, pack
 from rlhf.ops.reduce import weigh
 from rlhf.seeds import derive_seed
 from rlhf.types import GenerationRequest, Sampling, Update
+from rlhf_hub.published import add_older_names
 from rlhf_runtime.checkpoint.atomic_files import publish_folder
 from rlhf_runtime.jobs.training import TrainedPolicy
 
@@ -187,6 +188,7 @@ class TrainedModels:
 
         def write(new: Path) -> None:
             self._role.every("export", new)
+            add_older_names(new)
 
         publish_folder(folder, write)
 
