@@ -1,20 +1,16 @@
 """The OpenAI chat API in both directions: conversations as tokens, and a sampled answer as a message with reasoning and
-tool calls.
-
-Tool calls are read in the forms in which published chat templates write them. A form is looked for only if the chat
-template contains its tag. docs/how-to/tools.md names the models of each.
-"""
+tool calls."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.errors import DataError
 
+from rlhf_runtime.data.call_forms import CHANNELS, FORMS, Call, argument_types, read_calls, read_channels
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
@@ -73,7 +69,15 @@ class ChatMessages:
         return self._tokens.ids_after(end, added.partition(end)[2])
 
 
-_OPEN, _CLOSE = "<think>", "</think>"
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Tags around reasoning: of most models, of Seed-OSS, Hy3, Magistral, Command A and Gemma 4."""
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
@@ -93,8 +97,8 @@ _PROBE_TOOL = {
 
 
 class ParsedAnswers:
-    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and calls in the
-    forms of :data:`FORMS` are found if the chat template contains their tags; all else is
+    """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and the like,
+    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags; all else is
     content.
 
     Raises DataError: the ``response_template`` is not valid.
@@ -105,8 +109,11 @@ class ParsedAnswers:
         templates = tokenizer.chat_template  # a text, or several by name, such as the one for tools
         source = templates if isinstance(templates, str) else "".join(templates.values())
         self._own = getattr(tokenizer, "response_template", None) is not None
-        self._thinks = _CLOSE in source
-        self._forms = [form for form in FORMS if form[0] in source]
+        self._thoughts = next((tags for tags in _THOUGHTS if tags[1] in source), None)
+        self._forms = [form for form in FORMS if form.mark in source]
+        self._ids_name = "<|tool_call_argument_begin|>" in source
+        """Whether the template writes the id of a call in place of its name (Kimi K2)."""
+        self._in_channels = all(tag in source for tag in ("<|channel|>", "<|message|>", "<|call|>"))
         if self._own:
             try:
                 tokenizer.get_response_parser(prefix="")
@@ -115,8 +122,7 @@ class ParsedAnswers:
                     f"the tokenizer's response_template is not valid: {type(error).__name__}: {error}. Correct or "
                     "remove it in tokenizer_config.json."
                 ) from error
-        visible = (_OPEN, _CLOSE, *TAGS)
-        self._hidden = frozenset(i for token, i in special_tokens(tokenizer).items() if token not in visible)
+        self._hidden = frozenset(i for token, i in special_tokens(tokenizer).items() if not self._is_tag(token))
 
     def parse(
         self, ids: Sequence[int], prompt: Sequence[int], key: object, tools: Sequence[Mapping[str, Any]] = ()
@@ -129,6 +135,8 @@ class ParsedAnswers:
         """
         if self._own:
             content, reasoning, calls = self._by_template(ids, prompt, tools)
+        elif self._in_channels:
+            content, reasoning, calls = read_channels(self._text(ids))
         else:
             content, reasoning, calls = self._by_tags(self._text(ids), self._text(prompt[-16:]), tools)
         message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -136,8 +144,12 @@ class ParsedAnswers:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [
-                {"id": _id(key, n), "type": "function", "function": {"name": name, "arguments": arguments}}
-                for n, (name, arguments) in enumerate(calls)
+                {
+                    "id": call.id if sum(call.id == other.id for other in calls) == 1 else _id(key, n),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for n, call in enumerate(calls)
             ]
         return message
 
@@ -152,7 +164,8 @@ class ParsedAnswers:
                 "Use a model whose chat template writes them, or name a file with such a template as "
                 "data.chat_template."
             )
-        call = {"id": _id("", 0), "type": "function", "function": {"name": "forecast", "arguments": _PROBE_ARGUMENTS}}
+        its_id = "functions.forecast:0" if self._ids_name else _id("", 0)
+        call = {"id": its_id, "type": "function", "function": {"name": "forecast", "arguments": _PROBE_ARGUMENTS}}
         answered = chat.text(
             [*question, {"role": "assistant", "content": "", "tool_calls": [call]}], False, [_PROBE_TOOL]
         )
@@ -171,7 +184,7 @@ class ParsedAnswers:
 
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, str, list[tuple[str, str]]]:
+    ) -> tuple[str, str, list[Call]]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         try:
@@ -182,20 +195,23 @@ class ParsedAnswers:
         calls = []
         for call in parsed.get("tool_calls") or []:
             function = call.get("function", call)
-            calls.append((function["name"], as_json(function.get("arguments") or {})))
+            calls.append(Call(function["name"], as_json(function.get("arguments") or {})))
         return parsed.get("content") or "", reasoning, calls
 
-    def _by_tags(
-        self, text: str, before: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, str, list[tuple[str, str]]]:
+    def _by_tags(self, text: str, before: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[Call]]:
         reasoning, content = "", text
-        if self._thinks:
-            opened = before.rstrip().endswith(_OPEN) or text.lstrip().startswith(_OPEN)
-            if opened or (_CLOSE in text and _OPEN not in text.partition(_CLOSE)[0]):
-                reasoning, _, content = text.partition(_CLOSE)  # without an end, all of it is reasoning
-                reasoning, content = reasoning.strip().removeprefix(_OPEN).strip("\n"), content.lstrip("\n")
+        if self._thoughts:
+            opening, closing = self._thoughts
+            opened = before.rstrip().endswith(opening) or text.lstrip().startswith(opening)
+            if opened or (closing in text and opening not in text.partition(closing)[0]):
+                reasoning, _, content = text.partition(closing)  # without an end, all of it is reasoning
+                reasoning, content = reasoning.strip().removeprefix(opening).strip("\n"), content.lstrip("\n")
         content, calls = read_calls(content, self._forms, argument_types(tools))
         return content, reasoning, calls
+
+    def _is_tag(self, token: str) -> bool:
+        tags = [*(self._thoughts or ()), *(CHANNELS if self._in_channels else ())]
+        return any(token in tag for tag in tags) or any(form.visible(token) for form in self._forms)
 
     def _text(self, ids: Sequence[int]) -> str:
         """Text without special tokens, except tags."""
@@ -214,118 +230,3 @@ def _value(arguments: str) -> Any:
 def _id(key: object, number: int) -> str:
     """Nine letters and digits, the only form that every chat template accepts."""
     return hashlib.sha256(f"{key}/{number}".encode()).hexdigest()[:9]
-
-
-Call = tuple[str, str]
-"""Name, and arguments as JSON text."""
-Types = Mapping[tuple[str, str], Any]
-"""{(function, argument): its type in the schema of the function}."""
-Reader = Callable[[str, Types], list[Call]]
-"""Reads the calls in a text that matches the pattern of a form; none if the text is no call."""
-
-BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-_FENCE = re.compile(r"```json\n(.*?)\n?```", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*|\Z)", re.DOTALL)
-# A value ends before the next opening tag, so that a text that repeats one is read in linear time.
-_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>((?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL)
-
-
-def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """The types of all arguments, for forms that write values as text."""
-    functions = [tool.get("function", tool) for tool in tools]
-    return {
-        (function.get("name", ""), argument): schema.get("type")
-        for function in functions
-        for argument, schema in ((function.get("parameters") or {}).get("properties") or {}).items()
-        if isinstance(schema, Mapping)
-    }
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
-        return None
-
-
-def _object(call: Any) -> list[Call]:
-    """``{"name": ..., "arguments": {...}}``; some templates say ``parameters``."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return []
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return [(call["name"], as_json(arguments))] if isinstance(arguments, dict) else []
-
-
-def _typed(name: str, pairs: Sequence[tuple[str, str]], types: Types) -> list[Call]:
-    """A call whose values are text: JSON, except where the schema says that the argument is a string."""
-    values = {}
-    for key, text in pairs:
-        value = None if types.get((name, key)) == "string" else _decoded(text)
-        values[key] = text if value is None and text.strip() != "null" else value
-    return [(name, as_json(values))]
-
-
-def _tagged(text: str, types: Types) -> list[Call]:
-    """JSON (Hermes, Qwen), ``<function=...>`` (Qwen3-Coder) or the name and ``<arg_key>`` (GLM)."""
-    if function := _FUNCTION.fullmatch(text):
-        return _typed(function[1].strip(), _PARAMETER.findall(function[2]), types)
-    if "<arg_key>" in text:
-        return _typed(text.partition("<arg_key>")[0].strip(), _ARGUMENT.findall(text), types)
-    return _object(_decoded(text))
-
-
-def _listed(text: str, types: Types) -> list[Call]:
-    """A JSON list of calls, or the name and the arguments (``add[ARGS]{...}``)."""
-    name, separator, arguments = text.partition("[ARGS]")
-    if separator:
-        return _object({"name": name.strip(), "arguments": _decoded(arguments)})
-    calls = _decoded(text)
-    results = [_object(call) for call in calls] if isinstance(calls, list) else []
-    return [call for result in results for call in result] if all(results) else []
-
-
-def _separated(text: str, types: Types) -> list[Call]:
-    """DeepSeek: ``function SEPARATOR name`` and fenced JSON, or ``name SEPARATOR JSON``."""
-    before, _, after = text.partition(SEPARATOR)
-    if fenced := _FENCE.search(after):
-        return _object({"name": after[: fenced.start()].strip(), "arguments": _decoded(fenced[1])})
-    return _object({"name": before.strip(), "arguments": _decoded(after)})
-
-
-def _bare(text: str, types: Types) -> list[Call]:
-    """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
-    call = _decoded(text)
-    return _object(call) if isinstance(call, dict) and "parameters" in call else []
-
-
-FORMS: Sequence[tuple[str, re.Pattern[str], Reader]] = (
-    ("<tool_call>", re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL), _tagged),
-    ("[TOOL_CALLS]", re.compile(r"\[TOOL_CALLS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL), _listed),
-    ("<|tool_call|>", re.compile(r"<\|tool_call\|>(.*?)(?:<\|/tool_call\|>|\Z)", re.DOTALL), _listed),
-    (BEGIN, re.compile(f"(?:<｜tool▁calls▁begin｜>)?{BEGIN}(.*?)(?:{END}|\\Z)(?:\\s*<｜tool▁calls▁end｜>)?", re.DOTALL),
-     _separated),
-    ('"parameters": ', re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL), _bare),
-)  # fmt: skip
-"""(text that is in each chat template with this form, pattern of a call in an answer, reader of what it matches)."""
-TAGS = (
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
-    *("<｜tool▁calls▁begin｜>", BEGIN, SEPARATOR, END, "<｜tool▁calls▁end｜>"),
-)
-"""The tags of these forms. Some tokenizers have them among their special tokens."""
-
-
-def read_calls(text: str, forms: Sequence[tuple[str, re.Pattern[str], Reader]], types: Types) -> tuple[str, list[Call]]:
-    """The text without its calls, and the calls. Of several forms, the first one with a call."""
-    for _, pattern, reader in forms:
-        calls: list[Call] = []
-        rest, position = [], 0
-        for match in pattern.finditer(text):
-            if calls_of_match := reader(match[1], types):
-                calls += calls_of_match
-                rest.append(text[position : match.start()])
-                position = match.end()
-        if calls:
-            return "".join([*rest, text[position:]]).strip(), calls
-    return text, []

@@ -1,0 +1,430 @@
+"""Tool calls in the forms in which published chat templates write them. docs/how-to/tools.md names the models of each.
+
+A form is looked for only if the chat template contains its mark. Text that is not in the form is no call: it stays in
+the content of the answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+from rlhf_runtime.data.messages import as_json
+from rlhf_runtime.data.strict_json import STRICT
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+    """JSON text."""
+    id: str = ""
+    """As the policy wrote it. Empty if the form has none."""
+
+
+Types = Mapping[tuple[str, str], frozenset[str]]
+"""{(function, argument): the types of JSON that its schema allows, none if it does not say}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    mark: str
+    """A text that is in each chat template with this form."""
+    opening: str
+    """Pattern of what stands before a call, or before several. It may have the groups ``name`` and ``id``."""
+    closing: str
+    """Pattern of what stands after it."""
+    read: Callable[[str, Types], list[Call]] | None = None
+    """Reads the text between the two; no calls if it is not in this form. None for JSON, which is read up to its end,
+    so that its strings may contain tags: the arguments if the opening has the name, else what :attr:`convert` reads."""
+    convert: Callable[[list[Any]], list[Call]] = lambda values: _objects(values)
+    """The calls in the JSON values that follow an opening."""
+    tags: str = ""
+    """Tags within a call."""
+
+    def visible(self, token: str) -> bool:
+        """Whether a token is a tag of this form. Some tokenizers have such tags among their special tokens."""
+        return token in re.sub(r"\\(.)", r"\1", f"{self.opening} {self.closing} {self.tags}")
+
+
+def argument_types(tools: Sequence[Mapping[str, Any]]) -> Types:
+    """The types of all arguments, for forms that write values as text."""
+    types = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or {}
+        for argument, its_schema in (schema.get("properties") or {}).items():
+            types[function.get("name", ""), argument] = _types(its_schema, schema.get("$defs") or {})
+    return types
+
+
+def _types(schema: Any, definitions: Mapping[str, Any], depth: int = 4) -> frozenset[str]:
+    """
+    Args:
+        definitions: schemas by name, to which others refer.
+        depth: of references and alternatives, which may be circular.
+    """
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(definitions.get(reference.rpartition("/")[2]), definitions, depth - 1)
+    if types := schema.get("type"):
+        return frozenset([types] if isinstance(types, str) else types)
+    alternatives = [_types(s, definitions, depth - 1) for s in schema.get("anyOf") or schema.get("oneOf") or ()]
+    alternatives += [frozenset([_type(value)]) for value in schema.get("enum") or ()]
+    return frozenset().union(*alternatives) if all(alternatives) else frozenset()
+
+
+def _type(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _value(text: str, types: frozenset[str]) -> Any:
+    """A value that is written as text: what it is as JSON, but the text itself if the schema allows a string and not
+    that. Several templates write what is no string as Python does (``True``, ``None``)."""
+    if types == {"string"}:
+        return text
+    try:
+        value = STRICT.decode(text.strip())
+    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
+        try:
+            (node,) = _expressions(text)
+            value = _literal(node)
+        except (ValueError, RecursionError):
+            return text
+    kinds = {_type(value), "number"} if _type(value) == "integer" else {_type(value)}
+    return text if isinstance(value, str) or ("string" in types and not kinds & types) else value
+
+
+def _expressions(source: str) -> list[ast.expr]:
+    """Raises ValueError if a text is not Python, or has statements."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of strings with a backslash
+            body = ast.parse(source.strip()).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not Python") from error
+    return [node.value if isinstance(node, ast.Expr) else _no_call() for node in body]
+
+
+def _literal(node: ast.expr) -> Any:
+    """A value of JSON. Raises ValueError for any other."""
+    match node:
+        case ast.Constant(value=str() | int() | None as value):
+            return value
+        case ast.Constant(value=float() as value) if math.isfinite(value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as name):
+            return json.loads(name)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if all(isinstance(k, ast.Constant) for k in keys):
+            return {str(k.value): _literal(v) for k, v in zip(keys, values, strict=True) if isinstance(k, ast.Constant)}
+    return _no_call()
+
+
+def _no_call() -> NoReturn:
+    raise ValueError("not a call, or not a value of JSON")
+
+
+def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Call]:
+    """A call; none if the arguments are no object, or hold half of a character."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return []
+    try:
+        text = as_json(arguments)
+        f"{name}{text}".encode()
+    except (UnicodeEncodeError, RecursionError):
+        return []
+    return [Call(name, text, its_id or "")]
+
+
+def decoded(text: str) -> Any:
+    """A JSON value; None if the text is something else."""
+    try:
+        return STRICT.decode(text.strip())
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---------------------------------------------------------------------------------------- calls as JSON
+
+
+def _objects(values: list[Any]) -> list[Call]:
+    """``{"name": ..., "arguments": {...}}`` or lists of these. Some templates say ``parameters`` or ``tool_name``."""
+    calls = []
+    for value in values:
+        if isinstance(value, dict):
+            value = {**value, **value["function"]} if isinstance(value.get("function"), dict) else value
+            name, its_id = value.get("name", value.get("tool_name")), value.get("id")
+            arguments = value.get("arguments", value.get("parameters", {}))
+            new = call_of(name, arguments, its_id if re.fullmatch("[A-Za-z0-9]{9}", str(its_id)) else "")
+        else:
+            new = _objects(value) if isinstance(value, list) else []
+        if not new:
+            return []
+        calls += new
+    return calls
+
+
+def _bare(values: list[Any]) -> list[Call]:
+    """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
+    return _objects(values) if len(values) == 1 and isinstance(values[0], dict) and "parameters" in values[0] else []
+
+
+def _keys(values: list[Any]) -> list[Call]:
+    """``[{name: arguments}, ...]`` (Apertus)."""
+    calls = values[0] if len(values) == 1 and isinstance(values[0], list) else []
+    results = [call_of(*next(iter(c.items()))) if isinstance(c, dict) and len(c) == 1 else [] for c in calls]
+    return [call for result in results for call in result] if all(results) else []
+
+
+# ---------------------------------------------------------------------------------------- calls in other notations
+
+# A value ends before the next opening tag: where its end is missing, it would hold the next argument.
+_ELEMENT = re.compile(
+    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?(?:function|invoke))(?:=| name=)\"?(?P<name>[^\">\n]+)\"?>"
+    r"(?P<body>.*?)</(?P=tag)>",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?param(?:eter)?)(?:=| name=)\"?(?P<key>[^<>\"\n]+)\"?"
+    r"(?: string=\"(?P<string>true|false)\")?>"
+    r"(?:<!\[CDATA\[(?P<data>.*?)\]\]>|(?P<value>(?:(?!<(?P=tag)[= ]).)*?))</(?P=tag)>",
+    re.DOTALL,
+)
+_PAIR = re.compile(
+    r"\s*<arg_key(?P<end>(?::\w+)?)>(?P<key>[^<]*)</arg_key(?P=end)>"
+    r"\s*<arg_value(?P=end)>(?P<value>(?:(?!<arg_key).)*?)</arg_value(?P=end)>",
+    re.DOTALL,
+)
+_STEP = re.compile("<｜tool_call_(?:begin｜>function<｜tool_sep|end)｜>")
+_FENCE = re.compile(r"\s*```(?:python)?\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def _all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """The matches that make up the text, without white space. Raises ValueError if there is other text."""
+    matches: list[re.Match[str]] = []
+    position = 0
+    while match := pattern.match(text, position):
+        matches.append(match)
+        position = match.end()
+    return _no_call() if text[position:].strip() else matches
+
+
+def _arguments(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError if one is there twice."""
+    return _no_call() if len({key for key, _ in values}) < len(values) else dict(values)
+
+
+def _elements(text: str, types: Types, trim: bool = False) -> list[Call]:
+    """``<function=NAME><parameter=KEY>value</parameter></function>``, one or several.
+
+    Args:
+        trim: the template writes a line break before and after each value.
+    """
+    calls = []
+    for element in _all(_ELEMENT, _STEP.sub("", text)):
+        name, values = element["name"].strip(), []
+        for parameter in _all(_PARAMETER, element["body"]):
+            key, value = parameter["key"].strip(), parameter["data"] or parameter["value"] or ""
+            if trim:
+                value = value.removeprefix("\n").removesuffix("\n")
+            kinds = types.get((name, key), frozenset()) - ({"string"} if parameter["string"] == "false" else set())
+            values.append((key, _value(value, frozenset({"string"}) if parameter["string"] == "true" else kinds)))
+        calls += call_of(name, _arguments(values))
+    return calls
+
+
+def _pairs(text: str, types: Types) -> list[Call]:
+    """The name, and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument (GLM)."""
+    name, tag, rest = text.partition("<arg_key")
+    name = re.sub(r"<tool_sep:\w+>", "", name).strip()
+    if not re.fullmatch(r"[^\s<>{}\[\]\"]+", name):
+        return []
+    pairs = [(pair["key"].strip(), pair["value"]) for pair in _all(_PAIR, tag + rest)]
+    return call_of(name, _arguments([(k, _value(v, types.get((name, k), frozenset()))) for k, v in pairs]))
+
+
+def _python(text: str, types: Types) -> list[Call]:
+    """``[add(a=1), add(a=2)]``, or one call on each line, also in a fence."""
+    fence = _FENCE.fullmatch(text)
+    calls = []
+    for node in _expressions(fence[1] if fence else text):
+        for call in node.elts if isinstance(node, ast.List) else [node]:
+            if not isinstance(call, ast.Call) or call.args:
+                return []
+            values = [(keyword.arg or _no_call(), _literal(keyword.value)) for keyword in call.keywords]
+            calls += call_of(ast.unparse(call.func), _arguments(values))
+    return calls
+
+
+def _quoted(text: str, types: Types, quote: str) -> list[Call]:
+    """``call:NAME{key:value}``, with strings between quotes that are tokens (Gemma)."""
+    match = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", text, re.DOTALL)
+    if not match:
+        return []
+    pieces = match[2].split(quote)
+    pieces[::2] = [re.sub(r"([{,]\s*)([^\s{}\[\],:\"]+):", r'\1"\2":', piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(r"\bNone\b", "null", piece) for piece in pieces[::2]]
+    pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
+    return call_of(match[1], decoded("".join(pieces)))
+
+
+# ---------------------------------------------------------------------------------------- the forms
+
+FORMS: Sequence[Form] = (
+    Form("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
+    Form("<function=", r"<tool_call>", r"</tool_call>", partial(_elements, trim=True)),
+    Form("<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"),
+    Form(
+        "<arg_key:opensource>",
+        r"(?:<tool_calls:opensource>\s*)?<tool_call:opensource>",
+        r"</tool_call:opensource>(?:\s*</tool_calls:opensource>)?",
+        _pairs,
+        tags="<tool_sep:opensource> <arg_key:opensource> </arg_key:opensource> <arg_value:opensource> "
+        "</arg_value:opensource>",
+    ),
+    Form("[TOOL_CALLS]", r"\[TOOL_CALLS\](?=\s*[\[{])", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
+    Form(
+        "[TOOL_CALLS]",
+        r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?\[ARGS\]",
+        r"\s*(?=\[TOOL_CALLS\]|\Z)",
+    ),
+    Form("<|tool_call|>", r"<\|tool_call\|>", r"\s*(?:<\|/tool_call\|>|\Z)"),
+    Form(
+        "<｜tool▁call▁begin｜>",
+        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:\w*<｜tool▁sep｜>(?!\s*\{))?"
+        r"(?P<name>[^\n{<]+?)(?:\n```json\n|<｜tool▁sep｜>)",
+        r"\s*(?:```\s*)?(?:<｜tool▁call▁end｜>|\Z)(?:\s*<｜tool▁calls▁end｜>)?",
+    ),
+    Form(
+        "<|tool_call_argument_begin|>",
+        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+        r"(?P<id>(?:functions\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
+        r"\s*(?:<\|tool_call_end\|>|\Z)(?:\s*<\|tool_calls_section_end\|>)?",
+    ),
+    Form("<minimax:tool_call>", r"<minimax:tool_call>", r"</minimax:tool_call>", _elements),
+    Form("<seed:tool_call>", r"<seed:tool_call>", r"</seed:tool_call>", _elements),
+    Form(
+        "｜DSML｜",
+        r"<｜DSML｜(?:function|tool)_calls>",
+        r"</｜DSML｜(?:function|tool)_calls>",
+        _elements,
+        tags="｜DSML｜",
+    ),
+    Form(
+        "<steptml:",
+        r"<｜tool_calls_begin｜>",
+        r"<｜tool_calls_end｜>",
+        _elements,
+        tags="<｜tool_call_begin｜> <｜tool_sep｜> <｜tool_call_end｜>",
+    ),
+    Form("<param name=", r"(?=<function name=)", r"(?<=</function>)", _elements),
+    Form("<|tool_call>", r"<\|tool_call>", r"<tool_call\|>", partial(_quoted, quote='<|"|>'), tags='<|"|>'),
+    Form(
+        "<start_function_call>",
+        r"<start_function_call>",
+        r"<end_function_call>",
+        partial(_quoted, quote="<escape>"),
+        tags="<escape>",
+    ),
+    Form("<|tool_call_start|>", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
+    Form("<function_calls>", r"<function_calls>", r"</function_calls>", _python),
+    Form("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
+    Form("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
+    Form("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
+    Form("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
+    Form("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
+    Form("<|python_end|>", r"<\|python_end\|>(?=\s*\{)", r"\s*\Z"),
+    Form('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?(?=\s*\{)", r"\s*\Z", convert=_bare),
+)
+
+
+def read_calls(text: str, forms: Sequence[Form], types: Types) -> tuple[str, list[Call]]:
+    """The text without its calls, and the calls. Of several forms, the first one with a call."""
+    for form in forms:
+        calls: list[Call] = []
+        rest, position, tried = [], 0, 0
+        for opening in re.finditer(form.opening, text, re.DOTALL):
+            if opening.start() < tried:  # a tag in the text that was read
+                continue
+            new, tried = _read_json(form, opening) if form.read is None else _read_text(form, opening, types)
+            if new:
+                calls += new
+                rest.append(text[position : opening.start()])
+                position = tried
+        if calls:
+            return "".join([*rest, text[position:]]).strip(), calls
+    return text, []
+
+
+def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
+    """The calls after an opening, and the end of the text that was read."""
+    text, position, groups = opening.string, _after_space(opening.string, opening.end()), opening.groupdict()
+    values: list[Any] = []
+    try:
+        while not values or ("name" not in groups and text.startswith("{", position)):
+            value, position = STRICT.raw_decode(text, position)
+            values.append(value)
+            position = _after_space(text, position)
+    except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
+        return [], opening.end()
+    end = re.compile(form.closing).match(text, position)
+    if end is None:
+        return [], opening.end()
+    return call_of(groups["name"], values[0], groups.get("id")) if "name" in groups else form.convert(values), end.end()
+
+
+def _read_text(form: Form, opening: re.Match[str], types: Types) -> tuple[list[Call], int]:
+    """The calls after an opening, and the end of the text that was read: all of it if no closing tag follows."""
+    end = re.compile(form.closing).search(opening.string, opening.end())
+    if end is None or form.read is None:
+        return [], len(opening.string)
+    try:
+        return form.read(opening.string[opening.end() : end.start()], types), end.end()
+    except (ValueError, RecursionError):
+        return [], end.end()
+
+
+def _after_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+# ---------------------------------------------------------------------------------------- channels of gpt-oss
+
+CHANNELS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+"""The tags of answers in several parts (harmony)."""
+_PART = re.compile(
+    r"(?:<\|start\|>assistant)?(?P<header>[^<]*(?:<\|channel\|>(?P<channel>\w*)[^<]*)?(?:<\|constrain\|>[^<]*)?)"
+    r"<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|\Z)\s*",
+    re.DOTALL,
+)
+
+
+def read_channels(text: str) -> tuple[str, str, list[Call]]:
+    """Content, reasoning and calls of an answer in parts. A part for a function is a call; the other parts of the
+    channel ``analysis`` are reasoning, and the rest is content."""
+    content, reasoning, calls, position = list[str](), list[str](), list[Call](), 0
+    while part := _PART.match(text, position):
+        position = part.end()
+        recipient = re.search(r"to=(?:functions\.)?(\S+)", part["header"])
+        if recipient and (call := call_of(recipient[1], decoded(part["body"]))):
+            calls += call
+        elif recipient:
+            content.append(part[0])
+        else:
+            (reasoning if part["channel"] == "analysis" else content).append(part["body"])
+    content.append(text[position:])
+    return "\n".join(filter(None, content)), "\n".join(filter(None, reasoning)), calls
