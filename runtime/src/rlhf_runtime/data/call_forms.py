@@ -94,6 +94,8 @@ def _value(text: str, types: frozenset[str]) -> Any:
     try:
         value = STRICT.decode(text.strip())
     except (ValueError, RecursionError):  # the policy may nest lists deeper than Python reads
+        if "string" in types and text.strip() not in ("True", "False", "None"):
+            return text
         try:
             (node,) = _expressions(text)
             value = _literal(node)
@@ -127,8 +129,9 @@ def _literal(node: ast.expr) -> Any:
             return -value
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item) for item in items]
-        case ast.Dict(keys=keys, values=values) if all(isinstance(k, ast.Constant) for k in keys):
-            return {str(k.value): _literal(v) for k, v in zip(keys, values, strict=True) if isinstance(k, ast.Constant)}
+        case ast.Dict(keys=keys, values=values):
+            names = [k.value if isinstance(k, ast.Constant) and isinstance(k.value, str) else _no_call() for k in keys]
+            return _arguments([(name, _literal(value)) for name, value in zip(names, values, strict=True)])
     return _no_call()
 
 
@@ -203,9 +206,7 @@ _PARAMETER = re.compile(
     re.DOTALL,
 )
 _PAIR = re.compile(
-    r"\s*<arg_key(?P<end>(?::\w+)?)>(?P<key>[^<]*)</arg_key(?P=end)>"
-    r"\s*<arg_value(?P=end)>(?P<value>(?:(?!<arg_key).)*?)</arg_value(?P=end)>",
-    re.DOTALL,
+    r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>", re.DOTALL
 )
 _STEP = re.compile("<｜tool_call_(?:begin｜>function<｜tool_sep|end)｜>")
 _FENCE = re.compile(r"\s*```(?:python)?\n(.*?)\n?```\s*", re.DOTALL)
@@ -247,8 +248,8 @@ def _elements(text: str, types: Types, trim: bool = False) -> list[Call]:
 
 def _pairs(text: str, types: Types) -> list[Call]:
     """The name, and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument (GLM)."""
-    name, tag, rest = text.partition("<arg_key")
-    name = re.sub(r"<tool_sep:\w+>", "", name).strip()
+    name, tag, rest = text.partition("<arg_key>")
+    name = name.strip()
     if not re.fullmatch(r"[^\s<>{}\[\]\"]+", name):
         return []
     pairs = [(pair["key"].strip(), pair["value"]) for pair in _all(_PAIR, tag + rest)]
@@ -284,16 +285,8 @@ def _quoted(text: str, types: Types, quote: str) -> list[Call]:
 
 FORMS: Sequence[Form] = (
     Form("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
-    Form("<function=", r"<tool_call>", r"</tool_call>", partial(_elements, trim=True)),
+    Form("<function=", r"<tool_call>", r"</tool_call>|(?<=</function>)\s*\Z", partial(_elements, trim=True)),
     Form("<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"),
-    Form(
-        "<arg_key:opensource>",
-        r"(?:<tool_calls:opensource>\s*)?<tool_call:opensource>",
-        r"</tool_call:opensource>(?:\s*</tool_calls:opensource>)?",
-        _pairs,
-        tags="<tool_sep:opensource> <arg_key:opensource> </arg_key:opensource> <arg_value:opensource> "
-        "</arg_value:opensource>",
-    ),
     Form("[TOOL_CALLS]", r"\[TOOL_CALLS\](?=\s*[\[{])", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
     Form(
         "[TOOL_CALLS]",
@@ -342,10 +335,13 @@ FORMS: Sequence[Form] = (
     Form("<function_calls>", r"<function_calls>", r"</function_calls>", _python),
     Form("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
     Form("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
+    Form("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
+    Form("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>(?=\s*\{)", r"\s*</function>"),
     Form("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
     Form("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
     Form("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
     Form("<|python_end|>", r"<\|python_end\|>(?=\s*\{)", r"\s*\Z"),
+    Form('[{"name": "tool_call_name"', r"\A(?=\s*\[)", r"\s*\Z"),
     Form('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?(?=\s*\{)", r"\s*\Z", convert=_bare),
 )
 
@@ -372,6 +368,8 @@ def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
     """The calls after an opening, and the end of the text that was read."""
     text, position, groups = opening.string, _after_space(opening.string, opening.end()), opening.groupdict()
     values: list[Any] = []
+    if not text.startswith(("{", "["), position):  # an error of the decoder counts all lines before it
+        return [], opening.end()
     try:
         while not values or ("name" not in groups and text.startswith("{", position)):
             value, position = STRICT.raw_decode(text, position)
@@ -419,7 +417,7 @@ def read_channels(text: str) -> tuple[str, str, list[Call]]:
     content, reasoning, calls, position = list[str](), list[str](), list[Call](), 0
     while part := _PART.match(text, position):
         position = part.end()
-        recipient = re.search(r"to=(?:functions\.)?(\S+)", part["header"])
+        recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", part["header"])
         if recipient and (call := call_of(recipient[1], decoded(part["body"]))):
             calls += call
         elif recipient:

@@ -72,12 +72,11 @@ class ChatMessages:
 _THOUGHTS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
-    ("<think:opensource>", "</think:opensource>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
 )
-"""Tags around reasoning: of most models, of Seed-OSS, Hy3, Magistral, Command A and Gemma 4."""
+"""Tags around reasoning: of most models, of Seed-OSS, Magistral, Command A and Gemma 4."""
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
@@ -98,8 +97,8 @@ _PROBE_TOOL = {
 
 class ParsedAnswers:
     """Parses answers with the tokenizer's ``response_template``. Without one, reasoning in ``<think>`` and the like,
-    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags; all else is
-    content.
+    and calls in the forms of :data:`FORMS` and of gpt-oss are found if the chat template contains their tags; all else
+    is content.
 
     Raises DataError: the ``response_template`` is not valid.
     """
@@ -143,9 +142,10 @@ class ParsedAnswers:
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:
+            call_ids = [call.id for call in calls]
             message["tool_calls"] = [
                 {
-                    "id": call.id if sum(call.id == other.id for other in calls) == 1 else _id(key, n),
+                    "id": call.id if call.id and call_ids.count(call.id) == 1 else _id(key, n),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
