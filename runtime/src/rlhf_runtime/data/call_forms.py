@@ -287,7 +287,7 @@ FORMS: Sequence[Form] = (
     Form("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
     Form("<function=", r"<tool_call>", r"</tool_call>|(?<=</function>)\s*\Z", partial(_elements, trim=True)),
     Form("<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"),
-    Form("[TOOL_CALLS]", r"\[TOOL_CALLS\](?=\s*[\[{])", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
+    Form("[TOOL_CALLS]", r"\[TOOL_CALLS\]", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
     Form(
         "[TOOL_CALLS]",
         r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?\[ARGS\]",
@@ -336,13 +336,13 @@ FORMS: Sequence[Form] = (
     Form("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
     Form("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
     Form("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
-    Form("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>(?=\s*\{)", r"\s*</function>"),
+    Form("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>"),
     Form("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
     Form("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
     Form("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
-    Form("<|python_end|>", r"<\|python_end\|>(?=\s*\{)", r"\s*\Z"),
-    Form('[{"name": "tool_call_name"', r"\A(?=\s*\[)", r"\s*\Z"),
-    Form('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?(?=\s*\{)", r"\s*\Z", convert=_bare),
+    Form("<|python_end|>", r"<\|python_end\|>", r"\s*\Z"),
+    Form('[{"name": "tool_call_name"', r"\A", r"\s*\Z"),
+    Form('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?", r"\s*\Z", convert=_bare),
 )
 
 
@@ -368,7 +368,7 @@ def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
     """The calls after an opening, and the end of the text that was read."""
     text, position, groups = opening.string, _after_space(opening.string, opening.end()), opening.groupdict()
     values: list[Any] = []
-    if not text.startswith(("{", "["), position):  # an error of the decoder counts all lines before it
+    if not _JSON.match(text, position):  # an error of the decoder counts all lines before it
         return [], opening.end()
     try:
         while not values or ("name" not in groups and text.startswith("{", position)):
@@ -392,6 +392,10 @@ def _read_text(form: Form, opening: re.Match[str], types: Types) -> tuple[list[C
         return form.read(opening.string[opening.end() : end.start()], types), end.end()
     except (ValueError, RecursionError):
         return [], end.end()
+
+
+_JSON = re.compile(r'\{\s*["}]|\[\s*\{')
+"""The first characters of an object, or of a list of objects."""
 
 
 def _after_space(text: str, position: int) -> int:
