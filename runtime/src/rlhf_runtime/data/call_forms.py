@@ -12,8 +12,10 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn
 
 from rlhf_runtime.data.messages import as_json
@@ -384,14 +386,15 @@ def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
 
 
 def _read_text(form: Form, opening: re.Match[str], types: Types) -> tuple[list[Call], int]:
-    """The calls after an opening, and the end of the text that was read: all of it if no closing tag follows."""
-    end = re.compile(form.closing).search(opening.string, opening.end())
-    if end is None or form.read is None:
-        return [], len(opening.string)
-    try:
-        return form.read(opening.string[opening.end() : end.start()], types), end.end()
-    except (ValueError, RecursionError):
-        return [], end.end()
+    """The calls after an opening, and the end of the text that was read: all of it if no closing tag follows. A value
+    may contain closing tags, so the text up to later ones is tried too."""
+    text, tried = opening.string, len(opening.string)
+    for end in islice(re.compile(form.closing).finditer(text, opening.end()), 8):
+        tried = min(tried, end.end())
+        with suppress(ValueError, RecursionError):
+            if form.read is not None and (calls := form.read(text[opening.end() : end.start()], types)):
+                return calls, end.end()
+    return [], tried
 
 
 _JSON = re.compile(r'\{\s*["}]|\[\s*\{')
