@@ -109,9 +109,10 @@ class RolloutContext(ABC):
         ``reasoning_content`` and ``tool_calls``, each with ``id``, ``type`` and ``function`` (``name``, and
         ``arguments`` as JSON text).
 
-        The tokenizer's ``response_template`` is used if it has one. Otherwise ``<think>`` and calls in the forms of
+        The tokenizer's ``response_template`` is used if it has one. Otherwise reasoning and calls in the forms of
         docs/how-to/tools.md are read if the chat template contains their tags. A call that cannot be parsed stays in
-        ``content``. The ids of calls depend on the sample's index and the turn's number only.
+        ``content``. The id of a call is the one that the policy wrote, if the template takes it; else it depends on
+        the sample's index and the turn's number only.
 
         Args:
             tools: as in :meth:`encode_messages`; types of arguments are read from them where the format has none.

@@ -75,8 +75,9 @@ _THOUGHTS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
-"""Tags around reasoning: of most models, of Seed-OSS, Magistral, Command A and Gemma 4."""
+"""What stands around reasoning: for most models, Seed-OSS, Magistral, Command A, Gemma 4 and Apriel."""
 _PROBE_ARGUMENTS = {"city": "Paris", "days": 3}
 _PROBE_TOOL = {
     "type": "function",
