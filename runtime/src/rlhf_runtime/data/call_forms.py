@@ -22,7 +22,7 @@ from rlhf_runtime.data.messages import as_json
 from rlhf_runtime.data.strict_json import STRICT
 
 
-class Call(NamedTuple):
+class AnswerCall(NamedTuple):
     name: str
     arguments: str
     """JSON text."""
@@ -35,17 +35,17 @@ Types = Mapping[tuple[str, str], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallForm:
     mark: str
     """A text that is in each chat template with this form."""
     opening: str
     """Pattern of what stands before a call, or before several. It may have the groups ``name`` and ``id``."""
     closing: str
     """Pattern of what stands after it."""
-    read: Callable[[str, Types], list[Call]] | None = None
+    read: Callable[[str, Types], list[AnswerCall]] | None = None
     """Reads the text between the two; no calls if it is not in this form. None for JSON, which is read up to its end,
     so that its strings may contain tags: the arguments if the opening has the name, else what :attr:`convert` reads."""
-    convert: Callable[[list[Any]], list[Call]] = lambda values: _objects(values)
+    convert: Callable[[list[Any]], list[AnswerCall]] = lambda values: _objects(values)
     """The calls in the JSON values that follow an opening."""
     tags: str = ""
     """Tags within a call."""
@@ -141,7 +141,7 @@ def _no_call() -> NoReturn:
     raise ValueError("not a call, or not a value of JSON")
 
 
-def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Call]:
+def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[AnswerCall]:
     """A call; none if the arguments are no object, or hold half of a character."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return []
@@ -150,7 +150,7 @@ def call_of(name: Any, arguments: Any, its_id: str | None = None) -> list[Call]:
         f"{name}{text}".encode()
     except (UnicodeEncodeError, RecursionError):
         return []
-    return [Call(name, text, its_id or "")]
+    return [AnswerCall(name, text, its_id or "")]
 
 
 def decoded(text: str) -> Any:
@@ -164,7 +164,7 @@ def decoded(text: str) -> Any:
 # ---------------------------------------------------------------------------------------- calls as JSON
 
 
-def _objects(values: list[Any]) -> list[Call]:
+def _objects(values: list[Any]) -> list[AnswerCall]:
     """``{"name": ..., "arguments": {...}}`` or lists of these. Some templates say ``parameters`` or ``tool_name``."""
     calls = []
     for value in values:
@@ -181,12 +181,12 @@ def _objects(values: list[Any]) -> list[Call]:
     return calls
 
 
-def _bare(values: list[Any]) -> list[Call]:
+def _bare(values: list[Any]) -> list[AnswerCall]:
     """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
     return _objects(values) if len(values) == 1 and isinstance(values[0], dict) and "parameters" in values[0] else []
 
 
-def _keys(values: list[Any]) -> list[Call]:
+def _keys(values: list[Any]) -> list[AnswerCall]:
     """``[{name: arguments}, ...]`` (Apertus)."""
     calls = values[0] if len(values) == 1 and isinstance(values[0], list) else []
     results = [call_of(*next(iter(c.items()))) if isinstance(c, dict) and len(c) == 1 else [] for c in calls]
@@ -229,7 +229,7 @@ def _arguments(values: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return _no_call() if len({key for key, _ in values}) < len(values) else dict(values)
 
 
-def _elements(text: str, types: Types, trim: bool = False) -> list[Call]:
+def _elements(text: str, types: Types, trim: bool = False) -> list[AnswerCall]:
     """``<function=NAME><parameter=KEY>value</parameter></function>``, one or several.
 
     Args:
@@ -248,7 +248,7 @@ def _elements(text: str, types: Types, trim: bool = False) -> list[Call]:
     return calls
 
 
-def _pairs(text: str, types: Types) -> list[Call]:
+def _pairs(text: str, types: Types) -> list[AnswerCall]:
     """The name, and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument (GLM)."""
     name, tag, rest = text.partition("<arg_key>")
     name = name.strip()
@@ -258,7 +258,7 @@ def _pairs(text: str, types: Types) -> list[Call]:
     return call_of(name, _arguments([(k, _value(v, types.get((name, k), frozenset()))) for k, v in pairs]))
 
 
-def _python(text: str, types: Types) -> list[Call]:
+def _python(text: str, types: Types) -> list[AnswerCall]:
     """``[add(a=1), add(a=2)]``, or one call on each line, also in a fence."""
     fence = _FENCE.fullmatch(text)
     calls = []
@@ -271,7 +271,7 @@ def _python(text: str, types: Types) -> list[Call]:
     return calls
 
 
-def _quoted(text: str, types: Types, quote: str) -> list[Call]:
+def _quoted(text: str, types: Types, quote: str) -> list[AnswerCall]:
     """``call:NAME{key:value}``, with strings between quotes that are tokens (Gemma)."""
     match = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", text, re.DOTALL)
     if not match:
@@ -285,88 +285,90 @@ def _quoted(text: str, types: Types, quote: str) -> list[Call]:
 
 # ---------------------------------------------------------------------------------------- the forms
 
-FORMS: Sequence[Form] = (
-    Form("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
-    Form("<function=", r"<tool_call>", r"</tool_call>|(?<=</function>)\s*\Z", partial(_elements, trim=True)),
-    Form("<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"),
-    Form("[TOOL_CALLS]", r"\[TOOL_CALLS\]", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
-    Form(
+FORMS: Sequence[CallForm] = (
+    CallForm("<tool_call>", r"<tool_call>", r"\s*(?:</tool_call>|\Z)"),
+    CallForm("<function=", r"<tool_call>", r"</tool_call>|(?<=</function>)\s*\Z", partial(_elements, trim=True)),
+    CallForm(
+        "<arg_key>", r"<tool_call>", r"</tool_call>", _pairs, tags="<arg_key> </arg_key> <arg_value> </arg_value>"
+    ),
+    CallForm("[TOOL_CALLS]", r"\[TOOL_CALLS\]", r"\s*(?=\[TOOL_CALLS\]|\Z)"),
+    CallForm(
         "[TOOL_CALLS]",
         r"\[TOOL_CALLS\]\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\](?:(?P<id>[A-Za-z0-9]{9})(?=\[)|[^\[]*))?\[ARGS\]",
         r"\s*(?=\[TOOL_CALLS\]|\Z)",
     ),
-    Form("<|tool_call|>", r"<\|tool_call\|>", r"\s*(?:<\|/tool_call\|>|\Z)"),
-    Form(
+    CallForm("<|tool_call|>", r"<\|tool_call\|>", r"\s*(?:<\|/tool_call\|>|\Z)"),
+    CallForm(
         "<｜tool▁call▁begin｜>",
         r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:\w*<｜tool▁sep｜>(?!\s*\{))?"
         r"(?P<name>[^\n{<]+?)(?:\n```json\n|<｜tool▁sep｜>)",
         r"\s*(?:```\s*)?(?:<｜tool▁call▁end｜>|\Z)(?:\s*<｜tool▁calls▁end｜>)?",
     ),
-    Form(
+    CallForm(
         "<|tool_call_argument_begin|>",
         r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[^\s<>]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
         r"\s*(?:<\|tool_call_end\|>|\Z)(?:\s*<\|tool_calls_section_end\|>)?",
     ),
-    Form("<minimax:tool_call>", r"<minimax:tool_call>", r"</minimax:tool_call>", _elements),
-    Form("<seed:tool_call>", r"<seed:tool_call>", r"</seed:tool_call>", _elements),
-    Form(
+    CallForm("<minimax:tool_call>", r"<minimax:tool_call>", r"</minimax:tool_call>", _elements),
+    CallForm("<seed:tool_call>", r"<seed:tool_call>", r"</seed:tool_call>", _elements),
+    CallForm(
         "｜DSML｜",
         r"<｜DSML｜(?:function|tool)_calls>",
         r"</｜DSML｜(?:function|tool)_calls>",
         _elements,
         tags="｜DSML｜",
     ),
-    Form(
+    CallForm(
         "<steptml:",
         r"<｜tool_calls_begin｜>",
         r"<｜tool_calls_end｜>",
         _elements,
         tags="<｜tool_call_begin｜> <｜tool_sep｜> <｜tool_call_end｜>",
     ),
-    Form("<param name=", r"(?=<function name=)", r"(?<=</function>)", _elements),
-    Form("<|tool_call>", r"<\|tool_call>", r"<tool_call\|>", partial(_quoted, quote='<|"|>'), tags='<|"|>'),
-    Form(
+    CallForm("<param name=", r"(?=<function name=)", r"(?<=</function>)", _elements),
+    CallForm("<|tool_call>", r"<\|tool_call>", r"<tool_call\|>", partial(_quoted, quote='<|"|>'), tags='<|"|>'),
+    CallForm(
         "<start_function_call>",
         r"<start_function_call>",
         r"<end_function_call>",
         partial(_quoted, quote="<escape>"),
         tags="<escape>",
     ),
-    Form("<|tool_call_start|>", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
-    Form("<function_calls>", r"<function_calls>", r"</function_calls>", _python),
-    Form("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
-    Form("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
-    Form("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
-    Form("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>"),
-    Form("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
-    Form("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
-    Form("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
-    Form("<|python_end|>", r"<\|python_end\|>", r"\s*\Z"),
-    Form('[{"name": "tool_call_name"', r"\A", r"\s*\Z"),
-    Form('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?", r"\s*\Z", convert=_bare),
+    CallForm("<|tool_call_start|>", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _python),
+    CallForm("<function_calls>", r"<function_calls>", r"</function_calls>", _python),
+    CallForm("<|START_ACTION|>", r"<\|START_ACTION\|>", r"\s*(?:<\|END_ACTION\|>|\Z)"),
+    CallForm("<tool_calls>", r"<tool_calls>", r"\s*(?:</tool_calls>|\Z)"),
+    CallForm("<|function_call|>", r"<\|function_call\|>", r"\s*\Z"),
+    CallForm("<|eom_id|>", r"<function=(?P<name>[^>\s]+)>", r"\s*</function>"),
+    CallForm("<TOOLCALL>", r"<TOOLCALL>", r"\s*(?:</TOOLCALL>|\Z)"),
+    CallForm("<|plugin|>", r"<\|action_start\|>\s*<\|plugin\|>", r"\s*(?:<\|action_end\|>|\Z)"),
+    CallForm("<|tools_prefix|>", r"<\|tools_prefix\|>", r"\s*(?:<\|tools_suffix\|>|\Z)", convert=_keys),
+    CallForm("<|python_end|>", r"<\|python_end\|>", r"\s*\Z"),
+    CallForm('[{"name": "tool_call_name"', r"\A", r"\s*\Z"),
+    CallForm('"parameters": ', r"\A\s*(?:<\|python_tag\|>)?", r"\s*\Z", convert=_bare),
 )
 
 
-def read_calls(text: str, forms: Sequence[Form], types: Types) -> tuple[str, list[Call]]:
+def read_calls(text: str, forms: Sequence[CallForm], types: Types) -> tuple[str, list[AnswerCall]]:
     """The text without its calls, and the calls. Of several forms, the first one with a call."""
     for form in forms:
-        calls: list[Call] = []
-        rest, position, tried = [], 0, 0
+        calls: list[AnswerCall] = []
+        rest, position, boundary = [], 0, 0
         for opening in re.finditer(form.opening, text, re.DOTALL):
-            if opening.start() < tried:  # a tag in the text that was read
+            if opening.start() < boundary:  # a tag in the text that was read
                 continue
-            new, tried = _read_json(form, opening) if form.read is None else _read_text(form, opening, types)
+            new, boundary = _read_json(form, opening) if form.read is None else _read_text(form, opening, types)
             if new:
                 calls += new
                 rest.append(text[position : opening.start()])
-                position = tried
+                position = boundary
         if calls:
             return "".join([*rest, text[position:]]).strip(), calls
     return text, []
 
 
-def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
+def _read_json(form: CallForm, opening: re.Match[str]) -> tuple[list[AnswerCall], int]:
     """The calls after an opening, and the end of the text that was read."""
     text, position, groups = opening.string, _after_space(opening.string, opening.end()), opening.groupdict()
     values: list[Any] = []
@@ -385,16 +387,16 @@ def _read_json(form: Form, opening: re.Match[str]) -> tuple[list[Call], int]:
     return call_of(groups["name"], values[0], groups.get("id")) if "name" in groups else form.convert(values), end.end()
 
 
-def _read_text(form: Form, opening: re.Match[str], types: Types) -> tuple[list[Call], int]:
+def _read_text(form: CallForm, opening: re.Match[str], types: Types) -> tuple[list[AnswerCall], int]:
     """The calls after an opening, and the end of the text that was read: all of it if no closing tag follows. A value
     may contain closing tags, so the text up to later ones is tried too."""
-    text, tried = opening.string, len(opening.string)
+    text, boundary = opening.string, len(opening.string)
     for end in islice(re.compile(form.closing).finditer(text, opening.end()), 8):
-        tried = min(tried, end.end())
+        boundary = min(boundary, end.end())
         with suppress(ValueError, RecursionError):
             if form.read is not None and (calls := form.read(text[opening.end() : end.start()], types)):
                 return calls, end.end()
-    return [], tried
+    return [], boundary
 
 
 _JSON = re.compile(r'\{\s*["}]|\[\s*\{')
@@ -418,10 +420,10 @@ _PART = re.compile(
 )
 
 
-def read_channels(text: str) -> tuple[str, str, list[Call]]:
+def read_channels(text: str) -> tuple[str, str, list[AnswerCall]]:
     """Content, reasoning and calls of an answer in parts. A part for a function is a call; the other parts of the
     channel ``analysis`` are reasoning, and the rest is content."""
-    content, reasoning, calls, position = list[str](), list[str](), list[Call](), 0
+    content, reasoning, calls, position = list[str](), list[str](), list[AnswerCall](), 0
     while part := _PART.match(text, position):
         position = part.end()
         recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", part["header"])

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.errors import DataError
 
-from rlhf_runtime.data.call_forms import CHANNELS, FORMS, Call, argument_types, read_calls, read_channels
+from rlhf_runtime.data.call_forms import CHANNELS, FORMS, AnswerCall, argument_types, read_calls, read_channels
 from rlhf_runtime.data.conversation import ChatTemplate
 from rlhf_runtime.data.image_parts import text_of
 from rlhf_runtime.data.messages import Messages, as_json
@@ -185,7 +185,7 @@ class ParsedAnswers:
 
     def _by_template(
         self, ids: Sequence[int], prompt: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, str, list[Call]]:
+    ) -> tuple[str, str, list[AnswerCall]]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         before = self._tokenizer.decode(list(prompt), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         try:
@@ -196,10 +196,10 @@ class ParsedAnswers:
         calls = []
         for call in parsed.get("tool_calls") or []:
             function = call.get("function", call)
-            calls.append(Call(function["name"], as_json(function.get("arguments") or {})))
+            calls.append(AnswerCall(function["name"], as_json(function.get("arguments") or {})))
         return parsed.get("content") or "", reasoning, calls
 
-    def _by_tags(self, text: str, before: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[Call]]:
+    def _by_tags(self, text: str, before: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[AnswerCall]]:
         reasoning, content = "", text
         if self._thoughts:
             opening, closing = self._thoughts
