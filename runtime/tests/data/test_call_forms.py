@@ -222,8 +222,8 @@ ADD = {
             "properties": {
                 "a": {"type": "integer"},
                 "b": {"type": ["number", "null"]},
-                "unit": {"type": "string"},
-                "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "note": {"type": "string"},
                 "options": {"$ref": "#/$defs/Options"},
             },
             "$defs": {"Options": {"type": "object"}},
@@ -392,10 +392,20 @@ def test_what_is_no_call_stays_in_the_text(template_of, models: str, text: str) 
 def test_a_value_that_is_text_is_read_by_the_schema_of_its_argument(template_of) -> None:
     template = template_of(*FORMS["qwen3-coder"])
     body = "".join(
-        f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in (("a", "x y"), ("unit", '{"m": 1}'), ("c", "[1]"))
+        f"<parameter={k}>\n{v}\n</parameter>\n"
+        for k, v in (
+            ("a", "x y"),
+            ("unit", '{"m": 1}'),
+            ("c", "[1]"),
+            ("d", "True"),
+            ("e", "['x', None]"),
+            ("note", "True"),
+        )
     )
     answer = parsed(template, f"<tool_call>\n<function=add>\n{body}</function>\n</tool_call><eos>")
-    assert calls_of(answer) == [("add", {"a": "x y", "unit": '{"m": 1}', "c": [1]})]
+    assert calls_of(answer) == [
+        ("add", {"a": "x y", "unit": '{"m": 1}', "c": [1], "d": True, "e": ["x", None], "note": "True"})
+    ]
 
 
 @pytest.mark.parametrize(
