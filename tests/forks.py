@@ -14,6 +14,7 @@ Other Python programs can also run in such a child, with their own folder and en
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -124,6 +125,7 @@ def serve() -> None:
         for entry in plugins.list(kind):
             plugins.resolve(kind, entry.name)
     assert threading.active_count() == 1, threading.enumerate()
+    gc.freeze()  # no child looks for garbage in all that was imported
     for line in sys.stdin:
         request = json.loads(line)
         if "run" in request:

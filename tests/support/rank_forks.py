@@ -7,6 +7,7 @@ The last line of this program's output is the list of their exit codes.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import traceback
 from pathlib import Path
 
 IMPORTED = (
+    "peft",
     "safetensors.torch",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -49,6 +51,7 @@ def main(trainer: str, script: str, *words: str) -> None:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, threads
+    gc.freeze()  # DeepSpeed collects garbage for each role of stage 3, which need not look at all that was imported
     children = []
     for number in range(int(words[0])):
         children.append(os.fork())
