@@ -132,18 +132,6 @@ def test_a_run_learns_and_proves_every_sync(whole):
     assert (whole.path / "model" / "config.json").exists()
 
 
-def test_a_killed_engine_changes_no_number(forks, place, whole):
-    run = Training(forks, place, place.config("grpo", "engine", **CLUSTER, sync={"transport": "broadcast"}))
-    with run.held_after(2):
-        [engine] = run.workers(engines=True)
-        engine.kill()
-    finished = run.finish()
-    assert finished.code == 0, finished.said
-    assert "The engine is replaced" in finished.said
-    assert finished.rollouts() == whole.rollouts()
-    assert finished.weights == whole.weights
-
-
 @pytest.mark.full
 def test_killed_workers_change_no_number(forks, place, whole):
     """A killed engine is replaced. A killed rank ends the run with its cause, and the run resumes exactly. Two

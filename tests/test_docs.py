@@ -128,6 +128,7 @@ def test_the_tutorials_algorithm_works_and_its_wrong_options_are_refused(shell):
     assert not (shell.folder / "runs" / "other").exists(), "found before anything starts"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_inputs_from_the_author_work_as_the_conformance_page_says(shell):
     output = execute(DOCS / "reference/conformance.md", shell)

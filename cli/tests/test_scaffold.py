@@ -208,6 +208,7 @@ def test_new_backends_observer_and_curriculum_make_a_run_together(workshop, tmp_
     assert len((tmp_path / "run" / "my_observer.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_new_plugins_are_listed_and_import(workshop, monkeypatch, capsys):
     _, environment = workshop

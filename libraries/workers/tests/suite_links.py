@@ -16,7 +16,10 @@ from worker_run import Run, expected, requests
 
 pytestmark = pytest.mark.slow
 
+SHARED = pytest.param("shared", marks=pytest.mark.full)
+"""Deaths beside this transport are for ``make test-all``; ``test_links.py`` aborts and ends its waits as the others."""
 ONE_WAY = pytest.mark.parametrize("linked", ["auto"], indirect=True)
+KILLED = pytest.mark.parametrize("linked", ["auto", SHARED, "broadcast"], indirect=True)
 LINKS = pytest.mark.parametrize("linked", ["shared", "broadcast"], indirect=True)
 
 
@@ -73,6 +76,7 @@ def test_requests_go_to_all_engines_and_weights_too(linked):
     assert r.engines.name == "odd"
 
 
+@KILLED
 def test_an_engine_killed_before_a_sync(r):
     os.kill(r.pids()[1], signal.SIGKILL)
     r.sync(r.version + 1)
@@ -80,6 +84,7 @@ def test_an_engine_killed_before_a_sync(r):
     check_answers(r)
 
 
+@KILLED
 @when("die-in-take", "die-before-take")
 def test_an_engine_killed_while_it_takes_weights(r, when):
     (r.folder / when).touch()
@@ -91,7 +96,7 @@ def test_an_engine_killed_while_it_takes_weights(r, when):
     check_answers(r)
 
 
-@LINKS
+@pytest.mark.parametrize("linked", [SHARED, "broadcast"], indirect=True)
 @when("die-after-connect", "die-before-connect")
 def test_an_engine_killed_while_the_links_connect(r, when):
     """The waits of the other ends are aborted, and the links are connected again with the replacement."""

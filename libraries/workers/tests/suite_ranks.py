@@ -13,6 +13,7 @@ from rlhf.errors import CapabilityError, CheckpointError, RlhfError, TrainingErr
 from rlhf.interfaces import ModelSpec, Place
 from rlhf.paths import disk_is_full
 from rlhf.types import RoleSpec
+from rlhf_workers.driver import failures, rank_group
 from rlhf_workers.process.failure import RemoteTraceback
 from rlhf_workers.process.payload import Stored
 from worker_standins import OddTrainer
@@ -37,6 +38,13 @@ def pair(launch):
     launcher = launch()
     launcher.place({"policy": Place(2)})
     return launcher.launch_trainer(OddTrainer, None, spec(ranks=2))
+
+
+@pytest.fixture
+def brief_grace(monkeypatch):
+    """Other ranks that certainly hang are not waited for as long as in a run."""
+    for module in (failures, rank_group):
+        monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
 
 
 def test_tensors_in_arguments_and_results_are_writable(steady):
@@ -100,7 +108,7 @@ def test_other_errors_name_their_worker(steady):
     assert steady.call("nothing", [()] * 2) == [2, 2], "every rank ended, so the group can be called again"
 
 
-def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair):
+def test_the_first_failure_is_raised_without_waiting_for_hanging_ranks(pair, brief_grace):
     start = time.monotonic()
     with pytest.raises(TrainingError, match=r"policy rank 1 .*raises_on\(\) raised ValueError: first cause on 1"):
         pair.call("raises_on", [(1, 60.0)] * 2)
@@ -166,7 +174,7 @@ def test_a_stream_that_exceeds_its_timeout_is_an_error(pair):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_in_a_stream_names_its_rank(pair, rank):
+def test_an_error_in_a_stream_names_its_rank(pair, brief_grace, rank):
     start, got = time.monotonic(), []
     with pytest.raises(TrainingError, match=rf"policy rank {rank} .*breaks_off\(\) raised ValueError: no more after 2"):
         got.extend(pair.stream("breaks_off", rank, 2))

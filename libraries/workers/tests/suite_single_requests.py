@@ -56,6 +56,26 @@ def asking(launch, tmp_path):
         one.close()
 
 
+@pytest.fixture(scope="module")
+def lasting(make_launcher, tmp_path_factory):
+    """Two engines, which need a second for a sample. They work again after every test."""
+    launcher = make_launcher(max_restarts=20)
+    asking = Asking(Run(launcher, tmp_path_factory.mktemp("lasting"), 2, 1.0))
+    yield asking
+    asking.close()
+    launcher.shutdown()
+
+
+@pytest.fixture
+def a(lasting):
+    """The two engines with weights of version 1. Of earlier notes those are left that tell of their starts."""
+    lasting.run.sync(1)
+    living = {str(pid) for pid in lasting.run.pids()}
+    starts = [f"started {pid}\n" for _, pid in lasting.run.notes("started") if pid in living]
+    (lasting.run.folder / "notes.txt").write_text("".join(starts))
+    return lasting
+
+
 def until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not true():
@@ -67,8 +87,7 @@ def seeds(run: Run, word: str) -> list[int]:
     return [int(seed) for _, _, seed in run.notes(word)]
 
 
-def test_each_request_is_answered_and_all_engines_work(asking):
-    a = asking(seconds=0.2)
+def test_each_request_is_answered_and_all_engines_work(a):
     asked = requests(3)
     assert {n: [*f.result(60).ids] for n, f in enumerate(a.ask(asked))} == expected(a.run.weights, asked)
     assert len({pid for _, pid, _ in a.run.notes("asked")}) == 2
@@ -110,8 +129,7 @@ def test_a_cancelled_request_is_dropped_by_its_engine(asking):
     until(lambda: seeds(a.run, "dropped") == [-3])
 
 
-def test_unfinished_requests_go_on_after_new_weights(asking):
-    a = asking(seconds=1.0)
+def test_unfinished_requests_go_on_after_new_weights(a):
     asked = requests(1)
     futures = a.ask(asked)
     until(lambda: len(a.run.notes("asked")) == 4)
@@ -145,8 +163,7 @@ def test_nothing_is_sampled_during_a_pause(asking):
     assert waiting.result(60).versions == ((0, 1),)
 
 
-def test_the_requests_of_a_killed_engine_go_to_the_others(asking):
-    a = asking(seconds=1.0)
+def test_the_requests_of_a_killed_engine_go_to_the_others(a):
     asked = requests(2)
     futures = a.ask(asked)
     until(lambda: a.run.engines.unfinished_tokens() == 80)
@@ -159,12 +176,11 @@ def test_the_requests_of_a_killed_engine_go_to_the_others(asking):
     assert len(a.run.notes("started")) == 3, "the sync replaced it"
 
 
-def test_the_requests_of_an_engine_that_dies_in_a_load_are_sampled_again(asking, tmp_path):
-    a = asking(seconds=1.0)
+def test_the_requests_of_an_engine_that_dies_in_a_load_are_sampled_again(a):
     asked = requests(2)
     futures = a.ask(asked)
     until(lambda: a.run.engines.unfinished_tokens() == 80)
-    (tmp_path / "die-in-take").touch()
+    (a.run.folder / "die-in-take").touch()
     a.run.sync(2)
     assert {n: [*f.result(60).ids] for n, f in enumerate(futures)} == expected(a.run.weights, asked)
     assert len(a.run.notes("asked")) == 12
