@@ -22,6 +22,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other tests 
 BACKENDS = str(Path(__file__).parent / "plugins" / "backends")
 CLUSTER = tuple(f"{BACKENDS}/{name}/" for name in ("ray", "vllm", "deepspeed", "fsdp"))
 
+freeze = gc.freeze  # `pytest_collection` puts a function without an effect in its place
+imported = [0]
+"""The number of modules when all objects were frozen last."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "fail a test whose call takes more seconds of processor time, that of its child processes included"
@@ -63,9 +67,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Generator[None, object, object]:
-    """Tests that follow one that changes torch's number of threads would be slower, and get other results."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Tests that follow one that changes torch's number of threads would be slower, and get other results. After the
+    last test of a file, what its tests imported is spared further collections of garbage, like all that was imported
+    before the tests."""
     result = yield
+    if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > imported[0] + 200:
+        imported[0] = len(sys.modules)
+        gc.collect()
+        freeze()
     torch = sys.modules.get("torch")
     if torch is not None and (threads := torch.get_num_threads()) != THREADS:
         torch.set_num_threads(THREADS)
@@ -100,6 +110,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.freeze()
+        imported[0] = len(sys.modules)
+        freeze()
         gc.enable()
         gc.freeze = gc.unfreeze = lambda: None

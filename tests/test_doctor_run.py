@@ -53,6 +53,9 @@ OF_RUNS: dict[str, dict[str, Any]] = {
 """Causes that options of a run make."""
 LORA: dict[str, Any] = {"trainer": {"lora": {"rank": 2}}}
 REPLAY: dict[str, Any] = {"trainer": {"router_replay": True}}
+IN_EVERY_RUN = {*zip(CAUSES, CAUSES[1:], strict=False), (STALE, ADAPTERS)}
+"""Pairs in ``make test``: each cause is in one, and the adapters of older weights are merged in another way."""
+PAIRS = [pytest.param(p, marks=() if p in IN_EVERY_RUN else pytest.mark.full) for p in combinations(CAUSES, 2)]
 FROZEN: dict[str, Any] = {"trainer": {"lr": 0, "lora": None}}
 
 
@@ -162,7 +165,7 @@ def result(shop: Workshop, run: Path, *flags: str) -> dict[str, Any]:
     return json.loads(answer.out)
 
 
-@pytest.mark.parametrize("causes", [*((cause,) for cause in CAUSES), *combinations(CAUSES, 2)], ids=" + ".join)
+@pytest.mark.parametrize("causes", [*((cause,) for cause in CAUSES), *PAIRS], ids=" + ".join)
 def test_planted_causes_are_named(shop: Workshop, trained: Callable[..., Path], causes: tuple[str, ...]) -> None:
     answer = result(shop, planted(trained, shop, *causes))
     assert set(answer["causes"]) == set(causes), answer
