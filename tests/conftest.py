@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 
 from tests.forks import Forks
-from tests.runs import PROMPTS, Workshop
+from tests.runs import PROMPTS, Say, Workshop
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +25,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def shop(tiny: Workshop, tmp_path) -> Workshop:
     """The shared models, and a folder of one test for everything else."""
     return Workshop(tmp_path, tiny.model, tiny.data)
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """``say(*words)``: ``rlhf WORDS`` in this process."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(w) for w in words])
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")

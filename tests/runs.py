@@ -32,6 +32,9 @@ ALGORITHMS = ("ppo", "reinforce_pp", "reinforce_pp_baseline", "grpo", "dr_grpo",
 ROWS = {"sft": PROMPTS, "dpo": PAIRS, "reward_model": PAIRS, "kto": LABELS}
 """Algorithms that learn from data, with the form of their data."""
 
+Say = Callable[..., tuple[int, str, str]]
+"""A command of `rlhf`: (exit code, standard output, standard error)."""
+
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with ``changes``, table by table; None removes a key."""
@@ -102,7 +105,11 @@ class Workshop:
 
     def train(self, algo: str, output: str, *flags: str, **changes: Any) -> Finished:
         """:meth:`run`, which must succeed."""
-        finished = self.run(algo, output, *flags, **changes)
+        return self.train_config(self.config(algo, output, **changes), *flags)
+
+    def train_config(self, config: Mapping[str, Any], *flags: str) -> Finished:
+        """:meth:`run_config`, which must succeed."""
+        finished = self.run_config(config, *flags)
         assert finished.code == 0, finished.said
         return finished
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rlhf_cli.main import main, split_dotted
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import REWARD, Workshop
+from tests.runs import REWARD, Say, Workshop
 
 SHORT = ("--sampling.max_new_tokens", "4", "--data.max_tokens", "16", "--policy.dtype", "fp32")
-Say = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_eval_scores_every_row_and_saves_the_answers(shop: Workshop, say: Say) -> None:

@@ -124,8 +124,7 @@ def test_a_trainer_that_cannot_compute_with_its_average_is_refused_before_the_fi
     refused = shop.run_config(simulated(shop, "run", **changes))
     assert refused.code == 2
     assert "trainer 'unable' keeps an average that it cannot be evaluated with. Set --eval.weights live" in refused.said
-    live = shop.run_config(simulated(shop, "live", **changes, eval={"weights": "live"}))
-    assert live.code == 0, live.said
+    shop.train_config(simulated(shop, "live", **changes, eval={"weights": "live"}))
 
 
 AVERAGED = """
@@ -205,8 +204,7 @@ def test_no_training_sample_of_a_continuous_stream_is_drawn_with_the_average(sho
         "sync": {"canaries": 0},
     }
     config = simulated(shop, "run", **changes)
-    run = shop.run_config(config)
-    assert run.code == 0, run.said
+    run = shop.train_config(config)
     check_ledger(run, config)
     answers = [json.loads(line) for line in log.read_text().splitlines()]
     trained = [seen for training, seen in answers if training]

@@ -114,8 +114,7 @@ def test_separate_roles_and_a_resume_on_fewer_ranks_give_the_numbers_of_one_proc
         "rollout": {"use": "replay", "path": str(resumed.path / "rollouts")},
         "run": {"output": str(tmp_path / "again")},
     }
-    again = place.run_config(merged(merged(config, alone), replay))
-    assert again.code == 0, again.said
+    again = place.train_config(merged(merged(config, alone), replay))
     assert [line["stream/version"] for line in resumed.lines()] == [0, 0, 1]
     for ours, theirs in zip(resumed.lines(), again.lines(), strict=True):
         names = [name for name in theirs if name.endswith(("/loss", "/grad_norm")) or name == "reward"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forks import Forks
-from tests.runs import Finished, Workshop, assert_same_run
+from tests.runs import Workshop, assert_same_run
 from tests.test_resume import KILLER, Runs
 
 PAIRS = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a in range(4) for b in range(4)]
@@ -40,12 +40,6 @@ def online(shop: Workshop, output: str, **changes: Any) -> dict[str, Any]:
     )
 
 
-def train(shop: Workshop, run: dict[str, Any]) -> Finished:
-    finished = shop.run_config(run)
-    assert finished.code == 0, finished.said
-    return finished
-
-
 @pytest.fixture
 def runs(forks: Forks, shop: Workshop) -> Runs:
     return Runs(forks, shop)
@@ -54,7 +48,7 @@ def runs(forks: Forks, shop: Workshop) -> Runs:
 def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
     held_out = [{"path": str(shop.rows("held_out.jsonl", PAIRS[::3])), "name": "held_out"}]
     run = offline(shop, "run", {"beta": 0.5}, run={"steps": 16}, eval={"every": 16}, data={"eval": held_out})
-    lines = train(shop, run).lines()
+    lines = shop.train_config(run).lines()
     first, last = lines[0], lines[-1]
     assert first["policy/loss"] == pytest.approx(0.693147, abs=1e-5), "policy and reference are one model at first"
     assert first["policy/reward_margin"] == 0
@@ -70,8 +64,8 @@ def test_dpo_learns_the_preference_and_evaluates_on_held_out_pairs(shop):
 
 def test_adapters_take_their_base_as_reference(shop):
     adapters = {"trainer": {"lora": {"rank": 4}, "lr": 1e-2}}
-    alone = train(shop, offline(shop, "base", **adapters)).lines()
-    beside = train(shop, offline(shop, "second", placement={"reference": {}}, **adapters)).lines()
+    alone = shop.train_config(offline(shop, "base", **adapters)).lines()
+    beside = shop.train_config(offline(shop, "second", placement={"reference": {}}, **adapters)).lines()
     assert alone[0]["policy/reward_margin"] == 0
     assert abs(alone[-1]["policy/reward_margin"]) > 1e-3
     for one, two in zip(alone, beside, strict=True):
@@ -81,8 +75,8 @@ def test_adapters_take_their_base_as_reference(shop):
 
 def test_micro_batches_change_nothing_for_losses_of_the_whole_batch(shop):
     loss = {"loss_type": ["aot", "aot_unpaired", "sft"], "loss_weights": [1.0, 0.5, 0.1]}
-    whole = train(shop, offline(shop, "whole", loss)).lines()
-    split = train(shop, offline(shop, "split", loss, policy={"micro_tokens": 12})).lines()
+    whole = shop.train_config(offline(shop, "whole", loss)).lines()
+    split = shop.train_config(offline(shop, "split", loss, policy={"micro_tokens": 12})).lines()
     for one, two in zip(whole, split, strict=True):
         assert one["policy/loss"] == pytest.approx(two["policy/loss"], rel=1e-4)
 
@@ -136,18 +130,17 @@ def test_online_dpo_resumes_across_its_snapshots(runs: Runs, event: str) -> None
 def test_a_run_that_stopped_before_its_first_snapshot_may_be_resumed_for_more_steps(shop: Workshop) -> None:
     """Nothing is a snapshot within one step, so its checkpoint holds the policy alone."""
     soft = {"algorithm": {"snapshot_every": 2}, "trainer": {"lr": 1e-2, "schedule": "constant"}}
-    whole = train(shop, offline(shop, "whole", run={"steps": 4}, **soft))
-    short = train(shop, offline(shop, "short", run={"steps": 1}, **soft))
+    whole = shop.train_config(offline(shop, "whole", run={"steps": 4}, **soft))
+    short = shop.train_config(offline(shop, "short", run={"steps": 1}, **soft))
     assert [p.name for p in (short.last_checkpoint / "roles").iterdir()] == ["policy"]
-    longer = shop.run_config(offline(shop, "short", run={"steps": 4}, **soft), "--resume")
-    assert longer.code == 0, longer.said
+    longer = shop.train_config(offline(shop, "short", run={"steps": 4}, **soft), "--resume")
     assert longer.weights == whole.weights
 
 
 def test_a_snapshot_is_the_policy_that_samples_the_next_round(shop):
     """The step behind a snapshot starts with a margin of 0; inside a round the policy has left its reference."""
     run = online(shop, "run", algorithm={"snapshot_every": 2}, stream={"round": 2}, trainer={"lr": 1e-2})
-    margins = [line["policy/reward_margin"] for line in train(shop, run).lines()]
+    margins = [line["policy/reward_margin"] for line in shop.train_config(run).lines()]
     assert margins[0] == margins[2] == margins[4] == 0
     assert margins[1] != 0
     assert margins[3] != 0
@@ -183,7 +176,7 @@ def test_a_reference_that_follows_the_policy_is_mixed_of_both_and_resumes(runs: 
 
 def test_online_dpo_raises_the_reward_and_counts_ties(shop):
     run = online(shop, "run", run={"steps": 24}, trainer={"lr": 1e-2}, algorithm={"loss": {"beta": 0.5}})
-    finished = train(shop, run)
+    finished = shop.train_config(run)
     lines = [line for line in finished.lines() if "empty" not in line]
     made, tied, groups = (sum(line[f"pairs/{name}"] for line in lines) for name in ("made", "tied_groups", "groups"))
     assert made > 0
@@ -196,7 +189,7 @@ def test_online_dpo_raises_the_reward_and_counts_ties(shop):
 
 def test_online_dpo_allows_truncated_sampling(shop):
     """No importance weight enters a loss of pairs, wherever they come from."""
-    assert train(shop, online(shop, "run", run={"steps": 1}, sampling={"top_p": 0.9})).code == 0
+    assert shop.train_config(online(shop, "run", run={"steps": 1}, sampling={"top_p": 0.9})).code == 0
 
 
 def test_groups_without_a_difference_are_empty_steps(shop):
@@ -226,7 +219,7 @@ def test_the_schedule_ends_with_the_run_where_steps_have_few_pairs_or_none(shop)
     changes = {"run": {"steps": 3}, "trainer": {"lr": 1e-3, "schedule": "linear"}}
     run = online(shop, "run", algorithm={"minibatches": 3, "epochs": 2}, **changes)
     run["reward"] = [{"use": f"file:{shop.file('fewer.py', FEWER)}"}]
-    lines = train(shop, run).lines()
+    lines = shop.train_config(run).lines()
     made = [line.get("pairs/made", 0.0) for line in lines]
     assert made[0] in (1, 2)
     assert made[1] == 0

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlhf_cli.main import main
 from rlhf_runtime.config.data_section import DataSection, SourceSection
 from rlhf_runtime.data.dataset import TrainData
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import Finished, Workshop
+from tests.runs import Finished, Say, Workshop
 
-Say = Callable[..., tuple[int, str, str]]
 FORMS = {"pairs": "pairs", "best": "demonstrations", "labels": "labels", "demonstrations": "demonstrations"}
 """{--form: the data form that reads it}."""
 SHORT = ("--sampling.max_new_tokens", "4", "--data.max_tokens", "32", "--policy.dtype", "fp32")
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import filecmp
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rlhf_cli.main import main
 from safetensors.torch import load_file
 
-from tests.runs import Finished, Workshop
-
-Say = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
+from tests.runs import Finished, Say, Workshop
 
 
 def equal_folders(found: Path, expected: Path) -> None:

@@ -99,8 +99,7 @@ def test_a_dry_run_refuses_options_that_do_nothing(tiny: Workshop, name: str) ->
     ],
 )
 def test_what_is_read_is_not(tiny: Workshop, algorithm: str, changes: dict[str, Any]) -> None:
-    run = tiny.run(algorithm, f"read {algorithm}", "--dry-run", **given(tiny, changes))
-    assert run.code == 0, run.said
+    tiny.train(algorithm, f"read {algorithm}", "--dry-run", **given(tiny, changes))
 
 
 # ------------------------------------------------------------------------------------------ margins

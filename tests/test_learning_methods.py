@@ -80,8 +80,7 @@ def test_gdpo_weighs_rewards_by_their_weights_and_not_by_their_scale(shop: Works
     lengths = {"use": f"file:{shop.file('lengths.py', LENGTHS)}", "name": "lengths", "weight": 0.5}
     config = shop.config("grpo", "run", algorithm={"advantage": {"use": "gdpo"}}, run={"steps": 1})
     config["reward"].append(lengths)
-    run = shop.run_config(config)
-    assert run.code == 0, run.said
+    run = shop.train_config(config)
     samples = list(run.samples())
     sums = [0.0] * len(samples)
     for name, weight in (("reward", 1.0), ("lengths", 0.5)):
@@ -105,8 +104,7 @@ def test_gdpo_is_a_member_of_a_run_with_several_algorithms(shop: Workshop) -> No
     config["data"]["train"] = [{"path": path, "name": name} for name, path in rows.items()]
     lengths = f"file:{shop.file('lengths.py', LENGTHS)}"
     config["reward"] += [{"use": lengths}, {"use": lengths, "name": "other", "sources": ["others"]}]
-    run = shop.run_config(config)
-    assert run.code == 0, run.said
+    run = shop.train_config(config)
     assert run.lines()[0]["first/advantage/abs_max"] > 0.5
 
 
@@ -221,7 +219,6 @@ def test_remax_beside_another_method_in_one_run(shop: Workshop) -> None:
     }
     config = shop.config("per_source", "run", algorithm={"members": members}, run={"steps": 2})
     config["data"]["train"] = [{"path": path, "name": name} for name, path in rows.items()]
-    run = shop.run_config(config)
-    assert run.code == 0, run.said
+    run = shop.train_config(config)
     assert all("rollout/greedy_reward" in sample["info"] for sample in run.samples())
     assert all(line[f"{name}/advantage/abs_max"] > 0 for line in run.lines() for name in members)

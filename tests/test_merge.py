@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.runs import Workshop
+from tests.runs import Say, Workshop
 
-Say = Callable[..., tuple[int, str, str]]
 IDS = torch.arange(3, 30)[None]
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def foreign(folder: Path, base: Path, **options: object) -> torch.Tensor:

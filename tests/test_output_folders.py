@@ -33,8 +33,7 @@ def test_a_failed_first_run_does_not_block_the_next(shop: Workshop) -> None:
     failing = shop.file("fails.py", "async def score(prompt, completion, row):\n    raise ValueError('no')\n")
     assert shop.run("rloo", "run", reward=[{"use": f"file:{failing}"}]).code == 1
     assert (shop.folder / "run" / "manifest.json").exists()
-    dry = shop.run("rloo", "run", "--dry-run")
-    assert dry.code == 0, dry.said
+    shop.train("rloo", "run", "--dry-run")
     assert shop.train("rloo", "run").weights == shop.train("rloo", "other").weights
     refused = shop.run("rloo", "run", "--dry-run")
     assert refused.code == 2
@@ -43,8 +42,7 @@ def test_a_failed_first_run_does_not_block_the_next(shop: Workshop) -> None:
 
 def test_overwrite_deletes_a_run_once(shop: Workshop) -> None:
     first = shop.train("sft", "run", run={"steps": 3})
-    dry = shop.run("sft", "run", "--dry-run", "--overwrite")
-    assert dry.code == 0, dry.said
+    shop.train("sft", "run", "--dry-run", "--overwrite")
     assert len(first.lines()) == 3
     second = shop.train("sft", "run", "--overwrite", run={"steps": 1})
     assert [line["step"] for line in second.lines()] == [1]

@@ -52,8 +52,7 @@ def test_a_precomputed_reference_changes_no_number(shop, options):
 def test_a_resumed_run_loads_no_reference(shop, options):
     whole = shop.train("dpo", "whole", "--reference.precompute", "true", **options)
     cut = {**options, "run": {"steps": 5}}
-    first = shop.run("dpo", "cut", "--reference.precompute", "true", "--run.steps", "2", **cut)
-    assert first.code == 0, first.said
+    shop.train("dpo", "cut", "--reference.precompute", "true", "--run.steps", "2", **cut)
     again = shop.train("dpo", "cut", "--reference.precompute", "true", "--resume", **cut)
     assert "precomputing" not in again.said
     assert again.lines()[-1]["policy/loss"] == pytest.approx(whole.lines()[-1]["policy/loss"], rel=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs import PAIRS, Finished, Workshop
+from tests.runs import PAIRS, Workshop
 
 LOSSES: dict[str, dict[str, Any]] = {
     "simpo": {},
@@ -26,17 +26,11 @@ def config(shop: Workshop, algo: str, output: str, loss: dict[str, Any], **chang
     return run
 
 
-def train(shop: Workshop, run: dict[str, Any]) -> Finished:
-    finished = shop.run_config(run)
-    assert finished.code == 0, finished.said
-    return finished
-
-
 @pytest.mark.parametrize("algo", LOSSES)
 def test_the_preference_is_learnt(shop: Workshop, algo: str) -> None:
     held_out = [{"path": str(shop.rows("held_out.jsonl", PAIRS[::3])), "name": "held_out"}]
     run = config(shop, algo, "run", LOSSES[algo], data={"eval": held_out}, eval={"every": 16})
-    finished = train(shop, run)
+    finished = shop.train_config(run)
     first, last = finished.lines()[0], finished.lines()[-1]
     assert last["policy/loss"] < 0.7 * first["policy/loss"]
     assert last["policy/accuracy"] > 0.9
@@ -63,7 +57,7 @@ def test_the_first_step_is_the_definition(shop: Workshop, algo: str, loss: dict[
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = config(shop, algo, "run", loss, run={"steps": 1}, policy={"micro_tokens": 30})
-    [line] = train(shop, run).lines()
+    [line] = shop.train_config(run).lines()
     model = AutoModelForCausalLM.from_pretrained(shop.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(shop.model)
     chosen, rejected, texts = [], [], []
@@ -106,8 +100,10 @@ def stated(algo: str, loss: dict[str, Any], chosen: list[Any], rejected: list[An
 def test_simpo_is_cpos_form_of_that_name(shop: Workshop) -> None:
     options = {"beta": 2.0, "gamma": 0.7, "label_smoothing": 0.1}
     short = {"run": {"steps": 4}}
-    one = train(shop, config(shop, "simpo", "simpo", options, **short)).lines()
-    two = train(shop, config(shop, "cpo", "cpo", {**options, "loss_type": "simpo", "nll_coef": 0.0}, **short)).lines()
+    one = shop.train_config(config(shop, "simpo", "simpo", options, **short)).lines()
+    two = shop.train_config(
+        config(shop, "cpo", "cpo", {**options, "loss_type": "simpo", "nll_coef": 0.0}, **short)
+    ).lines()
     for a, b in zip(one, two, strict=True):
         assert a["policy/loss"] == pytest.approx(b["policy/loss"], rel=1e-6)
         assert a["policy/grad_norm"] == pytest.approx(b["policy/grad_norm"], rel=1e-6)

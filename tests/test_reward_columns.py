@@ -190,8 +190,7 @@ def test_a_format_with_special_tokens_is_refused_before_models_are_loaded(shop: 
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.save_pretrained(model)
     changes: dict[str, Any] = {"policy": {"model": str(model)}, "data": {"template": "plain"}, "reward": reward}
-    run = shop.run("rloo", "run", "--dry-run", **changes)
-    assert run.code == 0, run.said
+    shop.train("rloo", "run", "--dry-run", **changes)
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
     tokenizer.save_pretrained(model)
     refused(shop.run("rloo", "run", "--dry-run", **changes), "reward 'format'", "special token '</think>'")

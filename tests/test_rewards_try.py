@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rlhf_cli.main import main
 
-from tests.runs import Workshop
+from tests.runs import Say, Workshop
 
-Say = Callable[..., tuple[int, str, str]]
 MARKUP = "<script>alert(1)</script>"
 ROWS = [
     {"prompt": "1+2=", "answer": "3", "responses": ["3", "12", MARKUP]},
@@ -30,15 +27,6 @@ def score(prompt, completion, row):
         raise ValueError("no five")
     return 1.0
 """
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def words(shop: Workshop, **rewards: str) -> tuple[object, ...]:

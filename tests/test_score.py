@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rlhf_cli.jobs import score_answers as score
-from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model
 
-from tests.runs import Workshop
+from tests.runs import Say, Workshop
 
-Say = Callable[..., tuple[int, str, str]]
 ROWS = [
     {"prompt": "1+2=", "answer": "3", "responses": ["3", "12", "3!"]},
     {"prompt": "2+2=", "answer": "4", "responses": ["5", "4"]},
     {"prompt": "5+2=", "answer": "7", "responses": ["7", "7"]},
 ]
 LENGTH = "def score(prompt, completion, row):\n    return float(len(completion))\n"
-
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

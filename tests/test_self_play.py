@@ -166,8 +166,7 @@ def test_both_seats_of_a_real_game_are_played_and_trained(shop: Workshop) -> Non
     """A negotiation of four turns, in which any text is a message to the other player."""
     env = {"use": "textarena", "id": "SimpleNegotiation-v0", "opponent": "self", "kwargs": {"max_turns": 3}}
     changes = {"env": env, "data": {"max_tokens": 3000, "batch_size": 1}, "run": {"steps": 1}}
-    run = shop.run_config(merged(shop.config("grpo", "run", **game(shop, "rae")), changes))
-    assert run.code == 0, run.said
+    run = shop.train_config(merged(shop.config("grpo", "run", **game(shop, "rae")), changes))
     samples = samples_of(run)
     assert [s["agent"] for s in samples] == ["player0", "player1"] * 4
     for first, second in zip(samples[::2], samples[1::2], strict=True):
@@ -183,12 +182,10 @@ def test_unfinished_games_of_a_continuous_stream_go_on_after_a_resume(shop: Work
     changes = {"env": {"use": f"file:{shop.file('digits.py', GAME)}", "max_turns": 9, "speed": None, "turns": None}}
     changes["env"]["slow_share"] = None
     config = simulated(shop, "run", **changes)
-    stopped = shop.run_config(config, "--run.stop_after", "3")
-    assert stopped.code == 0, stopped.said
+    stopped = shop.train_config(config, "--run.stop_after", "3")
     pending = read_rows(stopped.last_checkpoint / "ready.arrow")
     assert {t["agent"] for s in pending for t in s["turns"]} >= {"first"}
-    run = shop.run_config(config, "--resume")
-    assert run.code == 0, run.said
+    run = shop.train_config(config, "--resume")
     games = [(*s["index"], s["turns"][0]["agent"]) for s in run.samples()]
     assert len(games) == len({*games})
     assert len({game[:2] for game in games}) == 6 * 4 * 2
