@@ -9,9 +9,15 @@ from rlhf_testing import conformance
 LIGHT = ("advantage", "loss", "reward", "env", "rollout", "adapter")
 """Kinds without models or services; the suites of the others are in their own tests, and take minutes."""
 PLUGINS = Plugins.discover()
+ENTRIES = [
+    pytest.param(e, marks=pytest.mark.full if kind == "env" else (), id=f"{kind}-{e.name}")
+    for kind in LIGHT
+    for e in PLUGINS.list(kind)
+]
+"""In ``make test``, environments pass the suite in their own tests only: each starts processes."""
 
 
-@pytest.mark.parametrize("entry", [e for kind in LIGHT for e in PLUGINS.list(kind)], ids=lambda e: f"{e.kind}-{e.name}")
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_every_shipped_plugin_passes_its_check(entry: Entry) -> None:
     results = conformance.run(PLUGINS.resolve(entry.kind, f"{entry.distribution}/{entry.name}"))
     assert [(r.name, r.detail) for r in results if not r.passed] == []

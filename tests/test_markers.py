@@ -1,8 +1,9 @@
 """Tests that start the cluster runtime have the marker ``cluster``, so that they can be left out, ``make quick`` finds
-the tests that take long, and no test waits for the one before or for threads of another."""
+the tests that take long, and no test waits for the one before, for threads of another or for the garbage of all."""
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 import subprocess
@@ -80,3 +81,9 @@ def test_messages_about_reruns_do_not_wait_for_each_other(request):
     if not hasattr(database, "sock"):
         pytest.skip("pytest-rerunfailures connects the processes of pytest -n only")
     assert database.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_an_engine_does_not_show_the_objects_of_all_tests_to_the_garbage_collector():
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()  # as vLLM does
+    assert gc.get_freeze_count() == frozen > 100_000
