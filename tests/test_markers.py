@@ -86,4 +86,4 @@ def test_messages_about_reruns_do_not_wait_for_each_other(request):
 def test_an_engine_does_not_show_the_objects_of_all_tests_to_the_garbage_collector():
     frozen = gc.get_freeze_count()
     gc.unfreeze()  # as vLLM does
-    assert gc.get_freeze_count() == frozen > 100_000
+    assert gc.get_freeze_count() == frozen > 10_000
