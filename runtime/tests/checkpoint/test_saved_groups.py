@@ -5,8 +5,6 @@ import struct
 import tempfile
 from pathlib import Path
 
-import datasets
-import pandas
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -134,6 +132,9 @@ def test_a_line_reads_well():
 
 
 def test_tables_of_others_read_the_file(tmp_path):
+    import datasets  # large packages, which collect no test here
+    import pandas
+
     write_groups(tmp_path / "step-000001.arrow", [group()], prompt=lambda t: "asked")
     frame = pandas.read_feather(tmp_path / "step-000001.arrow")
     assert frame["prompt"].tolist() == ["asked", "asked"]
