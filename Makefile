@@ -102,8 +102,8 @@ DIST ?= dist
 # Every distribution of this repository as a wheel in dist/: what is uploaded to a package index.
 wheels: | $(BUILDER)
 	@rm -rf $(DIST)
-	@for folder in $(dir $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)); do \
-		$(BIN)/python -m flit_core.wheel --outdir $(abspath $(DIST)) $$folder > /dev/null || exit 1; done
+	@$(BIN)/python -c "import sys; from flit_core.wheel import main; [main([*sys.argv[1:3], f]) for f in sys.argv[3:]]" \
+		--outdir $(abspath $(DIST)) $(dir $(wildcard */pyproject.toml libraries/*/pyproject.toml plugins/*/*/pyproject.toml)) > /dev/null
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir $(DIST) .
 	@echo "$(DIST)/ holds $$(ls $(DIST) | wc -l) wheels"
 
