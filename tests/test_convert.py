@@ -13,25 +13,16 @@ from typing import Any
 import pytest
 import torch
 from rlhf_cli.jobs.source_models import GgufModel
-from rlhf_cli.main import main
 from rlhf_testing.tiny import tiny_model, tiny_reward_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.gguf_files import EOS, F32, PAD, Q8_0, TEMPLATE, TURN, write_gguf
 
-Say = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def run(*words: object) -> tuple[int, str, str]:
-        code = main([str(w) for w in words])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def save_bin(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
