@@ -301,6 +301,17 @@ def test_a_call_that_is_cut_off_is_never_read_with_other_arguments(template_of, 
         assert calls or content == text[:end], "what is no call stays in the text"
 
 
+@pytest.mark.parametrize("models", [models for models in FORMS if models != "xlam, alone"])
+def test_a_call_that_cannot_be_read_is_noticed(template_of, models: str) -> None:
+    """xLAM's are JSON without a mark."""
+    template = template_of(*FORMS[models])
+    whole = written(template, models)
+    assert not template.has_unread_call(parsed(template, whole))
+    answer = parsed(template, whole[: whole.rindex("7")])
+    assert template.has_unread_call(answer), answer
+    assert not template.has_unread_call(parsed(template, "I would call add.<eos>"))
+
+
 @pytest.mark.parametrize("calls", ["", "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"])
 def test_templates_whose_calls_cannot_be_read_are_refused(template_of, calls: str) -> None:
     """Phi-4-mini's template, as published, writes no calls."""

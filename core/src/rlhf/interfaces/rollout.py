@@ -121,6 +121,11 @@ class RolloutContext(ABC):
         """
         raise DataError("this context has no chat template to parse answers with")
 
+    def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
+        """Whether the content of an answer of :meth:`parse_answer` has the beginning of a tool call that could not be
+        read."""
+        return False
+
     @abstractmethod
     async def generate(self, turns: list[Turn], sampling: Sampling, turn_number: int = 0) -> Turn:
         """Sample one turn after ``turns``, which are of one agent. The seed is derived from the sample's index and

@@ -154,6 +154,11 @@ class ParsedAnswers:
             ]
         return message
 
+    def has_unread_call(self, message: Mapping[str, Any]) -> bool:
+        """Whether the content of a parsed answer has the mark of a call, or the header of a part (gpt-oss)."""
+        marks = [form.mark for form in self._forms] + ["<|message|>"] * self._in_channels
+        return any(mark in (message.get("content") or "") for mark in marks)
+
     def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
         """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
         is not parsed back. The policy would never know of the tools, or they would never be called."""

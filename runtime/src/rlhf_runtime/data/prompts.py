@@ -182,6 +182,10 @@ class Prompts:
         """The assistant message of a sampled turn (:meth:`ParsedAnswers.parse`)."""
         return self._conversations[1].parse(turn.ids, prompt, key, tools)
 
+    def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
+        """Whether a call in a parsed answer could not be read (:meth:`ParsedAnswers.has_unread_call`)."""
+        return self._conversations[1].has_unread_call(answer)
+
     @cached_property
     def _conversations(self) -> tuple[ChatMessages, ParsedAnswers]:
         if self.chat is None:

@@ -48,6 +48,8 @@ class PromptTemplate(Protocol):
 
     def parse_answer(self, turn: Turn, prompt: Sequence[int], key: object, tools: Messages = ()) -> dict[str, Any]: ...
 
+    def has_unread_call(self, answer: Mapping[str, Any]) -> bool: ...
+
 
 class GroupScorer(Protocol):
     """How a group gets its rewards (:class:`rlhf_runtime.rewards.scoring.Scorer`)."""

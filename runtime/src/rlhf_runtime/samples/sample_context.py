@@ -90,6 +90,9 @@ class SampleContext(RolloutContext):
             raise RolloutError("parse_answer() takes a turn that generate() of the same sample returned")
         return self._template.parse_answer(turn, prompt.ids, (*self._index, number), tools)
 
+    def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
+        return self._template.has_unread_call(answer)
+
     def _ended(self, turn: Turn | None) -> bool:
         return turn is None or (bool(turn.ids) and turn.ids[-1] in self._template.end_token_ids)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,9 +18,7 @@ from rlhf_plugin_tools.options import ToolsConfig
 from rlhf_plugin_tools.toolbox import Toolbox
 
 _LOG = logging.getLogger(__name__)
-UNREADABLE = (
-    'Error: a tool call could not be read. Write {"name": ..., "arguments": {...}} as valid JSON, without anything else'
-)
+UNREADABLE = "Error: a tool call could not be read. Write it whole, in the form that was described, with valid values."
 
 
 class ToolsRollout(Rollout):
@@ -81,7 +78,10 @@ class ToolsRollout(Rollout):
             if turn.finish == "length" or number + 1 == self.config.max_turns:
                 break
             answer = ctx.parse_answer(turn, tools)
-            results = await _results(toolbox, answer, counts)
+            results = await toolbox.answer(answer.get("tool_calls") or [], counts)
+            if ctx.has_unread_call(answer):
+                counts["calls_unreadable"] += 1
+                results.append({"role": "tool", "content": UNREADABLE})
             if not results:
                 break
             following = ctx.encode_following(messages, answer, results, tools)
@@ -116,15 +116,6 @@ class ToolsRollout(Rollout):
             sources = [FunctionSource.of(reference) for reference in self.config.functions]
             self._functions = {source: PythonFunction(source) for source in sources}
         return Toolbox(self.config, self._functions)
-
-
-async def _results(toolbox: Toolbox, answer: Mapping[str, Any], counts: Counter[str]) -> list[dict[str, Any]]:
-    """The messages with the results of an answer's calls. A call that could not be parsed is part of its content."""
-    results = await toolbox.answer(answer.get("tool_calls") or [], counts)
-    if "<tool_call>" in (answer.get("content") or ""):
-        counts["calls_unreadable"] += 1
-        results.append({"role": "tool", "content": UNREADABLE})
-    return results
 
 
 async def _close_at_the_end(toolbox: Toolbox) -> None:
