@@ -76,8 +76,10 @@ def test_a_different_run_is_reported(change, key):
     assert lines[1].startswith(f"{key}: was ")
 
 
-@pytest.mark.parametrize("change", [{"run__output": "b"}, {"run__name": "b"}, {"run__show_samples": 5}])
-def test_a_runs_location_and_console_output_are_not_compared(change):
+@pytest.mark.parametrize(
+    "change", [{"run__output": "b"}, {"run__name": "b"}, {"run__show_samples": 5}, {"checkpoint__keep": 1}]
+)
+def test_a_runs_location_console_output_and_kept_files_are_not_compared(change):
     assert compare(meta(), meta(**change)) == []
 
 

@@ -18,9 +18,9 @@ Severity = Literal["refuse", "report", "added"]
 
 _IGNORED = (
     "run.output", "run.resume", "run.overwrite", "run.name", "run.report", "run.show_samples", "run.stop_after",
-    "run.timeline", "run.peak_tflops",
+    "run.timeline", "run.peak_tflops", "checkpoint.keep", "checkpoint.save_rollouts", "checkpoint.export_every",
 )  # fmt: skip
-"""Keys that are not compared: a run's location, name and console output do not change what it computes."""
+"""Keys that are not compared: a run's location, name, console output and kept files do not change what it computes."""
 
 _REPORTED = (
     # length, intervals and speed: they do not change the steps that are done
