@@ -24,6 +24,16 @@ def test_an_observer_that_exits_ends_the_run_with_its_line(shop, hook: str) -> N
     assert re.search(rf"SystemExit: 0 \({file}:6\)", run.err)
 
 
+@pytest.mark.parametrize("hook", ["run_started", "step_finished", "run_ended"])
+def test_a_run_goes_on_without_an_optional_observer_that_fails_after_the_start(shop, hook: str) -> None:
+    file = shop.file("watch.py", OBSERVER.format(hook=hook))
+    run = shop.run("sft", "run", observer=[{"use": f"file:{file}", "on_error": "warn"}], run={"steps": 2})
+    assert run.code == (hook == "run_started")
+    notes = run.said.count("The run goes on without this observer")
+    assert notes == (hook != "run_started")
+    assert len(run.lines()) == (0 if hook == "run_started" else 2)
+
+
 def test_a_reward_that_exits_fails_its_sample(shop) -> None:
     file = shop.file("exits.py", REWARD)
     run = shop.run("rloo", "run", reward=[{"use": f"file:{file}"}])

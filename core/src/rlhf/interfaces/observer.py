@@ -55,7 +55,8 @@ class RunInfo:
 
 class Observer(Component):
     """Called on the driver, in the order in which the run file lists the observers. An exception ends the run with an
-    error that names the observer. ``state_dict`` keeps a logger's run id over a resume. Complete example::
+    error that names the observer, or the run goes on without it (``on_error``). ``state_dict`` keeps a logger's run id
+    over a resume. Complete example::
 
         class Patience(Observer):
             name = "patience"

@@ -224,6 +224,7 @@ class Reports:
         timeline: shows the phases of steps.
         measure: given the times of a step, returns its throughput and memory.
         trl: the observers that get the names of TRL.
+        optional: the observers without which the run goes on if they fail after the start.
     """
 
     def __init__(
@@ -235,9 +236,10 @@ class Reports:
         timeline: Timeline = NO_TIMELINE,
         measure: Callable[[Metrics], Metrics] = lambda times: {},
         trl: Collection[str] = (),
+        optional: Collection[str] = (),
     ) -> None:
-        self._directory, self._progress, self._observers, self._store = directory, progress, observers, store
-        self.timeline, self._measure, self._trl = timeline, measure, trl
+        self._directory, self._progress, self._observers, self._store = directory, progress, dict(observers), store
+        self.timeline, self._measure, self._trl, self._optional = timeline, measure, trl, optional
         self._started = time.perf_counter()
         self._times: dict[str, float] = {}
         self._covered: set[str] = set()
@@ -273,16 +275,24 @@ class Reports:
 
     def tell(self, steps_done: int, metrics: Metrics) -> None:
         """Show observers and the terminal the line that :meth:`record` wrote."""
-        for name, observer in self._observers.items():
-            with boundary(RlhfError, f"observer {name!r}, step_finished"):
-                observer.step_finished(steps_done, trl_names(metrics) if name in self._trl else metrics)
+        for name in list(self._observers):
+            self._call(name, "step_finished", steps_done, trl_names(metrics) if name in self._trl else metrics)
         self._progress.step(steps_done, metrics)
 
     def observe(self, event: str, *arguments: Any) -> None:
         """Call the method ``event`` of every observer. Raises RlhfError naming the observer and the event."""
-        for name, observer in self._observers.items():
+        for name in list(self._observers):
+            self._call(name, event, *arguments)
+
+    def _call(self, name: str, event: str, *arguments: Any) -> None:
+        try:
             with boundary(RlhfError, f"observer {name!r}, {event}"):
-                getattr(observer, event)(*arguments)
+                getattr(self._observers[name], event)(*arguments)
+        except RlhfError as error:
+            if name not in self._optional or event == "run_started":
+                raise
+            del self._observers[name]
+            self._progress.note(f"{error}. The run goes on without this observer until it is resumed")
 
     def credited(self, batch: Batch, annotations: Sequence[Annotation]) -> None:
         """Keep what was computed of each token, until the samples of the step are written."""

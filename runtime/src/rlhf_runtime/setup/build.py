@@ -202,8 +202,10 @@ def _build(prepared: Prepared, resources: ExitStack, show: Show) -> Run:
         algorithm, roles, snapshots, data, stream, rewards, prepared.observers, best, control, prepared.curriculum
     )
     measure = Throughput(roles, prepared.places, sampler, config.run.peak_tflops).of_step
-    trl = [section.label for section in prepared.config.observer if section.names == "trl"]
-    reports = Reports(directory, progress, prepared.observers, store, timeline, measure, trl)
+    sections = prepared.config.observer
+    trl = [section.label for section in sections if section.names == "trl"]
+    optional = [section.label for section in sections if section.on_error == "warn"]
+    reports = Reports(directory, progress, prepared.observers, store, timeline, measure, trl, optional)
     meta = checkpoint_metadata(prepared, roles["policy"])
     saves = Saves(
         config,
