@@ -146,7 +146,7 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, url):
     [proof] = load(generator, source)
     assert (proof.who, proof.dtype, proof.received) == (url, "fp32", source.sent())
     assert proof.peak_memory["process"] > 0
-    assert list(generator._folder.iterdir()) == []
+    assert list(generator._folder.path.iterdir()) == []
     buckets = list(source.buckets("live", 5000))
     assert proof.nbytes == sum(b.nbytes for b in buckets)
     assert [name for b in buckets for name in generator.stale(b)] == []

@@ -131,7 +131,7 @@ def test_a_sync_is_proven_tensor_by_tensor_and_leaves_no_file(generator, source,
     assert (proof.who, proof.dtype, proof.received) == (url, "fp32", marks)
     assert proof.nbytes == sum(b.nbytes for b in buckets)
     assert proof.peak_memory["process"] > 0
-    assert list(generator._folder.iterdir()) == []
+    assert list(generator._folder.path.iterdir()) == []
     assert [name for b in buckets for name in generator.stale(b)] == []
     other = buckets[-1].tensors[0][0]
     changed = Bucket(((other, buckets[-1].tensors[0][1] + 1),), buckets[-1].fingerprints[:1])
