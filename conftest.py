@@ -23,7 +23,7 @@ BACKENDS = str(Path(__file__).parent / "plugins" / "backends")
 CLUSTER = tuple(f"{BACKENDS}/{name}/" for name in ("ray", "vllm", "deepspeed", "fsdp"))
 
 freeze = gc.freeze  # `pytest_collection` puts a function without an effect in its place
-imported = [0]
+module_count = [0]
 """The number of modules when all objects were frozen last."""
 
 
@@ -72,8 +72,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     last test of a file, what its tests imported is spared further collections of garbage, like all that was imported
     before the tests."""
     result = yield
-    if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > imported[0] + 200:
-        imported[0] = len(sys.modules)
+    if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > module_count[0] + 200:
+        module_count[0] = len(sys.modules)
         gc.collect()
         freeze()
     torch = sys.modules.get("torch")
@@ -110,7 +110,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        imported[0] = len(sys.modules)
+        module_count[0] = len(sys.modules)
         freeze()
         gc.enable()
         gc.freeze = gc.unfreeze = lambda: None

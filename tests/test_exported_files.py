@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlhf_hub.published import add_older_names
 from rlhf_testing.tiny import CHARS, tiny_model
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -59,6 +60,13 @@ def test_an_export_has_the_names_that_transformers_4_reads_too(
     assert exported.rope_parameters == before.rope_parameters
     assert json.loads((path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert type(AutoTokenizer.from_pretrained(path)) is type(AutoTokenizer.from_pretrained(model))
+
+
+def test_a_config_that_names_no_kind_of_rotary_embeddings_gets_no_scaling(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"rope_parameters": {"rope_theta": 5e5}}')
+    add_older_names(tmp_path)
+    assert json.loads(file.read_text()) == {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 5e5}
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(shop: Workshop) -> None:

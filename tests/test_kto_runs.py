@@ -25,7 +25,14 @@ def config(shop: Workshop, output: str, algo: str = "kto", **changes: Any) -> di
 
 @pytest.mark.parametrize(
     ("algo", "loss_type"),
-    [("kto", "kto"), ("kto", "vanilla"), ("kto", "apo_zero_unpaired"), ("kto_pair", "kto")],
+    [
+        ("kto", "kto"),
+        ("kto", "vanilla"),
+        ("kto", "apo_zero_unpaired"),
+        ("kto_pair", "kto"),
+        pytest.param("kto_pair", "vanilla", marks=pytest.mark.full),
+        pytest.param("kto_pair", "apo_zero_unpaired", marks=pytest.mark.full),
+    ],
 )
 def test_kto_learns_from_labels(shop: Workshop, algo: str, loss_type: str) -> None:
     loss = {"loss_type": loss_type, "beta": 0.5}

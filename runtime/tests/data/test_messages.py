@@ -278,17 +278,17 @@ def test_parts_of_llama_factory_are_those_of_the_chat_api():
     value = {"name": "add", "arguments": {"a": 1}}
     answer = [part("reasoning", "Hm."), part("text", "So:"), part("tool_call", json.dumps(value))]
     looked = {"role": "user", "content": [part("image_url", "a.png"), part("text", "What?")]}
-    given = [
+    messages = [
         looked,
         {"role": "assistant", "content": answer, "loss_weight": 1.0},
         {"role": "tool", "content": [part("text", "2")]},
     ]
-    own = [
+    expected = [
         {"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What?"}]},
         {"role": "assistant", "content": "So:", "reasoning_content": "Hm.", "tool_calls": [value]},
         {"role": "tool", "content": "2"},
     ]
-    assert as_template_reads(given) == as_template_reads(own)
+    assert as_template_reads(messages) == as_template_reads(expected)
     for broken in (part("tool_call", "add(1)"), part("tool_call", value), part("reasoning", None)):
         with pytest.raises(DataError, match="message 0: a part of reasoning is text, and a tool call is JSON as text"):
             as_template_reads([{"role": "assistant", "content": [broken]}])

@@ -210,7 +210,7 @@ def add_older_names(folder: Path) -> None:
         part["rope_theta"] = base
         if (share := rope.pop("partial_rotary_factor", None)) is not None:
             part["partial_rotary_factor"] = share
-        if rope != {"rope_type": "default"}:
+        if rope not in ({}, {"rope_type": "default"}):
             part["rope_scaling"] = rope
         file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     file = folder / "tokenizer_config.json"

@@ -60,7 +60,6 @@ class TestTwoRanks(TrainerRanksContract):
     full = (
         "critic_state", "images", "lora", "rows_resume", *(f"variant-{name}" for name in FULL_VARIANTS),
         *(f"rows-{name}" for name in CASES if name not in (*IN_EVERY_RUN, "adapters")),
-        *(f"{name}-1" for name in ("equal", "from_one", "lent", "resume", "skip")),
     )  # fmt: skip
 
     @reads("frozen")

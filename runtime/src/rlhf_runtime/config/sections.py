@@ -324,8 +324,9 @@ class ObserverSection(Choice):
     """Names of metrics. ``trl``: those of TRL, where it has the metric, so that a dashboard shows the curves over those
     of earlier runs."""
     on_error: Literal["abort", "warn"] = "abort"
-    """What happens if the observer fails after the start, such as a logger whose server is away. ``abort``: the run
-    ends. ``warn``: the run notes it and goes on without this observer; a resume starts it again."""
+    """What happens if the observer raises an error when it is told of an event after the start, such as a logger whose
+    server is away. ``abort``: the run ends. ``warn``: the run notes it and goes on without this observer; a resume
+    starts it again."""
 
 
 class EnvSection(Choice):
