@@ -56,7 +56,7 @@ class Growth(Observer):
         count = {
             "step": step,
             "ms of a step": round(1000 * seconds, 1),
-            "private MiB": round(_private_kib() / 1024, 1),
+            "MiB written": round(_written_kib() / 1024, 1),
             "objects": objects,
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": threading.active_count(),
@@ -69,7 +69,7 @@ class Growth(Observer):
         self._step, self._seconds = step, time.process_time()
 
 
-def _private_kib() -> int:
+def _written_kib() -> int:
     """Memory that this process has written. Pages of files are left out: other processes may share them or not."""
     lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
     return sum(int(words[1]) for words in lines if words[0] == "Private_Dirty:")
