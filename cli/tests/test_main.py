@@ -1,4 +1,5 @@
 import argparse
+import contextlib
 import os
 import re
 import subprocess
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import rlhf
-from rlhf.errors import ConfigError, PluginNotFound, TrainingError
+from rlhf.errors import ConfigError, PluginNotFound, RlhfError, TrainingError
 from rlhf.interfaces import Command
 from rlhf.plugins import Plugins
 from rlhf_cli.main import command_names, main, split_dotted
@@ -136,6 +137,14 @@ def test_help_names_every_command(capsys):
 def test_no_command_is_a_usage_error(capsys):
     assert main([]) == 2
     assert "usage: rlhf" in capsys.readouterr().err
+
+
+def test_servers_of_this_machine_need_no_proxy(monkeypatch, tmp_path):
+    for start in (lambda: main(["plugins", "list", "env"]), lambda: rlhf.train(algorithm="none", output=tmp_path)):
+        monkeypatch.setattr("os.environ", {**os.environ, "http_proxy": "http://proxy:1"})
+        with contextlib.suppress(RlhfError):
+            start()
+        assert "127.0.0.1" in os.environ["no_proxy"]
 
 
 def test_version(capsys):

@@ -28,6 +28,7 @@ from rlhf.errors import (
 )
 from rlhf.plugins import Entry, Plugins
 from rlhf.plugins.registration import first_cause
+from rlhf.proxies import exempt_loopback
 
 if TYPE_CHECKING:
     from rlhf.interfaces import Command
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     traceback = "--traceback" in words
     words = [w for w in words if w != "--traceback"]
+    exempt_loopback()
     try:
         try:
             return _dispatch(words)

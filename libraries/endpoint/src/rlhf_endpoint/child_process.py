@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 _PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME",
+    "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "XDG_CACHE_HOME", "NO_PROXY", "no_proxy",
 )  # fmt: skip
 """Variables of the run's environment that a program gets. The others may be secrets."""
 

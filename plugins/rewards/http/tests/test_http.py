@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import socket
 
 import pytest
@@ -13,6 +14,7 @@ from reward_server import RewardServer, lengths
 from rlhf.errors import ConfigError, RewardError
 from rlhf.interfaces import RewardContext, Tokens
 from rlhf.plugins import Plugins
+from rlhf.proxies import exempt_loopback
 from rlhf.types import Group, RewardResult, Row, Trajectory, Turn
 from rlhf_plugin_http import HttpReward, servers
 
@@ -96,6 +98,12 @@ def test_the_token_is_sent_and_never_shown(server, monkeypatch) -> None:
     score(one, "a")
     assert server.headers[0]["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in repr(one.config)
+
+
+def test_a_server_of_this_machine_is_not_asked_through_a_proxy(server, monkeypatch) -> None:
+    monkeypatch.setattr("os.environ", {**os.environ, "HTTP_PROXY": closed()})
+    exempt_loopback()
+    assert [r.value for r in score(made(server), "a")] == [3.0]
 
 
 def test_a_token_that_is_not_set_is_refused(server, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 import torch
 from rlhf.errors import ConfigError, shown
 from rlhf.plugins import Plugins
+from rlhf.proxies import exempt_loopback
 
 from rlhf_runtime.checkpoint import read_json
 from rlhf_runtime.config.flag_values import PythonValue
@@ -124,6 +125,7 @@ def train(
     Raises the errors of :mod:`rlhf.errors`: errors of the configuration before anything starts; the error that ended
     the run where it failed.
     """
+    exempt_loopback()
     plugins = Plugins.discover()
     lists = {
         "reward": reward_entries(plugins, reward) if reward is not None else [],
