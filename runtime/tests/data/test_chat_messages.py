@@ -123,6 +123,27 @@ def test_a_template_that_rewrites_earlier_messages_does_not_go_on(template_with,
     assert talk.go_on({"role": "user", "content": "sure?"}) is None
 
 
+def test_a_message_that_the_template_leaves_out_is_refused(template_with):
+    """Of 349 published templates 50 leave out a system message that is not the first one."""
+    unwritten = "{% if m.role != 'system' or loop.first %}"
+    text = CHATML.replace("{{ '<|im_start|>' + m", f"{unwritten}{{{{ '<|im_start|>' + m").replace(
+        "{% endfor %}", "{% endif %}{% endfor %}"
+    )
+    system = {"role": "system", "content": "Be short."}
+    talk = Talk(template_with(text), system, ASK)
+    talk.answer("2")
+    for later in ([system], [ASK, system], [system, ASK]):
+        with pytest.raises(DataError, match=r"leaves out part of message \d \(system\): the text 'Be short\.'"):
+            talk.go_on(*later)
+    with pytest.raises(DataError, match=r"leaves out part of message 1 \(system\)"):
+        talk.template.encode_messages([ASK, system])
+
+
+def test_the_template_decides_what_it_shows_of_earlier_answers(template_with):
+    template = template_with(CHATML.replace("m.content", "(m.content if m.role != 'assistant' or loop.last else '')"))
+    assert "2" not in template.encode_messages([ASK, {"role": "assistant", "content": "2"}, ASK]).text
+
+
 def test_an_end_token_that_only_later_messages_bring(template_with):
     late = CHATML.replace("m.content + '<eos>\\n'", "m.content + ('' if loop.last else '<eos>\\n')")
     late = late.replace("{{ '<|im_start|>assistant", "{{ '<eos>\\n<|im_start|>assistant")

@@ -22,6 +22,7 @@ from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.tree import text_of
 
 LIMITS = ("max_tokens",)
+_THINKING = ("adaptive", "disabled")
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
@@ -31,8 +32,9 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
     if body.get("max_tokens") is None:
         raise invalid("max_tokens", None, "an integer of at least 1")
     thinking = body.get("thinking")
-    if thinking is not None and thinking != {"type": "disabled"}:
-        raise invalid("thinking", thinking, "{type: 'disabled'}. The chat template decides whether the policy thinks")
+    if thinking is not None and (not isinstance(thinking, Mapping) or thinking.get("type") not in _THINKING):
+        why = "A budget cannot be kept: the chat template and the policy decide whether it thinks"
+        raise invalid("thinking", thinking, f"{{type: 'adaptive'}} or {{type: 'disabled'}}. {why}")
     choice = body.get("tool_choice") or {}
     if not isinstance(choice, Mapping):
         raise invalid("tool_choice", choice, "{type: 'auto'} or {type: 'none'}")
@@ -109,8 +111,11 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": text_of(body["system"])})
     for number, message in enumerate(entries):
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
-            raise invalid(f"messages[{number}].role", role, "user or assistant")
+        if role not in ("user", "assistant", "system"):
+            raise invalid(f"messages[{number}].role", role, "user, assistant or system")
+        if role == "system":
+            messages.append({"role": role, "content": text_of(content)})
+            continue
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
             raise invalid(f"messages[{number}].content", content, "a text or a list of blocks")

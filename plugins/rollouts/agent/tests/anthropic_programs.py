@@ -17,7 +17,8 @@ def messages(task, base_url, api_key):
         if number > 3 and called:
             break
         if number == 2:
-            with client.messages.stream(messages=asked, **fields) as stream:
+            asked.append({"role": "system", "content": [{"type": "text", "text": "Be short."}]})
+            with client.messages.stream(messages=asked, thinking={"type": "adaptive"}, **fields) as stream:
                 answer = stream.get_final_message()
         else:
             answer = client.messages.create(messages=asked, **fields)

@@ -47,6 +47,7 @@ def test_anthropic(laboratories, wire, template):
     assert sum(calls for _, calls, *_ in turns) == trajectory.info["rollout/calls/add"]
     texts = lab.text(trajectory)
     assert "Be brief." in texts[0]
+    assert "system\nBe short." in "".join(texts)
     assert template is QWEN3 or len(texts) == 2, "one conversation, and the question with a stop sequence"
     assert any(calls for _, calls, *_ in turns)
     assert any("<tool_response>\n3\n</tool_response>" in text for text in texts) == any(c for _, c, *_ in turns[:-1])

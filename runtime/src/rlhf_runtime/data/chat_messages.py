@@ -27,7 +27,7 @@ class ChatMessages:
         ends: texts of the tokens that end an answer.
 
     Messages are those of :func:`rlhf_runtime.data.messages.as_template_reads`. The methods raise DataError for messages
-    that the template refuses.
+    that the template refuses, and where it leaves out a message that the policy did not write.
     """
 
     def __init__(self, chat: ChatTemplate, tokens: TextTokens, ends: Sequence[str]) -> None:
@@ -35,6 +35,7 @@ class ChatMessages:
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """A whole conversation, which the policy can answer."""
+        self._chat.check_context(messages, tools)
         return self._tokens.ids(self._chat.text(messages, answer=True, tools=tools))
 
     def encode_following(self, messages: Messages, new: Messages, tools: Tools, closed: bool) -> list[int] | None:
@@ -48,6 +49,7 @@ class ChatMessages:
         Returns: None if the template writes ``messages`` otherwise once other messages follow, so that the tokens
             so far are not what the template would show the policy.
         """
+        self._chat.check_context([*messages, *new], tools, start=len(messages))
         opened = self._chat.text(messages[:-1], answer=True, tools=tools)
         answered = self._chat.text(messages, answer=False, tools=tools)
         whole = self._chat.text([*messages, *new], answer=True, tools=tools)

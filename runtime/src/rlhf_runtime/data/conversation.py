@@ -95,22 +95,41 @@ class ChatTemplate:
         Args:
             trained: the assistant messages that are trained on. Their parts must be in the text of the answers.
         """
-        last = {message["role"]: m for m, message in enumerate(messages)}
-        forms = dict[tuple[Any, ...], int]()
-        for m, message in enumerate(messages):
-            before = messages[m - 1]["role"] if m else ""
-            later = tuple(m < last.get(role, -1) for role in ("user", "system"))  # some templates move a system message
-            forms.setdefault((source, m in trained, before, later, form_of(message)), m)
-        if new := forms.keys() - self._checked:
-            messages_of_forms = {forms[form] for form in new}
+        messages_of_forms = self._unchecked(messages, trained, source)
+        if messages_of_forms:
             # A template that marks its answers says that its earlier ones are trained on without their reasoning.
             reasoning = trained[-1:] if self._template.has_generation else trained
             if not trained and messages[-1]["role"] == "assistant":  # the whole text is trained on
                 reasoning = [len(messages) - 1]
-            check_parts(lambda other: self._written(other, trained), messages, trained, messages_of_forms, reasoning)
+            numbers = messages_of_forms.values()
+            check_parts(lambda other: self._written(other, trained), messages, trained, numbers, reasoning)
             if trained and not self._template.has_generation:  # a template that marks its answers decides itself
-                self._require_context(messages, trained, {*messages_of_forms, trained[-1]})
-            self._checked |= new
+                self._require_context(messages, trained, {*numbers, trained[-1]})
+            self._checked |= messages_of_forms.keys()
+
+    def check_context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], start: int = 0) -> None:
+        """Raises DataError: the template leaves out a text that the policy did not write, in a message from number
+        ``start`` on. How it shows the policy's earlier answers is its own affair."""
+        if messages_of_forms := self._unchecked(messages, (), "context", start):
+            others = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
+
+            def render(other: Sequence[Message]) -> list[str]:
+                return [self.text(other, answer=True, tools=tools)] * len(messages)
+
+            check_parts(render, messages, (), (), (), unchecked=others)
+            self._checked |= messages_of_forms.keys()
+
+    def _unchecked(
+        self, messages: Sequence[Message], trained: Sequence[int], source: str, start: int = 0
+    ) -> dict[tuple[Any, ...], int]:
+        """{form: the first message of it, from number ``start`` on}, of the forms that were not checked yet."""
+        last = {message["role"]: m for m, message in enumerate(messages)}
+        forms = dict[tuple[Any, ...], int]()
+        for m, message in enumerate(messages[start:], start):
+            before = messages[m - 1]["role"] if m else ""
+            later = tuple(m < last.get(role, -1) for role in ("user", "system"))  # some templates move a system message
+            forms.setdefault((source, m in trained, before, later, form_of(message)), m)
+        return {form: m for form, m in forms.items() if form not in self._checked}
 
     def render(self, messages: Sequence[Message], trained: Sequence[int], as_asked: bool = True) -> Render:
         """One render with the spans of the assistant messages ``trained`` (indices into ``messages``).

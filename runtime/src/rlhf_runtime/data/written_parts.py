@@ -33,6 +33,7 @@ def check_parts(
     trained: Collection[int],
     messages_with_calls: Collection[int],
     reasoning: Collection[int],
+    unchecked: Collection[int] = (),
 ) -> None:
     """Raises DataError: the template leaves out a part of a message.
 
@@ -42,10 +43,13 @@ def check_parts(
         trained: messages that are trained on.
         messages_with_calls: messages whose tool calls are checked.
         reasoning: messages whose reasoning must be written too.
+        unchecked: messages whose texts may be left out.
     """
     marked, texts, _ = with_markers(messages)
     after = _attempt(writer, marked)
     for number, text in enumerate(texts if after else ()):
+        if text.message in unchecked:
+            continue
         forms = mark(number), json.dumps(mark(number))[1:-1]
         if not any(form in after[text.message] for form in forms) and (not text.reasoning or text.message in reasoning):
             raise _left_out(text.message, messages, trained, f"the text {text.text[:60]!r}")
@@ -128,5 +132,5 @@ def _left_out(message: int, messages: Sequence[Message], trained: Collection[int
     where = ", or writes it where it is not trained on" if message in trained else ""
     return DataError(
         f"the chat template leaves out part of message {message} ({role}): {part}{where}. Use a template that writes "
-        "it (data.chat_template), or leave it out of the row."
+        "it (data.chat_template), or leave it out."
     )
