@@ -67,6 +67,10 @@ def test_it_is_found_by_name() -> None:
         ("#### 5!", "5"),
         (r"\boxed{5!}", "5!"),
         (r"so \box{5} of 6", "5"),
+        (r"so $\boxed 7$ of 12", "7"),
+        ("####: 55", "55"),
+        (r"Final Answer: The final answer is $\frac{\pi}{6}$. I hope it is correct.", r"$\frac{\pi}{6}$"),
+        ("**Final Answer:**\n\nThe answer is: $14{,}916$", "$14{,}916$"),
     ],
 )
 def test_extraction(text: str, answer: str | None) -> None:
@@ -99,6 +103,9 @@ def test_places_are_an_order_and_a_restriction() -> None:
         (r"\binom{5}{2}", "10"), (r"\dbinom52", "10"), (r"{5 \choose 2}", "10"), (r"\binom{n}{2}", "n(n-1)/2"),
         (r"\binom{2}{3}", "0"), ("1_000", "1000"), (r"1\_000\_000", "1,000,000"), (r"12\,345", "12345"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"0.\overline{3}", "1/3"), (r"-16.1\overline{6}", r"-\frac{97}{6}"), (r".\overline{09}", "1/11"),
+        ("1 000", "1000"), (r"12~345", "12,345"), ("1 100/200", "1.5"), ("1, 2 and 3", "1, 2, 3"),
+        ("21, 16 or 11", "11, 16, 21"),
     ],
 )  # fmt: skip
 def test_equal(given: str, truth: str) -> None:
@@ -116,6 +123,7 @@ def test_equal(given: str, truth: str) -> None:
         ("e^(10^6)", "e^(10^6)+1"), ("sqrt(" + "7" * 250 + ")+1", "sqrt(" + "7" * 250 + ")"), ("x^9", "x^9+1"),
         ("½", "12"), ("5!", "5"), ("5!!", "15"), (r"\binom{5}{2}", "5/2"), ("10_2", "102"), ("1_0000", "10000"),
         ("x_100", "x100"), (r"x \in [0,1]", "(0,1)"), (r"\infty", "i"),
+        (r"0.\overline{3}", "0.3"), ("1, 2 and 3", "1, 2"),
     ],
 )  # fmt: skip
 def test_not_equal(given: str, truth: str) -> None:

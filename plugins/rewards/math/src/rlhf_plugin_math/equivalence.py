@@ -79,6 +79,8 @@ def _parts(text: str) -> tuple[str, list[str], str] | None:
     opening, closing = "", ""
     if len(text) > 2 and text[0] in "([{" and text[-1] in ")]}" and min(_depths(text[1:-1]), default=0) >= 0:
         opening, closing, text = text[0], text[-1], text[1:-1]
+    if "," in text and "=" not in text:  # 1, 2 and 3
+        text = re.sub(r",?\s(?:and|or)\s", ", ", text)
     commas = [i for i, (c, depth) in enumerate(zip(text, _depths(text), strict=True)) if c == "," and depth == 0]
     starts, ends = [0, *(i + 1 for i in commas)], [*commas, len(text)]
     elements = [text[start:end].strip() for start, end in zip(starts, ends, strict=True)]

@@ -22,8 +22,10 @@ NUMBER = re.compile(
     re.VERBOSE | re.ASCII,
 )
 _IS = re.compile(
-    r"\banswer\b[*_\s]*(?:is|are|:|=)[*_:\s]*([^\n]+)|^[ \t]*A:[ \t]*([^\n]+)", re.IGNORECASE | re.MULTILINE
+    r"(?:\banswer\b[*_\s]*(?:is|are|:|=)[*_:\s]*(?:the[ ](?:final[ ])?(?=answer\b))?)+([^\n]+)|^[ \t]*A:[ \t]*([^\n]+)",
+    re.IGNORECASE | re.MULTILINE,
 )
+"""Also twice: "Final Answer: The final answer is 7. I hope it is correct." (Lewkowycz et al. 2022, Minerva)."""
 
 
 MAX_CHARS = 1000
@@ -39,7 +41,8 @@ def extract_answer(text: str, places: Sequence[str]) -> str | None:
     return None
 
 
-_BOX = re.compile(r"\\(?:f?box|boxed)\s*\{")
+_BOX = re.compile(r"\\(?:f?box|boxed)(?:\s*\{|\s+(-?\d+(?:\.\d+)?))", re.ASCII)
+"""Some solutions of MATH have a number without braces: ``\boxed 7``."""
 _JOIN = re.compile(
     r"(?:\\[()\[\],;]|\\q?quad|[\s$}])*(?:,|;|(?:\\text\s*\{\s*)?\b(?:and|or)\b)(?:\\[()\[\],;]|\\q?quad|[\s$}])*"
 )
@@ -51,8 +54,8 @@ def boxed(text: str) -> str | None:
     contents: list[str] = []
     limit = len(text)
     for match in reversed(list(_BOX.finditer(text))):
-        content = _braced(text, match.end(), limit)
-        end = match.end() + len(content or "") + 1
+        content = match[1] or _braced(text, match.end(), limit)
+        end = match.end() if match[1] else match.end() + len(content or "") + 1
         if contents and (content is None or not _JOIN.fullmatch(text, end, limit)):
             break
         if content is not None and content not in contents:
@@ -72,9 +75,9 @@ def _braced(text: str, start: int, limit: int) -> str | None:
 
 
 def after_hash(text: str) -> str | None:
-    """The rest of the line after the last ``####``, without an exclamation mark at its end."""
+    """The rest of the line after the last ``####``, without a colon before it and an exclamation mark at its end."""
     _, mark, tail = text.rpartition("####")
-    return tail.strip().split("\n")[0].rstrip("! ") if mark else None
+    return tail.strip().split("\n")[0].removeprefix(":").strip("! ") if mark else None
 
 
 def after_answer_is(text: str) -> str | None:
@@ -85,7 +88,7 @@ def after_answer_is(text: str) -> str | None:
     if match is None:
         return None
     rest = (match[1] or match[2])[:MAX_CHARS].strip().strip("*_ ")
-    sentence = re.match(r"(.*?)[.!;]?(?:\s+[A-Za-z]{2,}.*)?$", rest.rstrip("."))
+    sentence = re.match(r"(.*?)[.!;]?(?:\s+(?:[A-Za-z]{2,}|I\s+[a-z]).*)?$", rest.rstrip("."))
     short = sentence[1] if sentence else rest
     if re.search(r"\d", rest) and not re.search(r"\d", short):
         number = NUMBER.search(rest)

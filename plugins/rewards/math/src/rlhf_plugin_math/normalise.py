@@ -12,8 +12,8 @@ _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree\b")
 _CURRENCY = re.compile(r"\\\$|\$|€|£|¥")
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:,\d{3})+)(?![\d,])", re.ASCII)
 _LATEX_THOUSANDS = re.compile(r"(?<=\d)\{,\}(?=\d{3})", re.ASCII)
-_OTHER_THOUSANDS = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\?_|\\,|\u202f|\u00a0)\d{3})+(?![\w,])", re.ASCII)
-"""``1_000``, or a thin space between the groups."""
+_OTHER_THOUSANDS = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\?_|\\[, ]|[ ~\u202f\u00a0])\d{3})+(?![\w,]|\s*/)", re.ASCII)
+"""``1_000``, or a space between the groups (not of the mixed number ``1 100/200``)."""
 _CHARACTERS = re.compile(r"\s*([\u00bc-\u00be\u2150-\u215e])")
 """Fractions that are one character."""
 _TAIL = re.compile(r"(?<=[\d)}%])(\s*)([A-Za-z]+)[A-Za-z\s/.^{}\d-]*$", re.ASCII)
@@ -32,6 +32,7 @@ _SCIENTIFIC = re.compile(
     re.ASCII,
 )
 _DECIMAL = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+_RECURRING = re.compile(r"([+-]?)(\d*)\.(\d*)\s*\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))", re.ASCII)
 
 
 def normalise(answer: str) -> str:
@@ -73,6 +74,10 @@ def number(text: str) -> tuple[Fraction, bool] | None:
         return None
     if m := _DECIMAL.fullmatch(text):
         return Fraction(text), percent
+    if m := _RECURRING.fullmatch(text):  # all digits less those before the period, over 9...90...0
+        before, period = m[2] + m[3], m[4] or m[5]
+        value = Fraction(int(before + period) - int(before or 0), (10 ** len(period) - 1) * 10 ** len(m[3]))
+        return (-value if m[1] == "-" else value), percent
     if m := _FRACTION.fullmatch(text):
         return _mixed(m[1], m[2], m[3], m[4], percent)
     if m := _LATEX_FRACTION.fullmatch(text):
