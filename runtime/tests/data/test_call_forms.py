@@ -420,6 +420,29 @@ def test_a_value_that_is_text_is_read_by_the_schema_of_its_argument(template_of)
 
 
 @pytest.mark.parametrize(
+    ("models", "text", "note"),
+    [
+        ("lfm2", """<|tool_call_start|>[add(note='p("a")\np(1)\\n')]<|tool_call_end|>""", 'p("a")\np(1)\n'),
+        (
+            "hermes, qwen 2.5 and 3, smollm3, granite 4",
+            r"""<tool_call>{"name": "add", "arguments": "{\"note\": \"7\"}"}</tool_call>""",
+            "7",
+        ),
+        (
+            "minimax m2",
+            '<minimax:tool_call><invoke name="add"><parameter name="note"><parameter=a></parameter></invoke>'
+            "</minimax:tool_call>",
+            "<parameter=a>",
+        ),
+    ],
+)
+def test_strings_with_line_breaks_or_tags_of_other_forms_and_arguments_as_text(
+    template_of, models: str, text: str, note: str
+) -> None:
+    assert calls_of(parsed(template_of(*FORMS[models]), f"{text}<eos>")) == [("add", {"note": note})]
+
+
+@pytest.mark.parametrize(
     "tag",
     ["<parameter=a>", "<parameter=", "<arg_key>", "<arg_key>a</arg_key>\n<arg_value>", "<tool_call>", "[TOOL_CALLS]"],
 )

@@ -270,6 +270,19 @@ def test_reasoning(template_with):
     assert empty == {"role": "assistant", "content": "b"}
 
 
+def test_a_call_ends_reasoning_that_is_not_closed(template_with):
+    """Models of Qwen 3.5 and Kimi K2 leave the end out at times."""
+    template = template_with(QWEN3)
+    for text, prompt in ((f"<think>\na\n{CALL}<eos>", ""), (f"a\n{CALL}<eos>", "<|im_start|>assistant\n<think>\n")):
+        said = parsed(template, text, prompt=prompt)
+        assert (said["content"], said["reasoning_content"], len(said["tool_calls"])) == ("", "a", 1)
+        assert not template.has_unread_call(said)
+    for broken, unread in ((CALL.replace("}}", "}"), True), ("no call", False)):
+        said = parsed(template, f"<think>\na\n{broken}<eos>")
+        assert said["reasoning_content"] == f"a\n{broken}"
+        assert template.has_unread_call(said) == unread
+
+
 def test_a_template_without_tags_leaves_them_in_the_text(template_with):
     text = f"<think>\na\n</think>\n\n{CALL}"
     assert parsed(template_with(CHATML), f"{text}<eos>") == {"role": "assistant", "content": text}

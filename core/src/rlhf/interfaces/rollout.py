@@ -122,8 +122,8 @@ class RolloutContext(ABC):
         raise DataError("this context has no chat template to parse answers with")
 
     def has_unread_call(self, answer: Mapping[str, Any]) -> bool:
-        """Whether the content of an answer of :meth:`parse_answer` has the beginning of a tool call that could not be
-        read."""
+        """Whether an answer of :meth:`parse_answer` has the beginning of a tool call that could not be read: in its
+        content, or in its reasoning if it has neither content nor calls."""
         return False
 
     @abstractmethod

@@ -172,6 +172,7 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
             value = {**value, **value["function"]} if isinstance(value.get("function"), dict) else value
             name, its_id = value.get("name", value.get("tool_name")), value.get("id")
             arguments = value.get("arguments", value.get("parameters", {}))
+            arguments = decoded(arguments) if isinstance(arguments, str) else arguments  # as Granite 4 writes some
             new = call_of(name, arguments, its_id if re.fullmatch("[A-Za-z0-9]{9}", str(its_id)) else "")
         else:
             new = _objects(value) if isinstance(value, list) else []
@@ -202,9 +203,9 @@ _ELEMENT = re.compile(
     re.DOTALL,
 )
 _PARAMETER = re.compile(
-    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?param(?:eter)?)(?:=| name=)\"?(?P<key>[^<>\"\n]+)\"?"
+    r"\s*<(?P<tag>(?:｜DSML｜|steptml:)?param(?:eter)?)(?P<is>=| name=)\"?(?P<key>[^<>\"\n]+)\"?"
     r"(?: string=\"(?P<string>true|false)\")?>"
-    r"(?:<!\[CDATA\[(?P<data>.*?)\]\]>|(?P<value>(?:(?!<(?P=tag)[= ]).)*?))</(?P=tag)>",
+    r"(?:<!\[CDATA\[(?P<data>.*?)\]\]>|(?P<value>(?:(?!<(?P=tag)(?P=is)).)*?))</(?P=tag)>",
     re.DOTALL,
 )
 _PAIR = re.compile(
@@ -212,6 +213,7 @@ _PAIR = re.compile(
 )
 _STEP = re.compile("<｜tool_call_(?:begin｜>function<｜tool_sep|end)｜>")
 _FENCE = re.compile(r"\s*```(?:python)?\n(.*?)\n?```\s*", re.DOTALL)
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def _all(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
@@ -259,10 +261,11 @@ def _pairs(text: str, types: Types) -> list[AnswerCall]:
 
 
 def _python(text: str, types: Types) -> list[AnswerCall]:
-    """``[add(a=1), add(a=2)]``, or one call on each line, also in a fence."""
+    """``[add(a=1), add(a=2)]``, or one call on each line, also in a fence. Strings may have line breaks."""
     fence = _FENCE.fullmatch(text)
+    source = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), fence[1] if fence else text)
     calls = []
-    for node in _expressions(fence[1] if fence else text):
+    for node in _expressions(source):
         for call in node.elts if isinstance(node, ast.List) else [node]:
             if not isinstance(call, ast.Call) or call.args:
                 return []

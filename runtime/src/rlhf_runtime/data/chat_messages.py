@@ -157,9 +157,11 @@ class ParsedAnswers:
         return message
 
     def has_unread_call(self, message: Mapping[str, Any]) -> bool:
-        """Whether the content of a parsed answer has the mark of a call, or the header of a part (gpt-oss)."""
+        """Whether the content of a parsed answer has the mark of a call, or the header of a part (gpt-oss); whether its
+        reasoning has it, if it has neither content nor calls: the end of the reasoning may be missing."""
         marks = [form.mark for form in self._forms] + ["<|message|>"] * self._in_channels
-        return any(mark in (message.get("content") or "") for mark in marks)
+        text = message.get("content") or ("" if message.get("tool_calls") else message.get("reasoning_content")) or ""
+        return any(mark in text for mark in marks)
 
     def check_tools(self, chat: ChatTemplate, tokens: TextTokens) -> None:
         """Raises DataError if the chat template does not write the descriptions of tools, or if a call as it writes it
@@ -207,14 +209,17 @@ class ParsedAnswers:
         return parsed.get("content") or "", reasoning, calls
 
     def _by_tags(self, text: str, before: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str, list[AnswerCall]]:
-        reasoning, content = "", text
+        reasoning, content, calls = "", text, list[AnswerCall]()
         if self._thoughts:
             opening, closing = self._thoughts
             opened = before.rstrip().endswith(opening) or text.lstrip().startswith(opening)
             if opened or (closing in text and opening not in text.partition(closing)[0]):
-                reasoning, _, content = text.partition(closing)  # without an end, all of it is reasoning
+                reasoning, end, content = text.partition(closing)
+                if not end:  # a call ends reasoning too, as in vLLM and llama.cpp; all else is reasoning
+                    reasoning, calls = read_calls(reasoning, self._forms, argument_types(tools))
                 reasoning, content = reasoning.strip().removeprefix(opening).strip("\n"), content.lstrip("\n")
-        content, calls = read_calls(content, self._forms, argument_types(tools))
+        if not calls:
+            content, calls = read_calls(content, self._forms, argument_types(tools))
         return content, reasoning, calls
 
     def _is_tag(self, token: str) -> bool:
