@@ -184,7 +184,8 @@ def _objects(values: list[Any]) -> list[AnswerCall]:
 
 def _bare(values: list[Any]) -> list[AnswerCall]:
     """An answer that is one JSON object and nothing else (Llama 3). Any other object is an answer in JSON."""
-    return _objects(values) if len(values) == 1 and isinstance(values[0], dict) and "parameters" in values[0] else []
+    value = values[0] if len(values) == 1 and isinstance(values[0], dict) else {}
+    return _objects(values) if "parameters" in value or "arguments" in value else []
 
 
 def _keys(values: list[Any]) -> list[AnswerCall]:
