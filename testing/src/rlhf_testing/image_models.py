@@ -1,8 +1,9 @@
 """Tiny image-text models with their processors, on disk, for tests.
 
-The four families cover what matters: Qwen2.5-VL and Qwen3-VL number the tokens of an image in two dimensions (M-RoPE),
-Idefics3 cuts large images into tiles and writes markers around each, LLaVA has a fixed number of tokens for an image.
-The last two number all tokens one after another.
+The five families cover what matters: Qwen2.5-VL and Qwen3-VL number the tokens of an image in two dimensions (M-RoPE),
+Idefics3 cuts large images into tiles and writes markers around each, LLaVA has a fixed number of tokens for an image,
+InternVL cuts images into tiles only because its processor tells its image processor so. The last three number all
+tokens one after another.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ QWEN = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|i
 TILES = tuple(f"<row_{r + 1}_col_{c + 1}>" for r in range(4) for c in range(4))
 IDEFICS = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>", *TILES)
 LLAVA = ("<|im_start|>", "<|im_end|>", "<image>")
+INTERN = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+"""By the tokenizer's attributes."""
 
 _TEXT = {
     "hidden_size": 64,
@@ -53,8 +61,8 @@ def tiny_image_model(
     """Save a random image-text model with the tokenizer, chat template and processor of its family.
 
     The tokenizer has one token per character of :data:`~rlhf_testing.tiny.CHARS` and the family's special tokens.
-    An image of 32 x 32 pixels becomes 4 tokens (``qwen2_5_vl``, ``qwen3_vl``), 16 tokens (``llava``), or 4 tokens for
-    each of four tiles and for the whole, with markers around them (``idefics3``).
+    An image of 32 x 32 pixels becomes 4 tokens (``qwen2_5_vl``, ``qwen3_vl``; with markers ``internvl``), 16 tokens
+    (``llava``), or 4 tokens for each of four tiles and for the whole, with markers around them (``idefics3``).
 
     Args:
         path: folder, created where absent.
@@ -92,18 +100,24 @@ def drawn(width: int = 32, height: int = 32, colour: str = "red", form: str = "P
     return file.getvalue()
 
 
-def _tokenizer(path: Path, special: tuple[str, ...], chat_template: str) -> dict[str, int]:
+def _tokenizer(path: Path, special: tuple[str, ...] | dict[str, str], chat_template: str) -> dict[str, int]:
     """Saves the tokenizer; returns the id of each token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    attributes, special = (special, tuple(special.values())) if isinstance(special, dict) else ({}, special)
     ids = {token: i for i, token in enumerate([PAD, EOS, UNK, *special, *CHARS])}
     backend = Tokenizer(models.WordLevel(ids, unk_token=UNK))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in (PAD, EOS, UNK, *special)])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK, clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token=EOS,
+        pad_token=PAD,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        model_specific_special_tokens=attributes,
     )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(str(path))
@@ -178,7 +192,17 @@ def _llava(text: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-FAMILIES: dict[str, tuple[tuple[str, ...], Any, dict[str, Any], str]] = {
+def _internvl(text: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "text_config": {"model_type": "qwen2", **text},
+        "vision_config": _siglip(ids),
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+FAMILIES: dict[str, tuple[tuple[str, ...] | dict[str, str], Any, dict[str, Any], str]] = {
     "qwen2_5_vl": (
         QWEN,
         lambda text, ids: _qwen(text, ids, newer=False),
@@ -224,6 +248,20 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Any, dict[str, Any], str]] = {
             },
         },
         "<image>",
+    ),
+    "internvl": (
+        INTERN,
+        _internvl,
+        {
+            "processor_class": "InternVLProcessor",
+            "image_seq_length": 4,
+            "image_processor": {
+                "image_processor_type": "GotOcr2ImageProcessor",
+                "size": {"height": 32, "width": 32},
+                **_NORM,
+            },
+        },
+        "<IMG_CONTEXT>",
     ),
 }
 """By ``model_type``: special tokens, fields of the config, of the processor, and an image in the chat template."""

@@ -24,6 +24,7 @@ FAMILIES = [
     pytest.param("qwen2_5_vl", marks=pytest.mark.full),
     pytest.param("idefics3", marks=pytest.mark.full),
     pytest.param("llava", marks=pytest.mark.full),
+    "internvl",
 ]
 
 

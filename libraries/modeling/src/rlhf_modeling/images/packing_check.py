@@ -29,7 +29,7 @@ def attach_images(loaded: LoadedModel, spec: ModelSpec) -> None:
             loaded.no_images = "was loaded without its vision tower: set data.max_images, and it is loaded with it"
         return
     try:
-        processor = load_processor(spec.path, spec.trust_remote_code).image_processor
+        processor = load_processor(spec.path, spec.trust_remote_code)
     except ModelError as cause:
         loaded.no_images = f"has no processor of images ({cause})"
         return

@@ -1,9 +1,9 @@
-"""Pixels of images, as the image processor in the model's folder computes them."""
+"""Pixels of images, as the processor in the model's folder computes them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -18,20 +18,22 @@ KEPT = 2**30
 """Bytes of pixels that are kept. Old log-probs, a reference and the update read the same images one after another."""
 
 Pixels = dict[str, Tensor]
-"""What an image processor returns for one image, by the names of the model's arguments. The first dimension of each
-tensor counts images, or parts of them."""
+"""What a processor returns for one image, by the names of the model's arguments. The first dimension of each tensor
+counts images, or parts of them."""
+OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+"""What a processor returns for the text beside the image."""
 
 
 class PixelReader:
     """Pixels by the content of the image file. A thread computes those of the next micro-batch.
 
     Args:
-        processor: an image processor of transformers.
-        names: what the model reads of its results.
+        processor: a processor of transformers. Its image processor alone lacks options that the whole gives it.
+        names: what the model reads.
     """
 
-    def __init__(self, processor: Any, names: Collection[str]) -> None:
-        self.processor, self.names = processor, names
+    def __init__(self, processor: Any, names: frozenset[str]) -> None:
+        self.processor, self.names = processor, names - OF_TEXT
         self._found: OrderedDict[bytes, Future[Pixels]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "rlhf-pixels")
 
@@ -56,7 +58,7 @@ class PixelReader:
             picture = open_image(data)
         except ModelError as cause:
             raise TrainingError(str(cause)) from cause
-        outputs = self.processor(images=[picture], return_tensors="pt")
+        outputs = self.processor(images=[picture], text=[self.processor.image_token], return_tensors="pt")
         return {name: values for name, values in outputs.items() if name in self.names}
 
     def _forget(self) -> None:

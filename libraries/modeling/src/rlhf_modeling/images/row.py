@@ -68,7 +68,7 @@ class ImageInputs:
     Args:
         module: the image-text model.
         body: its part that gives hidden states.
-        processor: the image processor in its folder.
+        processor: the processor in its folder.
     """
 
     def __init__(self, module: Any, body: Any, processor: Any) -> None:
