@@ -10,9 +10,10 @@ from rlhf_cli.doctor import imports
 from rlhf_cli.doctor.child import ask
 from rlhf_cli.doctor.findings import redacted
 from rlhf_cli.doctor.versions import Installed
-from rlhf_plugin_deepspeed.checks import DeepSpeedCheck
-from rlhf_plugin_ray.checks.check import RayCheck
-from rlhf_plugin_vllm.checks import VllmCheck
+
+DeepSpeedCheck = pytest.importorskip("rlhf_plugin_deepspeed.checks").DeepSpeedCheck
+RayCheck = pytest.importorskip("rlhf_plugin_ray.checks.check").RayCheck
+VllmCheck = pytest.importorskip("rlhf_plugin_vllm.checks").VllmCheck
 
 pytestmark = pytest.mark.full
 
