@@ -42,8 +42,9 @@ class RankTests:
                 setattr(cls, name, None)
 
     @pytest.fixture(scope="class")
-    def ranks(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-        cls, folder = request.cls, tmp_path_factory.mktemp("ranks")
+    @classmethod
+    def ranks(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+        folder = tmp_path_factory.mktemp("ranks")
         cls.cases.prepare(folder)
         reads = {name for item in request.session.items if getattr(item, "cls", None) is cls for name in _read(item)}
         names = [name for name in cls.cases.names() if name in reads]

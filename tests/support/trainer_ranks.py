@@ -100,8 +100,9 @@ class TrainerRanksContract(StateOfRanks, OneRank):
         check_steps(steps, reference.steps, loss, norm, least=loss, share=self.cases.share)
 
     @pytest.fixture(scope="class")
-    def reference(self, request: pytest.FixtureRequest, ranks: Ranks) -> Reference:
-        return Reference(request.cls.one_rank(spec(ranks.folder), ema_decay=0.9, weight_decay=0.1), TokenLoss(), STEPS)
+    @classmethod
+    def reference(cls, ranks: Ranks) -> Reference:
+        return Reference(cls.one_rank(spec(ranks.folder), ema_decay=0.9, weight_decay=0.1), TokenLoss(), STEPS)
 
     @reads("equal")
     def test_gradients_and_five_steps(self, ranks: Ranks, reference: Reference, layout: str) -> None:

@@ -75,7 +75,8 @@ class StoredContract:
             metafunc.parametrize("options", [pytest.param(self.stored[run], marks=marks[run], id=run) for run in runs])
 
     @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("models")
         tiny_model(folder / "model", std=0.2)
         tiny_model(folder / "critic", std=0.2, head="scalar", tied=False)

@@ -51,7 +51,8 @@ class TestReal:
     """With the library itself."""
 
     @pytest.fixture(autouse=True, scope="class")
-    def library(self):
+    @classmethod
+    def library(cls):
         pytest.importorskip("bitsandbytes")
 
     @pytest.mark.parametrize("kind", KINDS)
