@@ -121,9 +121,9 @@ def test_a_bad_config_is_refused(config: dict, message: str) -> None:
 
 
 def test_a_template_takes_linear_time() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert values("<think>" * 200_000, "<think>" + "</think" * 200_000, template=THINK) == [0.0, 0.0]
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
 
 
 def test_a_pattern_that_backtracks_for_ever_is_killed() -> None:

@@ -148,11 +148,11 @@ def test_a_tolerance_is_relative_and_off_by_default() -> None:
 )  # fmt: skip
 def test_hostile_answers_cost_little(bomb: str) -> None:
     """In other frameworks such answers keep SymPy busy forever, in a thread that no signal can stop."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert not equivalent(bomb, "7")
     assert not equivalent(bomb, "x+7")
     extract_answer(bomb, ALL)
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0
 
 
 def test_an_answer_that_takes_too_long_is_killed_with_its_worker() -> None:
