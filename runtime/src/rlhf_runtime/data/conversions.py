@@ -19,6 +19,8 @@ CALLS = "function_call"
 """The ``from`` of a ShareGPT turn whose value is the JSON of tool calls, as Glaive's data has them."""
 HELPSTEER = r"\s*<extra_id_1>(User|Assistant)\n"
 """Mark before the second and later turns of a prompt of HelpSteer2 (a pattern)."""
+EXCHANGES = (("input", "output"), ("user", "assistant"), ("question", "answer"))
+"""Keys of a question and its answer in lists of them: Capybara; the Cauldron and FineVision; COIG."""
 MARK = "ки"
 """Marker after each step of Math-Shepherd (Wang et al. 2023, arXiv:2312.08935)."""
 RATINGS: Mapping[Any, int] = {-1: 0, 0: 1, 1: 1}
@@ -33,6 +35,36 @@ def turns(values: Values, chat: bool) -> Values:
     if is_messages(values.get("messages")):
         return values
     return {**values, "messages": [_message(t) for t in _listed(values, "messages")]}
+
+
+def exchanges(values: Values, chat: bool) -> Values:
+    """Questions with their answers (:data:`EXCHANGES`) as messages."""
+    messages = []
+    for pair in _listed(values, "messages"):
+        keys = exchange_keys(pair)
+        if keys is None:
+            raise DataError(f"must be a question with its answer, got {shown(pair)}")
+        messages += [{"role": r, "content": pair[key]} for r, key in zip(("user", "assistant"), keys, strict=True)]
+    return {**values, "messages": messages}
+
+
+def request(values: Values, chat: bool) -> Values:
+    """A request of the Responses API, as NeMo Gym's rows have it: instructions, input (its reasoning, which is that of
+    earlier answers, left out) and tools."""
+    value = values.get("prompt")
+    body: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+        raise DataError(f"must be a request with its input, got {shown(value)}")
+    system = [{"role": "system", "content": text}] if (text := body.get("instructions")) else []
+    tools = [{"type": "function", "function": {k: v for k, v in t.items() if k not in ("type", "strict")}}
+             for t in body.get("tools") or ()]  # fmt: skip
+    return {
+        **values,
+        "prompt": [*system, *(_of_item(i) for i in items if i.get("type") != "reasoning")],
+        "tools": tools,
+    }
 
 
 def answers_in_turns(values: Values, chat: bool) -> Values:
@@ -185,6 +217,8 @@ CONVERSIONS: Mapping[str, Callable[[Values, bool], Values]] = {
     f.__name__: f
     for f in (
         turns,
+        exchanges,
+        request,
         answers_in_turns,
         preferred_outputs,
         rejected_beside,
@@ -208,6 +242,8 @@ def describe(conversion: str) -> str:
         return PREFERENCES[meaning][0] + ("" if meaning == conversion else "; the difference is the margin")
     return {
         "turns": "from/value turns as messages",
+        "exchanges": "questions with their answers as messages",
+        "request": "instructions, input and tools of a request",
         "answers_in_turns": "from/value turns as messages",
         "preferred_outputs": "a request of the chat API and the output that is preferred to another",
         "rejected_beside": "the last answer of the conversation is chosen",
@@ -231,6 +267,28 @@ def is_messages(value: Any) -> bool:
 def is_turns(value: Any) -> bool:
     """``[{from, value}, ...]``."""
     return _listed_with(value, "from")
+
+
+def exchange_keys(value: Any) -> tuple[str, str] | None:
+    """The keys of a question and its answer in ``value``; None if it is no such pair."""
+    return next((keys for keys in EXCHANGES if isinstance(value, Mapping) and value.keys() >= {*keys}), None)
+
+
+def is_exchanges(value: Any) -> bool:
+    """``[{input, output}, ...]`` and the like."""
+    return isinstance(value, list) and bool(value) and exchange_keys(value[0]) is not None
+
+
+def conversation(value: Any) -> Any:
+    """A conversation in JSON text as a list, and a single message or turn as a list of one; other values as they
+    are."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and ('"role"' in value or '"from"' in value):
+        try:
+            decoded = STRICT.decode(value)
+        except (ValueError, RecursionError):
+            return value
+        return decoded if is_messages(decoded) or is_turns(decoded) else value
+    return [value] if is_turn(value) or is_messages([value]) else value
 
 
 def is_turn(value: Any) -> bool:
@@ -326,6 +384,15 @@ def _message(turn: Any) -> dict[str, Any]:
     if speaker == CALLS:
         return {**rest, "role": "assistant", "content": None, "tool_calls": _calls(value)}
     return {**rest, "role": ROLES[speaker], "content": value}
+
+
+def _of_item(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An item of the Responses API as a message: a message, a call of a function, or its result."""
+    if item.get("type") == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": [{**item, "id": item.get("call_id")}]}
+    if item.get("type") == "function_call_output":
+        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+    return item
 
 
 def _calls(value: Any) -> list[Any]:

@@ -120,6 +120,7 @@ class JsonSource(Source):
             raise DataError(f"{path}, row from line {line} on: {error}") from None
         except ValueError:  # an integer of more digits than Python reads
             raise DataError(f"{path}: {_LONG_INTEGER}") from None
+        self._rows = [{str(n): v for n, v in enumerate(r)} if isinstance(r, list) else r for r in self._rows]
         for i, row in enumerate(self._rows):
             if not isinstance(row, dict):
                 raise DataError(f"{path}, row {i}: a row is a JSON object, got {_short(row)}")

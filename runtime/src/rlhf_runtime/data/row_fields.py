@@ -90,11 +90,12 @@ class Cells:
     def tools(self) -> list[Mapping[str, Any]]:
         """Descriptions of functions, as they are; they may be JSON as text. Empty: the row has none."""
         value, name = self.values.get(TOOLS), self.name(TOOLS)
-        if isinstance(value, str) and value:
-            try:
-                value = STRICT.decode(value)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{name}: must be a list of tools, or its JSON as text: {error}") from None
+        try:
+            value = STRICT.decode(value) if isinstance(value, str) and value else value
+            if isinstance(value, list):
+                value = [STRICT.decode(t) if isinstance(t, str) and t.startswith("{") else t for t in value]
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}: must be a list of tools, or its JSON as text: {error}") from None
         if value in (None, ""):
             return []
         if not isinstance(value, list):

@@ -12,6 +12,7 @@ import xxhash
 from rlhf.errors import DataError
 from rlhf.types import Image
 
+from rlhf_runtime.data.conversions import conversation
 from rlhf_runtime.data.image_files import data_url, image_file, image_path, may_be_image
 from rlhf_runtime.data.image_parts import PLACE, image_of, is_image, places, with_images
 from rlhf_runtime.data.image_tokens import ImageTokens
@@ -248,6 +249,7 @@ def _paths(value: Any, images: bool) -> Iterator[str]:
 
 def _image_parts(value: Any) -> Iterator[Mapping[str, Any]]:
     """The images among the parts of messages, or of one message; none of other values."""
+    value = conversation(value)
     for message in value if isinstance(value, list) else [value]:
         content = message.get("content") if isinstance(message, Mapping) else None
         yield from (part for part in content if is_image(part)) if isinstance(content, list) else ()

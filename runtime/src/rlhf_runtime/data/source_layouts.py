@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
 
 from rlhf.errors import DataError, did_you_mean
@@ -125,13 +126,24 @@ def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, An
         return {}
 
 
-PROMPTS = ("question", "problem", "query", "instruction", "input")
-RESPONSES = ("completion", "output", "answer", "solution")
+PROMPTS = (("question", "problem", "query", "instruction", "input"), ("inputs",))
+REFERENCES = ("answer", "solution")
+"""Columns that may hold a reference, and not the answer to learn from."""
+RESPONSES = (("completion", "output"), REFERENCES, ("targets", "target"))
+GENERATED = re.compile(
+    r"(attempt|generation|generated_\w+|trajectory|reasoning|thinking|cot|rationale)$", re.IGNORECASE
+)
+"""Ends of the names of columns with what a model or a person wrote beside a reference."""
+CONVERSATIONS = (("messages", "conversation", "conversations"), ("texts", "trajectory"))
+REQUEST = "responses_create_params"
+"""NeMo Gym's column of requests."""
 LABELS = ("score", "is_correct")
 CHOSEN, REJECTED = ("chosen_messages", "messages"), ("rejected_messages",)
-_COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": LABELS}
+_COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": (LABELS,)}
+_COMPLETE = ("marked_steps", "prm800k", "request")
+"""Conversions that take no column of system messages or tools."""
 CONTEXTS = ("input", "context")
-"""Column beside ``instruction`` with its context."""
+"""Columns beside ``instruction`` with its context; only the last one beside other prompts."""
 HISTORY = "history"
 """Column beside ``instruction`` or ``query`` with the turns before it."""
 OUTPUTS = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
@@ -163,7 +175,7 @@ def recognise(
     template.
     """
     case = _Case(form, columns, row, dict(names or {}), chat, prompt)
-    layouts = _widest(list(case.layouts()))
+    layouts = case.without_repeats(_widest(list(case.layouts())))
     if not layouts and case.text():
         layouts = [SourceLayout({"text": "text"}, given=False)]
     if len(layouts) == 1:
@@ -187,7 +199,10 @@ class _Case:
     prompt: str
 
     def layouts(self) -> Iterator[SourceLayout]:
-        if self.form == "prompts":
+        request = self.row.get(REQUEST) if self.chat and not self.named and self.prompt == "needed" else None
+        if self.form == "prompts" and isinstance(request, Mapping):
+            yield from self._join([{"prompt": REQUEST}], how="request")
+        elif self.form == "prompts":
             yield from self._join([*self._prompts()])
             if "prompt" not in self.columns:
                 yield from self._conversations()
@@ -204,7 +219,8 @@ class _Case:
     def text(self) -> bool:
         """Whether the rows are texts to continue, without prompts; used only if no other layout fits."""
         has_prompt = self.prompt == "made" or {"prompt", "response", "messages"} & set(self.named)
-        return self.form == "demonstrations" and not has_prompt and isinstance(self.row.get("text"), str)
+        in_tree = {"role", "parent_id"} <= {*self.columns}  # OpenAssistant: one message of a conversation
+        return self.form == "demonstrations" and not (has_prompt or in_tree) and isinstance(self.row.get("text"), str)
 
     def problem(self) -> str:
         if not self.chat and any(True for _ in _Case(*self._as_chat()).layouts()):
@@ -223,6 +239,9 @@ class _Case:
         lacking = {f: c for f, c in names.items() if c not in self.columns and not self._known(f)}
         if lacking:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
+            talks = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
+            if talks and self.form == "demonstrations" and not self.named:
+                hints = [f" {talks[0]!r} holds conversations: --data.messages {talks[0]}."]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
             return (
                 f"has no column {' or '.join(map(repr, lacking.values()))}; {self.present()}{''.join(hints)} "
@@ -240,15 +259,15 @@ class _Case:
             return False
         if field == "label":
             return any(map(self._is_label, self._choices(field, LABELS)))
-        return bool(self._choices(field, _COMMON.get(field, ())))
+        return bool(self._choices(field, *_COMMON.get(field, ())))
 
     def _did_you_mean(self, field: str, column: str) -> str:
         """The column whose name is nearly that of the field, or one of its common names."""
         if field in self.named:
             return did_you_mean(column, self.columns)
-        common_names = {*DEFAULTS.values()}.union(*_COMMON.values())
+        common_names = {*DEFAULTS.values()}.union(*chain(*_COMMON.values()))
         others = [c for c in self.columns if c not in common_names]
-        hints = (did_you_mean(name, others) for name in (column, *_COMMON.get(field, ())))
+        hints = (did_you_mean(name, others) for name in (column, *chain(*_COMMON.get(field, ()))))
         return next(filter(None, hints), "")
 
     # ------------------------------------------------------------------------------------- forms
@@ -317,7 +336,7 @@ class _Case:
     def _answers(self, label: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
         """A prompt with an answer, or a whole conversation."""
         if "messages" not in self.named:
-            answers = [{"response": c} for c in self._choices("response", RESPONSES)]
+            answers = [{"response": c} for c in self._responses()]
             yield from self._join([*self._prompts()], answers, label)
         if self.named.keys() & {"prompt", "response"}:
             return
@@ -325,12 +344,13 @@ class _Case:
             yield from self._conversations(label)
 
     def _conversations(self, beside: Sequence[Mapping[str, str]] = ({},)) -> Iterator[SourceLayout]:
-        if not self.chat:
+        if not self.chat or self.prompt == "made":
             return
-        for column in self._choices("messages", ("messages", "conversation", "conversations")):
-            value = self.row.get(column)
-            if convert.is_turns(value):
-                yield from self._join([{"messages": column}], beside, how="turns")
+        for column in self._choices("messages", *CONVERSATIONS):
+            value = convert.conversation(self.row.get(column))
+            if convert.is_turns(value) or convert.is_exchanges(value):
+                how = "turns" if convert.is_turns(value) else "exchanges"
+                yield from self._join([{"messages": column}], beside, how=how)
             elif convert.is_messages(value) or self._certain("messages", column):
                 yield from self._join([{"messages": column}], beside)
 
@@ -341,22 +361,45 @@ class _Case:
             yield {}
         if self.prompt == "made":
             return
-        for column in self._choices("prompt", PROMPTS):
+        for column in self._choices("prompt", *PROMPTS):
             past = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
             yield {"prompt": column, **past}
             if column == "instruction":
                 yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
+            elif column in PROMPTS[0] and isinstance(self.row.get(CONTEXTS[-1], 0), str | None) and not self.named:
+                yield {"prompt": column, "context": CONTEXTS[-1], **past}
 
     def _has_history(self) -> bool:
         return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
 
-    def _choices(self, field: str, common_names: Sequence[str]) -> list[str]:
-        """Columns that a field may mean: the named one, else the default one, else those with common names."""
+    def _choices(self, field: str, *common_names: Sequence[str]) -> list[str]:
+        """Columns that a field may mean: the named one, else the default one, else those with the first common names
+        that there are, at last in other capitals."""
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
-        if DEFAULTS.get(field) in self.columns:
-            return [DEFAULTS[field]]
-        return [c for c in common_names if c in self.columns]
+        names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
+        spelt = [[c for c in self.columns if c.lower() in several] for several in names]
+        return next(filter(None, [*([c for c in several if c in self.columns] for several in names), *spelt]), [])
+
+    def _responses(self) -> list[str]:
+        """Columns that the response may be in. Beside a reference these are also columns with what was generated."""
+        columns = self._choices("response", *RESPONSES)
+        if "response" in self.named or not {*columns} & {*REFERENCES}:
+            return columns
+        texts = (c for c in self.columns if isinstance(self.row.get(c), str) and self.row[c])
+        return [*(c for c in texts if GENERATED.search(c)), *columns]
+
+    def without_repeats(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
+        """Only the conversation, where it holds the prompts of all other layouts."""
+        talks = [layout for layout in layouts if "messages" in layout.columns]
+        prompts = [self.row.get(layout.columns.get("prompt", "")) for layout in layouts if layout not in talks]
+        if len(talks) != 1 or not prompts or not all(isinstance(p, str) for p in prompts):
+            return layouts
+        try:
+            messages = talks[0].read(self.row)["messages"]
+            return talks if all(convert.repeats([messages], prompt) for prompt in prompts) else layouts
+        except DataError:  # of the conversation, so that it must be named to be said
+            return layouts
 
     def _beside(self, field: str) -> Mapping[str, str]:
         """The default column of a field, if the source has it."""
@@ -404,7 +447,7 @@ def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
     present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
     if case.named or not present or not {"prompt", "messages", "chosen"} & set(layout.columns):
         return layout
-    if layout.conversion in ("marked_steps", "prm800k"):
+    if layout.conversion in _COMPLETE:
         return layout
     return replace(layout, columns={"system": present[0], **layout.columns}, given=False)
 
@@ -426,7 +469,7 @@ def _with_images(layout: SourceLayout, case: _Case) -> SourceLayout:
 def _with_tools(layout: SourceLayout, case: _Case) -> SourceLayout:
     """The layout with the column of tools, if the source has one and the template of chats may show them."""
     free = case.chat and TOOLS in case.columns and TOOLS not in layout.columns.values()
-    if not free or "text" in layout.columns or layout.conversion in ("marked_steps", "prm800k"):
+    if not free or "text" in layout.columns or layout.conversion in _COMPLETE:
         return layout
     return replace(layout, columns={**layout.columns, TOOLS: TOOLS})
 

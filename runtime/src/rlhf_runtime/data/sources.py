@@ -60,6 +60,8 @@ class SourceLayout:
         """{field: value} of a row. Columns that the row lacks are left out. Raises DataError if the conversion
         fails."""
         values = {f: columns[c] for f, c in self.columns.items() if c in columns}
+        if self.chat:
+            values |= {f: convert.conversation(values[f]) for f in ("messages", "prompt") if f in values}
         values = convert.without_repeated_prompt(values) if self.whole else values
         return convert.CONVERSIONS[self.conversion](values, self.chat) if self.conversion else values
 
