@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,8 @@ class RowLayout(Protocol):
 
 class Columns(dict[str, Any]):
     """The columns of a row by name. A dotted name that no column has, such as ``reward_model.ground_truth``, is a value
-    inside of a column that holds a table. The KeyError for a column that the row lacks says which columns there are."""
+    inside of a column that holds a table, or the JSON of one as text. The KeyError for a column that the row lacks says
+    which columns there are."""
 
     def __missing__(self, name: str) -> Any:
         table, key = self._place(name)
@@ -45,11 +47,21 @@ class Columns(dict[str, Any]):
         table: Mapping[str, Any] = self
         while "." in name:
             first, _, rest = name.partition(".")
-            inner = table.get(first)
+            inner = _table(table.get(first))
             if not isinstance(inner, Mapping):
                 break
             table, name = inner, rest
         return table, name
+
+
+def _table(value: Any) -> Any:
+    """The table that a text of JSON holds; any other value as it is."""
+    if not isinstance(value, str) or not value.startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ LAYOUTS = (
     "text."
 )
 
+_OF_KINDS = {"input", "output", "type", "testtype", "fn_name", "metadata", "language"}
+
 
 @dataclass(frozen=True, slots=True)
 class StdinTest:
@@ -73,6 +75,9 @@ def _list(value: Any, where: str) -> Tests:
             stdin.append(StdinTest(_text(case["input"], f"{at}, input"), _text(case["output"], f"{at}, output")))
         elif keys == {"function", "args", "expected"}:
             calls.append(_call(case["function"], case["args"], case["expected"], at))
+        elif keys and {"input", "output"} < keys <= _OF_KINDS:
+            test = _of_kind(case, at)
+            stdin, calls = (stdin, [*calls, test]) if isinstance(test, CallTest) else ([*stdin, test], calls)
         else:
             raise RewardError(f"{at} is {shown(case)}. {LAYOUTS}")
     if stdin and calls:
@@ -80,9 +85,29 @@ def _list(value: Any, where: str) -> Tests:
     return stdin or calls
 
 
+def _of_kind(case: Mapping[str, Any], where: str) -> StdinTest | CallTest:
+    """A test that says whether it is a call, in ``type`` (PrimeIntellect's sets) or ``testtype`` (LiveCodeBench, where
+    arguments and result are lines of JSON)."""
+    name = case.get("fn_name") or (case.get("metadata") or {}).get("func_name")
+    calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
+    if calls != bool(name):
+        raise RewardError(f"{where} is {shown(case)}: a call has its function's name (fn_name or metadata.func_name).")
+    if not calls:
+        return StdinTest(_lines(case["input"], f"{where}, input"), _lines(case["output"], f"{where}, output"))
+    if "testtype" not in case:
+        return _columns({"inputs": [case["input"]], "outputs": [case["output"]], "fn_name": name}, where)[0]
+    try:
+        lines = [json.loads(line) for line in (*case["input"].split("\n"), case["output"])]
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise RewardError(f"{where} is {shown(case)}: arguments and result must be lines of JSON.") from None
+    return _call(name, lines[:-1], lines[-1], where)
+
+
 def _columns(value: Mapping[str, Any], where: str) -> Tests:
     """The layout of APPS and TACO. An input or output of a script may be a list of lines. The expected value of a call
     may stand in a list of one, because there it often does."""
+    if set(value) == {"input", "output"}:  # of CodeContests
+        value = {"inputs": value["input"], "outputs": value["output"]}
     if not {"inputs", "outputs"} <= set(value) <= {"inputs", "outputs", "fn_name"}:
         raise RewardError(f"{where} holds an object with the keys {sorted(value)}. {LAYOUTS}")
     inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")

@@ -80,6 +80,14 @@ def after_hash(text: str) -> str | None:
     return tail.strip().split("\n")[0].removeprefix(":").strip("! ") if mark else None
 
 
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+def tagged(text: str) -> str | None:
+    """The content of the last ``<answer>...</answer>``."""
+    return next(reversed(_TAG.findall(text)), None)
+
+
 def after_answer_is(text: str) -> str | None:
     """The text after the last "answer is", "answer:" or a line's "A:". A sentence is reduced to its number."""
     match = None
@@ -107,6 +115,7 @@ def last_number(text: str) -> str | None:
 _PLACES: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed,
     "hash": after_hash,
+    "tag": tagged,
     "answer_is": after_answer_is,
     "last_number": last_number,
 }

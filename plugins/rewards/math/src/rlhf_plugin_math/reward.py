@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Literal
 
 from pydantic import Field
@@ -12,18 +14,20 @@ from rlhf.types import Group, RewardResult, Row
 from rlhf_plugin_math.equivalence import equivalent
 from rlhf_plugin_math.extraction import extract_answer
 
-Place = Literal["boxed", "hash", "answer_is", "last_number"]
+Place = Literal["boxed", "hash", "tag", "answer_is", "last_number"]
 
 
 class MathConfig(ComponentConfig):
     """The column of the true answer, the places that are searched, and the value of each outcome."""
 
     column: str = "answer"
-    """Row column with the true answer: text or a number, or a worked solution that ends in ``#### 72``, ``A: 72`` or
-    ``\\boxed{72}``. None in a row: the reward does not apply to it."""
-    extract: tuple[Place, ...] = Field(("boxed", "hash", "answer_is", "last_number"), min_length=1)
-    """Places that are searched for the answer, in order: the last ``\\boxed{}``, after the last ``####``, after "the
-    answer is", "answer:" or a line's "A:", the last number. Give fewer to require a form."""
+    """Row column with the true answer: text or a number, or a worked solution that ends in ``#### 72``, ``A: 72``,
+    ``<answer>72</answer>`` or ``\\boxed{72}``. A list, also as JSON, holds several, of which each is right. None in a
+    row: the reward does not apply to it."""
+    extract: tuple[Place, ...] = Field(("boxed", "hash", "tag", "answer_is", "last_number"), min_length=1)
+    """Places that are searched for the answer, in order: the last ``\\boxed{}``, after the last ``####``, the last
+    ``<answer>...</answer>``, after "the answer is", "answer:" or a line's "A:", the last number. Give fewer to require
+    a form."""
     correct: float = 1.0
     """Reward of an answer that equals the true answer."""
     wrong: float = 0.0
@@ -51,28 +55,34 @@ class MathReward(Reward):
         return (self.config.column,)
 
     def score(self, group: Group) -> list[RewardResult]:
-        truth = self._truth(group.row)
-        if truth is None:
+        truths = self._truths(group.row)
+        if truths is None:
             return [RewardResult(None) for _ in group.trajectories]
-        return [self._grade(t.answer, truth) for t in group.trajectories]
+        return [self._grade(t.answer, truths) for t in group.trajectories]
 
-    def _grade(self, text: str, truth: str) -> RewardResult:
+    def _grade(self, text: str, truths: list[str]) -> RewardResult:
         c = self.config
         answer = extract_answer(text, c.extract)
         if answer is None:
             return RewardResult(c.no_answer, info={"extracted": None})
-        equal = equivalent(answer, truth, c.tolerance, c.max_chars, c.max_bits)
+        equal = any(equivalent(answer, truth, c.tolerance, c.max_chars, c.max_bits) for truth in truths)
         return RewardResult(c.correct if equal else c.wrong, info={"extracted": answer[:100]})
 
-    def _truth(self, row: Row) -> str | None:
+    def _truths(self, row: Row) -> list[str] | None:
         column = self.config.column
         if column not in row.columns:
             raise RewardError(f"the row has no column {column!r}; it has {sorted(row.columns)}. Set `column`.")
         value = row[column]
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise RewardError(f"column {column!r} holds {type(value).__name__} {value!r}; allowed: text or a number")
-        text = str(value)
-        marked = extract_answer(text, ("boxed", "hash", "answer_is"))
-        return text if marked is None else marked
+        if isinstance(value, str) and value.startswith(('["', '{"')):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        values = value if isinstance(value, list) and value else [value]
+        if any(isinstance(v, bool) or not isinstance(v, str | int | float) for v in values):
+            raise RewardError(
+                f"column {column!r} holds {type(value).__name__} {value!r}; allowed: text or a number, or a list of "
+                "them. A value inside of an object has a dotted name: NAME.ground_truth"
+            )
+        marked = [(str(v), extract_answer(str(v), ("boxed", "hash", "tag", "answer_is"))) for v in values]
+        return [text if answer is None else answer for text, answer in marked]
