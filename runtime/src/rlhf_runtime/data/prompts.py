@@ -255,17 +255,21 @@ class Prompts:
         return self.images.of_messages(messages, cells)
 
     def _plain_prompt(self, cells: Cells, optional: bool = False) -> str:
-        section = self.section
-        if section.input_template is not None:
-            text = fill(section.input_template, {**cells.values, **cells.row.columns})
-        elif optional and "prompt" not in cells:
-            text = ""
-        else:
-            text = cells.text("prompt")
+        section, text = self.section, self._made_prompt(cells)
+        if text is None:
+            text = "" if optional and "prompt" not in cells else cells.text("prompt")
         system = self._system(cells)
         return (section.system or "") + (f"{system}\n\n" if system else "") + text
 
+    def _made_prompt(self, cells: Cells) -> str | None:
+        """The text that ``data.input_template`` makes; None without one."""
+        if (template := self.section.input_template) is None:
+            return None
+        return fill(template, {**cells.values, **cells.row.columns})
+
     def _prompt_messages(self, cells: Cells) -> list[Message]:
+        if (made := self._made_prompt(cells)) is not None:
+            return self._with_system([{"role": "user", "content": made}], cells, "prompt")
         whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
         if whole is not None and "prompt" not in cells:
             messages = self._messages(cells, whole)  # a conversation without its last answer
@@ -454,7 +458,7 @@ def uses_chat(tokenizer: Any, section: DataSection) -> bool:
         "messages": section.messages is not None,
         "earlier_answers = 'sampled'": section.earlier_answers == "sampled",
     }
-    only_plain = {"input_template": section.input_template is not None, "add_eos = false": not section.add_eos}
+    only_plain = {"add_eos = false": not section.add_eos}
     for key, is_set in (only_plain if chat else only_chat).items():
         if is_set and chat:
             raise ConfigError(f"data.{key} is for plain text, but a chat template is used; set data.template = 'plain'")

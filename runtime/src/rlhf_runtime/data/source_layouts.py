@@ -24,6 +24,8 @@ from rlhf_runtime.data.template import Template
 _ANSWERED = " The algorithm as configured learns from the answers of some rows, so training rows need an answer."
 _OF_TEMPLATES = (TOOLS, "chat_template_kwargs")
 """Columns that TRL passes to the chat template, row by row."""
+_CHOICES = ("options", "choices")
+"""Columns with the choices of a question. A prompt of several lines may have them."""
 _MEDIA = ("audio", "audios", "video", "videos")
 
 
@@ -72,6 +74,11 @@ def set_layouts(
         if media := [c for c in _MEDIA if c in source.columns and isinstance(source.read(0).get(c), list | Mapping)]:
             notes.append(
                 f"{title} has the column {' and '.join(map(repr, media))}: models here read text and images only"
+            )
+        beside = [c for c in _CHOICES if isinstance(source.read(0).get(c), list | Mapping)]
+        if beside and section.input_template is None and not str(prompt).count("\n"):
+            notes.append(
+                f"{title} has the column {beside[0]!r}, which the prompt does not show: data.input_template can"
             )
     raise_problems("the data cannot be read", problems or _unread(sources, section), DataError)
     return notes
@@ -301,14 +308,14 @@ class _Case:
                         "has whole conversations to compare and a column 'prompt' that they do not repeat; name it "
                         "(--data.prompt prompt) to put it before them, or take it out"
                     )
-                elif self.chat:
+                elif self.chat and self.prompt != "made":
                     yield replace(both, columns={**self._beside("prompt"), **both.columns}, whole=True)
             elif "prompt" not in self.named and not any(True for _ in self._prompts()):
                 if all(map(convert.is_dialogue, values)):
                     yield from self._join([both.columns], how="dialogues")
             else:
                 for layout in self._join([*self._prompts()], [both.columns]):
-                    yield replace(layout, whole=self.chat and "prompt" not in self.named)
+                    yield replace(layout, whole=self.chat and "prompt" not in self.named and self.prompt != "made")
 
     def _compared(self) -> Iterator[SourceLayout]:
         """Several answers, and which is better."""
@@ -445,7 +452,8 @@ def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
     """The layout with a column of system messages, if the run file names no columns and the source has one."""
     texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
     present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
-    if case.named or not present or not {"prompt", "messages", "chosen"} & set(layout.columns):
+    has_prompt = {"prompt", "messages", "chosen"} & {*layout.columns} or (case.chat and case.prompt == "made")
+    if case.named or not present or not has_prompt:
         return layout
     if layout.conversion in _COMPLETE:
         return layout

@@ -86,7 +86,8 @@ class Template(Prompts):
         assistant messages are trained on."""
         cells = self._cells(row)
         fields = ("chosen", "rejected")
-        whole = self.chat is not None and "prompt" not in cells and isinstance(cells.values.get("chosen"), list)
+        made = self.section.input_template is not None
+        whole = self.chat is not None and not (made or "prompt" in cells) and isinstance(cells.value("chosen"), list)
         if whole:
             sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:

@@ -1,0 +1,187 @@
+"""Rows as published sets have them: what the model sees of each, from jsonl and parquet; what is asked, and noted."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from rlhf.errors import DataError
+from rlhf_runtime.config.data_section import DataSection, SourceSection
+from rlhf_runtime.data.dataset import TrainData
+
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+TALK = json.dumps([SYSTEM, Q, A])
+TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+ASKED, ANSWERED = "<|user|>q<eos><|assistant|>", "<|user|>q<eos><|assistant|>a<eos>"
+INSTRUCTED = "<|system|>s<eos>"
+ANSWERED_TWICE = f"{ANSWERED}<|user|>q2<eos><|assistant|>a2<eos>"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+NAMES = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+CALLS = (
+    NAMES + "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x }}){% endfor %};{% endfor %}"
+)
+REQUEST = {"input": [{"role": "developer", "content": "s"}, Q], "instructions": None, "tools": None}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The data of one row, in a file of this kind."""
+
+    def make(tokenizer, form, row, kind="jsonl", **fields):
+        path = tmp_path / f"rows.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pa.Table.from_pylist([row]), path)
+        else:
+            path.write_text(json.dumps([row] if kind == "json" else row))
+        return TrainData(DataSection(train=(SourceSection(path=str(path)),), **fields), tokenizer, form, 0)
+
+    return make
+
+
+def text(data, form):
+    """What the model sees of the first row."""
+    (row,) = data.take(1)
+    template = data.template
+    ids = template.encode_prompt(row).ids if form == "prompts" else template.encode(form, row).sequences[0].ids
+    return template.tokenizer.decode(list(ids))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("form", "row", "seen"),
+    [
+        # conversations in JSON text: orca-agentinstruct, SWE-smith-trajectories
+        ("demonstrations", {"messages": TALK}, INSTRUCTED + ANSWERED),
+        ("demonstrations", {"conversations": json.dumps(TURNS)}, ANSWERED),
+        ("prompts", {"prompt": json.dumps([SYSTEM, Q]), "answer": "1"}, INSTRUCTED + ASKED),
+        # SWE-rebench-openhands-trajectories
+        ("demonstrations", {"trajectory": [SYSTEM, Q, A], "resolved": 1}, INSTRUCTED + ANSWERED),
+        # Capybara, the Cauldron and FineVision, COIG
+        ("demonstrations", {"conversation": [{"input": "q", "output": "a"}, {"input": "q2", "output": "a2"}]},
+         ANSWERED_TWICE),
+        ("demonstrations", {"texts": [{"user": "q", "assistant": "a", "source": "x"}]}, ANSWERED),
+        ("demonstrations", {"instruction": "do", "conversations": [{"question": "q", "answer": "a"}]}, ANSWERED),
+        # the conversation of a problem, beside its reference: OpenR1-Math-220k, NuminaMath-CoT, Magpie-Pro, KodCode
+        ("demonstrations", {"problem": "q", "solution": "no", "answer": "no", "messages": [Q, A]}, ANSWERED),
+        ("demonstrations", {"instruction": "q", "response": "a", "conversations": TURNS}, ANSWERED),
+        ("prompts", {"problem": "q", "solution": "no", "messages": [Q, A]}, ASKED),
+        ("prompts", {"question": "q", "solution": "no", "conversations": TURNS}, ASKED),
+        # an output before a reference (OpenCodeReasoning); other names (aya, firefly, medical-o1-reasoning-SFT)
+        ("demonstrations", {"input": "q", "output": "a", "solution": "no"}, ANSWERED),
+        ("demonstrations", {"inputs": "q", "targets": "a"}, ANSWERED),
+        ("demonstrations", {"kind": "no", "input": "q", "target": "a"}, ANSWERED),
+        ("demonstrations", {"Question": "q", "Response": "a"}, ANSWERED),
+        ("prompts", {"ID": "no", "Problem": "q", "Answer": 1}, ASKED),
+        # the context of a question: sql-create-context, SQuAD; OlympiadBench has null in some rows, HotpotQA a table
+        ("demonstrations", {"question": "q", "context": "c", "answer": "a"}, ANSWERED.replace("q", "q\n\nc")),
+        ("prompts", {"question": "q", "context": None, "answer": "1"}, ASKED),
+        ("prompts", {"question": "q", "context": {"title": ["no"]}, "answer": "1"}, ASKED),
+        # NeMo Gym and Nemotron-RL: the request, not the question that it was made of
+        ("prompts", {"question": "no", "responses_create_params": REQUEST, "expected_answer": "1"}, INSTRUCTED + ASKED),
+        ("prompts", {"system": "no", "responses_create_params": {"input": "q", "instructions": "s"}},
+         INSTRUCTED + ASKED),
+    ],
+)  # fmt: skip
+def test_what_the_model_sees(read, chat, form, row, seen, kind):
+    assert text(read(chat, form, row, kind), form) == seen
+
+
+def test_tools_and_calls_in_text(read, tokenizer_with):
+    """Toucan and Open-SWE-Traces; NeMo Gym's requests with tools and earlier calls."""
+    call = {"type": "function_call", "name": "f", "arguments": '{"x": 1}', "call_id": "c"}
+    items = [Q, {"type": "reasoning", "summary": []}, call, {"type": "function_call_output", "output": "5"}, Q]
+    flat = {"type": "function", "name": "f", "parameters": {}, "strict": True}
+    row = {"responses_create_params": {"input": items, "tools": [flat]}}
+    assert text(read(tokenizer_with(CALLS), "prompts", row), "prompts") == "<f>user:q;assistant:f(1);tool:5;user:q;"
+    for tools in (json.dumps(TOOLS), [json.dumps(TOOLS[0])]):
+        data = read(tokenizer_with(CALLS), "demonstrations", {"messages": json.dumps([Q, A]), "tools": tools})
+        assert text(data, "demonstrations").startswith("<f>user:q;assistant:a")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [{"from": "human", "value": "q"}, {"from": "assistant", "ground_truth": {"value": "1"}}],
+        {"0": {"from": "human", "value": "q"}, "1": {"from": "assistant", "ground_truth": {"value": "1"}}},
+    ],
+)
+def test_rows_that_are_lists_have_numbers_as_columns(read, chat, row):
+    """Open-Reasoner-Zero, as its file is and as ``datasets`` reads it."""
+    data = read(chat, "prompts", row, "json", prompt="0")
+    assert text(data, "prompts") == ASKED
+    assert data.take(1)[0]["1.ground_truth.value"] == "1"
+
+
+def test_values_in_the_json_text_of_a_column(read, chat):
+    """INTELLECT-2-RL, SYNTHETIC-2."""
+    data = read(chat, "prompts", {"prompt": "q", "verification_info": '{"ground_truth": "1"}', "metadata": "{x"})
+    (row,) = data.take(1)
+    assert row["verification_info.ground_truth"] == "1"
+    assert row.get("metadata.x") is None
+    assert data.sources["train"][0].has("verification_info.ground_truth")
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "named"),
+    [
+        ({"question": "q", "solution": "no", "thinking_trajectories": ["t"], "attempt": "a"}, "attempt", "solution"),
+        ({"question": "q", "solution": "no", "r1_generation": "a", "qwq_critique": "c"}, "r1_generation", "solution"),
+        ({"question": "q", "answer": "no", "deepseek_reasoning": "a"}, "deepseek_reasoning", "answer"),
+    ],
+)
+def test_a_reference_beside_what_was_generated_is_asked_for(read, chat, row, first, named):
+    """s1K, OpenCodeReasoning-2: the solution is not what the policy should learn to say."""
+    with pytest.raises(DataError, match=rf"in several ways: \(1\) .* response = '{first}'; \(2\) .*'{named}'"):
+        read(chat, "demonstrations", row)
+    assert text(read(chat, "demonstrations", row, response=first), "demonstrations") == ANSWERED
+    assert text(read(chat, "prompts", row), "prompts") == ASKED
+
+
+def test_what_is_refused_says_the_option(read, chat):
+    with pytest.raises(DataError, match=r"'dialog' holds conversations: --data\.messages dialog"):
+        read(chat, "demonstrations", {"dialog": [Q, A]})
+    assert text(read(chat, "demonstrations", {"dialog": [Q, A]}, messages="dialog"), "demonstrations") == ANSWERED
+    with pytest.raises(DataError, match="has no column 'prompt' or 'response'"):  # a message of oasst1, not a text
+        read(chat, "demonstrations", {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"})
+    for row, problem in (
+        ({"responses_create_params": {"tools": []}}, "must be a request with its input"),
+        ({"responses_create_params": {"input": ["q"]}}, "must be a request with its input"),
+    ):
+        assert problem in read(chat, "prompts", row).judge(read(chat, "prompts", row).sources["train"][0][0]).text
+
+
+@pytest.mark.parametrize("choices", [{"options": ["x"]}, {"choices": {"text": ["x"], "label": ["A"]}}])
+def test_choices_that_the_prompt_does_not_show_are_noted(read, chat, choices):
+    """MMLU, ARC, MedQA; a template of input shows them."""
+    note = "which the prompt does not show: data.input_template can"
+    assert note in read(chat, "prompts", {"question": "q", **choices}).notes[-1]
+    assert not any(note in n for n in read(chat, "prompts", {"question": "q\nA) x", **choices}).notes)
+    data = read(chat, "prompts", {"question": "q", "options": ["x"]}, input_template="{question} {options[0]}")
+    assert text(data, "prompts") == ASKED.replace("q", "q x")
+    assert not any(note in n for n in data.notes)
+
+
+@pytest.mark.parametrize(
+    ("form", "row"),
+    [
+        ("prompts", {"target": 98, "nums": [1, 2]}),  # Countdown-Tasks-3to4
+        ("prompts", {"target": 98, "messages": [Q, A], "prompt": "no"}),
+        ("demonstrations", {"target": 98, "response": "a", "messages": [Q, A]}),
+        ("pairs", {"target": 98, "chosen": "a", "rejected": "b"}),
+        ("pairs", {"target": 98, "chosen": [A], "rejected": [{**A, "content": "b"}]}),
+        ("steps", {"target": 98, "steps": ["a"], "labels": [True]}),
+    ],
+)
+def test_a_template_of_input_makes_the_users_message(read, chat, form, row):
+    data = read(chat, form, {**row, "system": "s"}, input_template="To {target}.")
+    assert text(data, form).startswith(INSTRUCTED + "<|user|>To 98.<eos><|assistant|>")
+
+
+def test_a_template_of_input_is_not_for_whole_conversations(read, chat):
+    whole = {"q": "q", "chosen": [Q, A], "rejected": [Q, {**A, "content": "b"}]}
+    with pytest.raises(DataError, match="no layout of the form 'pairs'"):
+        read(chat, "pairs", whole, input_template="{q}")
