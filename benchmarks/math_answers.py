@@ -25,7 +25,7 @@ Pair = tuple[str, str, bool]
 """True answer, answer, whether they are equal."""
 OURS = Path(__file__).parent.parent / "plugins/rewards/math/tests/test_math.py"
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-PLACES = ("boxed", "hash", "answer_is", "last_number")
+PLACES = ("boxed", "hash", "tag", "answer_is", "last_number")
 
 
 def literals(nodes: list[ast.expr]) -> Iterator[Any]:

@@ -106,7 +106,7 @@ def apart(cell: str, count: int) -> list[str]:
     return parts if len(parts) == count else [cell] * count
 
 
-WORDS = {"all four": ["boxed", "hash", "answer_is", "last_number"]}
+WORDS = {"all five": ["boxed", "hash", "tag", "answer_is", "last_number"]}
 """Defaults that a page states in words."""
 
 

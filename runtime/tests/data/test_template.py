@@ -143,9 +143,8 @@ def test_chat_options_without_a_chat_template(chars, fields, expected):
     assert expected in refused(lambda: Template(chars, section(**fields)), ConfigError)
 
 
-@pytest.mark.parametrize("fields", [{"input_template": "{q}"}, {"add_eos": False}])
-def test_plain_options_with_a_chat_template(chat, fields):
-    message = refused(lambda: Template(chat, section(**fields)), ConfigError)
+def test_plain_options_with_a_chat_template(chat):
+    message = refused(lambda: Template(chat, section(add_eos=False)), ConfigError)
     assert "is for plain text, but a chat template is used; set data.template = 'plain'" in message
 
 

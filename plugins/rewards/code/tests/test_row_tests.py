@@ -24,8 +24,16 @@ def read(value):
         ({"fn_name": "f", "inputs": [[1]], "outputs": [2]}, [CallTest("f", [1], (2,))]),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, [CallTest("f", [1], ([2], 2))]),
         ({"fn_name": "f", "inputs": [[1]], "outputs": [[2, 3]]}, [CallTest("f", [1], ([2, 3],))]),
+        ({"input": ["1\n"], "output": ["2\n"]}, [StdinTest("1\n", "2\n")]),  # CodeContests
+        # LiveCodeBench and DeepCoder, then the sets of PrimeIntellect and Open-R1
+        ([{"input": "1", "output": "2", "testtype": "stdin"}], [StdinTest("1", "2")]),
+        ([{"input": "[1]\n2", "output": "[3]", "testtype": "functional", "metadata": {"func_name": "f"}}],
+         [CallTest("f", [[1], 2], ([3],))]),
+        ([{"input": "1", "output": "2", "type": "stdin_stdout", "fn_name": None, "language": "python"}],
+         [StdinTest("1", "2")]),
+        ([{"input": [1], "output": [2], "type": "function_call", "fn_name": "f"}], [CallTest("f", [1], ([2], 2))]),
     ],
-)
+)  # fmt: skip
 def test_layouts(value, tests) -> None:
     assert read(value) == tests
     assert read(json.dumps(value)) == tests
@@ -55,6 +63,9 @@ def test_a_row_without_tests() -> None:
         ({"inputs": "1", "outputs": ["2"]}, "str '1' as inputs"),
         ({"inputs": [1], "outputs": ["2"]}, "inputs\\[0\\] is int 1"),
         ({"inputs": ["1"]}, "an object with the keys"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "test 0 is .*: a call has its function's name"),
+        ([{"input": "1", "output": "2", "type": "stdin", "fn_name": "f"}], "a call has its function's name"),
+        ([{"input": "1", "output": "x", "testtype": "functional", "metadata": {"func_name": "f"}}], "lines of JSON"),
     ],
 )
 def test_other_layouts_are_refused(value, message: str) -> None:

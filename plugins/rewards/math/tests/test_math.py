@@ -19,7 +19,7 @@ from rlhf_plugin_math.normalise import normalise
 
 from tests.support.scoring import score_groups
 
-ALL = ("boxed", "hash", "answer_is", "last_number")
+ALL = ("boxed", "hash", "tag", "answer_is", "last_number")
 
 
 def group(*answers: str, **columns) -> Group:
@@ -71,6 +71,8 @@ def test_it_is_found_by_name() -> None:
         ("####: 55", "55"),
         (r"Final Answer: The final answer is $\frac{\pi}{6}$. I hope it is correct.", r"$\frac{\pi}{6}$"),
         ("**Final Answer:**\n\nThe answer is: $14{,}916$", "$14{,}916$"),
+        ("<answer>1</answer> no, <answer> x + 1 </answer> and 7", "x + 1"),
+        ("<answer>5 or 4", "4"),
     ],
 )
 def test_extraction(text: str, answer: str | None) -> None:
@@ -169,6 +171,8 @@ def test_each_outcome_has_its_value() -> None:
     assert values({}, "72", answer=72) == [1.0]
     assert values({}, "0.5", answer=0.5) == [1.0]
     assert values({}, "72", answer=None) == [None]
+    for truth in (["71", 72], '["71", "72"]', "<think>5</think><answer> 72 </answer>", [r"\boxed{72}"]):
+        assert values({}, "72", r"\boxed{72}", "71.5", answer=truth) == [1.0, 1.0, 0.0]
     assert values({"column": "target"}, "72", target="72", answer="1") == [1.0]
     assert values({"extract": ("boxed",), "no_answer": -1.0}, "72", r"\boxed{72}", answer="72") == [-1.0, 1.0]
 
@@ -176,8 +180,9 @@ def test_each_outcome_has_its_value() -> None:
 def test_a_missing_column_or_a_wrong_type_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"no column 'answer'; it has \['label'\]. Set `column`"):
         values({}, "72", label="72")
-    with pytest.raises(RewardError, match=r"column 'answer' holds list \[72\]; allowed: text or a number"):
-        values({}, "72", answer=[72])
+    for truth in ([], [True], [["72"]], {"ground_truth": "72"}, '{"ground_truth": "72"}'):
+        with pytest.raises(RewardError, match=r"column 'answer' holds .*; allowed: text or a number, or a list of them"):
+            values({}, "72", answer=truth)
 
 
 def test_a_bad_config_is_refused() -> None:

@@ -206,8 +206,8 @@ class _Case:
     prompt: str
 
     def layouts(self) -> Iterator[SourceLayout]:
-        request = self.row.get(REQUEST) if self.chat and not self.named and self.prompt == "needed" else None
-        if self.form == "prompts" and isinstance(request, Mapping):
+        free = self.chat and not self.named and self.prompt == "needed" and "prompt" not in self.columns
+        if self.form == "prompts" and free and isinstance(self.row.get(REQUEST), Mapping):
             yield from self._join([{"prompt": REQUEST}], how="request")
         elif self.form == "prompts":
             yield from self._join([*self._prompts()])

@@ -80,12 +80,11 @@ def after_hash(text: str) -> str | None:
     return tail.strip().split("\n")[0].removeprefix(":").strip("! ") if mark else None
 
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-
-
 def tagged(text: str) -> str | None:
     """The content of the last ``<answer>...</answer>``."""
-    return next(reversed(_TAG.findall(text)), None)
+    front, end, _ = text.rpartition("</answer>")
+    _, start, content = front.rpartition("<answer>")
+    return content if start and end else None
 
 
 def after_answer_is(text: str) -> str | None:
