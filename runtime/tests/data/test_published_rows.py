@@ -141,6 +141,15 @@ def test_a_reference_beside_what_was_generated_is_asked_for(read, chat, row, fir
     assert text(read(chat, "prompts", row), "prompts") == ASKED
 
 
+def test_naming_another_column_loses_neither_context_nor_system_message(read, chat):
+    row = {"system": "s", "question": "q", "context": "c", "answer": "no", "other": "a"}
+    data = read(chat, "demonstrations", row, response="other")
+    assert text(data, "demonstrations") == INSTRUCTED + ANSWERED.replace("q", "q\n\nc")
+    data = read(chat, "demonstrations", row, prompt="question", response="other")
+    assert text(data, "demonstrations") == ANSWERED
+    assert "has the column 'system', which is not read where the run file names the prompt" in data.notes[-1]
+
+
 def test_what_is_refused_says_the_option(read, chat):
     with pytest.raises(DataError, match=r"'dialog' holds conversations: --data\.messages dialog"):
         read(chat, "demonstrations", {"dialog": [Q, A]})

@@ -268,8 +268,8 @@ class Prompts:
         return fill(template, {**cells.values, **cells.row.columns})
 
     def _prompt_messages(self, cells: Cells) -> list[Message]:
-        if (made := self._made_prompt(cells)) is not None:
-            return self._with_system([{"role": "user", "content": made}], cells, "prompt")
+        if (text := self._made_prompt(cells)) is not None:
+            return self._with_system([{"role": "user", "content": text}], cells, "prompt")
         whole = next((f for f in ("messages", "chosen") if isinstance(cells.values.get(f), list)), None)
         if whole is not None and "prompt" not in cells:
             messages = self._messages(cells, whole)  # a conversation without its last answer

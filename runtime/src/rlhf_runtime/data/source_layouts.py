@@ -75,6 +75,9 @@ def set_layouts(
             notes.append(
                 f"{title} has the column {' and '.join(map(repr, media))}: models here read text and images only"
             )
+        lost = [c for c in SYSTEMS if isinstance(source.read(0).get(c), str) and c not in layout.columns.values()]
+        if lost and section.input_template is None and named_columns(section).keys() & _WITH_SYSTEM:
+            notes.append(f"{title} has the column {lost[0]!r}, which is not read where the run file names the prompt")
         beside = [c for c in _CHOICES if isinstance(source.read(0).get(c), list | Mapping)]
         if beside and section.input_template is None and not str(prompt).count("\n"):
             notes.append(
@@ -155,6 +158,8 @@ HISTORY = "history"
 """Column beside ``instruction`` or ``query`` with the turns before it."""
 OUTPUTS = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
 SYSTEMS = ("system", "system_prompt")
+_WITH_SYSTEM = {"prompt", "messages", "chosen"}
+"""Fields that a system message stands before. Where the run file names their column, it takes no other along."""
 
 
 def recognise(
@@ -373,8 +378,11 @@ class _Case:
             yield {"prompt": column, **past}
             if column == "instruction":
                 yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
-            elif column in PROMPTS[0] and isinstance(self.row.get(CONTEXTS[-1], 0), str | None) and not self.named:
+            elif column in PROMPTS[0] and "prompt" not in self.named and self._may_be_text(CONTEXTS[-1]):
                 yield {"prompt": column, "context": CONTEXTS[-1], **past}
+
+    def _may_be_text(self, column: str) -> bool:
+        return isinstance(self.row.get(column, 0), str | None)
 
     def _has_history(self) -> bool:
         return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
@@ -449,11 +457,11 @@ def _widest(layouts: Sequence[SourceLayout]) -> list[SourceLayout]:
 
 
 def _with_system(layout: SourceLayout, case: _Case) -> SourceLayout:
-    """The layout with a column of system messages, if the run file names no columns and the source has one."""
+    """The layout with a column of system messages, if the source has one and the run file names no prompt."""
     texts = [c for c in SYSTEMS if isinstance(case.row.get(c), str)]
     present = texts or [c for c in SYSTEMS if c in case.columns and case.row.get(c) is None]
-    has_prompt = {"prompt", "messages", "chosen"} & {*layout.columns} or (case.chat and case.prompt == "made")
-    if case.named or not present or not has_prompt:
+    has_prompt = _WITH_SYSTEM & {*layout.columns} or (case.chat and case.prompt == "made")
+    if case.named.keys() & _WITH_SYSTEM or not present or not has_prompt:
         return layout
     if layout.conversion in _COMPLETE:
         return layout

@@ -86,8 +86,8 @@ class Template(Prompts):
         assistant messages are trained on."""
         cells = self._cells(row)
         fields = ("chosen", "rejected")
-        made = self.section.input_template is not None
-        whole = self.chat is not None and not (made or "prompt" in cells) and isinstance(cells.value("chosen"), list)
+        has_prompt = "prompt" in cells or self.section.input_template is not None
+        whole = self.chat is not None and not has_prompt and isinstance(cells.values.get("chosen"), list)
         if whole:
             sequences = [self._conversation(self._messages(cells, name), cells) for name in fields]
         else:
