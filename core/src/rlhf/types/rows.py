@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,21 +48,14 @@ class Columns(dict[str, Any]):
         table: Mapping[str, Any] = self
         while "." in name:
             first, _, rest = name.partition(".")
-            inner = _table(table.get(first))
+            inner = table.get(first)
+            if isinstance(inner, str) and inner.startswith("{"):
+                with suppress(ValueError, RecursionError):
+                    inner = json.loads(inner)
             if not isinstance(inner, Mapping):
                 break
             table, name = inner, rest
         return table, name
-
-
-def _table(value: Any) -> Any:
-    """The table that a text of JSON holds; any other value as it is."""
-    if not isinstance(value, str) or not value.startswith("{"):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,16 +373,14 @@ class _Case:
             yield {}
         if self.prompt == "made":
             return
+        context = self.row.get(CONTEXTS[-1], 0)
         for column in self._choices("prompt", *PROMPTS):
             past = {"history": HISTORY} if column in ("instruction", "query") and self._has_history() else {}
             yield {"prompt": column, **past}
             if column == "instruction":
                 yield from ({"prompt": column, "context": c, **past} for c in CONTEXTS if c in self.columns)
-            elif column in PROMPTS[0] and "prompt" not in self.named and self._may_be_text(CONTEXTS[-1]):
+            elif column in PROMPTS[0] and "prompt" not in self.named and isinstance(context, str | None):
                 yield {"prompt": column, "context": CONTEXTS[-1], **past}
-
-    def _may_be_text(self, column: str) -> bool:
-        return isinstance(self.row.get(column, 0), str | None)
 
     def _has_history(self) -> bool:
         return HISTORY in self.columns and not self.named and not isinstance(self.row.get(HISTORY), str)
