@@ -141,6 +141,13 @@ def test_a_reference_beside_what_was_generated_is_asked_for(read, chat, row, fir
     assert text(read(chat, "prompts", row), "prompts") == ASKED
 
 
+def test_reasoning_that_the_response_does_not_hold_is_noted(read, chat):
+    """medical-o1-reasoning-SFT; in Llama-Nemotron-Post-Training-Dataset the column is a switch."""
+    for value, notes in (("First, think of it.", 0), ("First, I think of it again.", 1)):
+        data = read(chat, "demonstrations", {"Question": "q", "Complex_CoT": value, "Response": "a"})
+        assert len([n for n in data.notes if "'Complex_CoT', which is not part of the response: join" in n]) == notes
+
+
 def test_naming_another_column_loses_neither_context_nor_system_message(read, chat):
     row = {"system": "s", "question": "q", "context": "c", "answer": "no", "other": "a"}
     data = read(chat, "demonstrations", row, response="other")
@@ -153,6 +160,8 @@ def test_naming_another_column_loses_neither_context_nor_system_message(read, ch
 def test_what_is_refused_says_the_option(read, chat):
     with pytest.raises(DataError, match=r"'dialog' holds conversations: --data\.messages dialog"):
         read(chat, "demonstrations", {"dialog": [Q, A]})
+    with pytest.raises(DataError, match="These are pairs: make two rows of each"):  # ultrafeedback_binarized for KTO
+        read(chat, "labels", {"prompt": "q", "chosen": [Q, A], "rejected": [Q, A], "messages": [Q, A]})
     assert text(read(chat, "demonstrations", {"dialog": [Q, A]}, messages="dialog"), "demonstrations") == ANSWERED
     with pytest.raises(DataError, match="has no column 'prompt' or 'response'"):  # a message of oasst1, not a text
         read(chat, "demonstrations", {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"})

@@ -71,20 +71,25 @@ def set_layouts(
                 f"{title} has the column {' and '.join(map(repr, unread))}, which the chat template is not given: "
                 "it gets data.template_kwargs, the same for all rows"
             )
-        if media := [c for c in _MEDIA if c in source.columns and isinstance(source.read(0).get(c), list | Mapping)]:
-            notes.append(
-                f"{title} has the column {' and '.join(map(repr, media))}: models here read text and images only"
-            )
-        lost = [c for c in SYSTEMS if isinstance(source.read(0).get(c), str) and c not in layout.columns.values()]
-        if lost and section.input_template is None and named_columns(section).keys() & _WITH_SYSTEM:
-            notes.append(f"{title} has the column {lost[0]!r}, which is not read where the run file names the prompt")
-        beside = [c for c in _CHOICES if isinstance(source.read(0).get(c), list | Mapping)]
-        if beside and section.input_template is None and not str(prompt).count("\n"):
-            notes.append(
-                f"{title} has the column {beside[0]!r}, which the prompt does not show: data.input_template can"
-            )
+        notes += [f"{title} has the column {n}" for n in _unused(source.read(0), layout, section, str(prompt))]
     raise_problems("the data cannot be read", problems or _unread(sources, section), DataError)
     return notes
+
+
+def _unused(row: Mapping[str, Any], layout: SourceLayout, section: DataSection, prompt: str) -> Iterator[str]:
+    """Notes on columns that nothing reads, which training may need."""
+    has_names = named_columns(section).keys() & _WITH_SYSTEM
+    for column, value in row.items():
+        if column in layout.columns.values():
+            continue
+        if isinstance(value, list | Mapping) and column in _MEDIA:
+            yield f"{column!r}: models here read text and images only"
+        if isinstance(value, list | Mapping) and column in _CHOICES and not (section.input_template or "\n" in prompt):
+            yield f"{column!r}, which the prompt does not show: data.input_template can"
+        if isinstance(value, str) and column in SYSTEMS and has_names and section.input_template is None:
+            yield f"{column!r}, which is not read where the run file names the prompt"
+        if isinstance(value, str) and len(value) > 20 and GENERATED.search(column) and "response" in layout.columns:
+            yield f"{column!r}, which is not part of the response: join them to train on both"
 
 
 def _unread(sources: Mapping[str, Sequence[Source]], section: DataSection) -> list[str]:
@@ -137,16 +142,14 @@ def _converted(columns: Mapping[str, Any], layout: SourceLayout) -> dict[str, An
 
 
 PROMPTS = (("question", "problem", "query", "instruction", "input"), ("inputs",))
-REFERENCES = ("answer", "solution")
-"""Columns that may hold a reference, and not the answer to learn from."""
+REFERENCES = ("answer", "solution")  # rather than the answer to learn from
 RESPONSES = (("completion", "output"), REFERENCES, ("targets", "target"))
 GENERATED = re.compile(
     r"(attempt|generation|generated_\w+|trajectory|reasoning|thinking|cot|rationale)$", re.IGNORECASE
 )
 """Ends of the names of columns with what a model or a person wrote beside a reference."""
 CONVERSATIONS = (("messages", "conversation", "conversations"), ("texts", "trajectory"))
-REQUEST = "responses_create_params"
-"""NeMo Gym's column of requests."""
+REQUEST = "responses_create_params"  # of NeMo Gym
 LABELS = ("score", "is_correct")
 CHOSEN, REJECTED = ("chosen_messages", "messages"), ("rejected_messages",)
 _COMMON = {"prompt": PROMPTS, "response": RESPONSES, "label": (LABELS,)}
@@ -252,6 +255,10 @@ class _Case:
         if lacking:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
             talks = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
+            if self.form == "labels" and {"chosen", "rejected"} <= {*self.columns}:
+                hints = [
+                    " These are pairs: make two rows of each, its chosen answer with label true, the other with false."
+                ]
             if talks and self.form == "demonstrations" and not self.named:
                 hints = [f" {talks[0]!r} holds conversations: --data.messages {talks[0]}."]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
