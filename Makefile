@@ -21,10 +21,13 @@ help:
 
 install: $(STAMP)
 
+# The Python of .venv, or the one that makes it. It is checked before, so that no .venv of an old Python is left.
+BASE = $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+
 # What builds the distributions of this repository.
 $(BUILDER):
+	@$(BASE) -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, and $(BASE) is %d.%d; try: rm -rf $(VENV); make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c "import sys; sys.exit('rlhf needs Python 3.11 or newer, this is %d.%d; try: make PYTHON=python3.12' % sys.version_info[:2] if sys.version_info < (3, 11) else 0)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "flit_core>=3.11,<5" "setuptools>=77" wheel
 	@touch $(BUILDER)
 

@@ -154,3 +154,14 @@ def test_too_small_a_machine_is_refused_before_a_download(quickstart: Quickstart
     assert "make quickstart-tiny" in output
     assert "pip" not in output
     assert quickstart.cached() == []
+
+
+def test_an_old_python_is_refused_and_leaves_no_environment(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    set_version = "import sys; sys.version_info = (3, 9); $2"
+    old.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{set_version}"\nmkdir .venv\n')
+    old.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), ".venv/.builder", f"PYTHON={old}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert f"{old} is 3.9; try: rm -rf .venv; make PYTHON=python3.12" in done.stderr
+    assert not (tmp_path / ".venv").exists()
