@@ -58,6 +58,8 @@ def run(command: list[str]) -> int:
 
 
 def main() -> int:
+    if sys.platform == "darwin" and "small" not in sys.argv[1:]:
+        sys.exit("vLLM and DeepSpeed have no packages for macOS. Use make quickstart, make quick, or install.py small")
     folders, uv, start = places("small" in sys.argv[1:]), shutil.which("uv"), time.monotonic()
     failed = False
     for tool in [uv, None] if uv else [None]:

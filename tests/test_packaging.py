@@ -162,6 +162,9 @@ def test_pip_installs_where_uv_fails(monkeypatch, capsys, failing, tools, code):
     assert install.main() == code
     assert used == tools
     assert ("installed in" in capsys.readouterr().out) == (code == 0)
+    monkeypatch.setattr(install.sys, "platform", "darwin")
+    with pytest.raises(SystemExit, match=r"no packages for macOS\. Use make quickstart"):
+        install.main()
 
 
 def test_the_root_requires_every_member_by_default_or_in_an_extra():

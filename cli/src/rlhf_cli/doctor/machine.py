@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def shared_memory(path: Path = Path("/dev/shm"), minimum: int = SHM_MINIMUM) -> 
     larger = "mount it larger: docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
     if not path.is_dir():
         text = f"there is no {path}"
+        if sys.platform == "darwin":
+            return Finding("shared memory", "skipped", f"{text} on macOS")
         return Finding("shared memory", "warn", text, f"Ray then keeps objects on the disk, which is slow; {larger}")
     stat = os.statvfs(path)
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail

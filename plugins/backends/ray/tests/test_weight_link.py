@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from rlhf.errors import ConfigError, WorkerError
 from rlhf.interfaces import GENERATOR, GeneratorSpec, Place
@@ -45,12 +47,15 @@ def test_on_gpus_the_placement_decides_the_kind_of_link(places, kind):
             chosen(places, transport=other)
 
 
-def test_on_cpus_the_store_is_the_default_and_links_are_possible():
+def test_on_cpus_the_store_is_the_default_and_links_are_possible(monkeypatch):
     assert chosen(HYBRID, "CPU") is None
     assert [chosen(APART, "CPU", kind) for kind in ("shared", "broadcast")] == ["shared", "broadcast"]
     assert chosen(APART, "CPU", "broadcast", nodes=2) == "broadcast"
     with pytest.raises(ConfigError, match="an engine is on another node than rank 0 of the policy"):
         chosen(APART, "CPU", "shared", nodes=2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match=r"and this is darwin\. Possible here: 'store', 'broadcast'"):
+        chosen(APART, "CPU", "shared")
 
 
 def test_a_generator_without_links_uses_the_store():

@@ -193,6 +193,9 @@ def test_what_is_not_installed_is_named_before_the_run(monkeypatch) -> None:
     monkeypatch.setattr(sandboxes, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"bwrap and sandlock is not installed. .*pip install sandlock"):
         CodeReward(CodeReward.Config())
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConfigError, match=r"this is darwin. Train in a virtual machine or container with Linux"):
+        CodeReward(CodeReward.Config())
 
 
 def test_auto_takes_the_next_sandbox_where_one_does_not_work(no_bwrap) -> None:

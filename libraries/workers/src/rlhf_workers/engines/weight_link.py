@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +112,11 @@ def choose_kind(
         broadcast = "" if computing[0] not in used else "rank 0 of the policy shares its device with an engine"
     else:
         home = nodes[policy[0].bundle]
-        shared = (
-            ""
-            if all(nodes[s.bundle] == home for s in engines)
-            else "an engine is on another node than rank 0 of the policy"
-        )
+        shared = ""
+        if sys.platform != "linux":
+            shared = f"processes map the memory of others through /proc, and this is {sys.platform}"
+        elif any(nodes[s.bundle] != home for s in engines):
+            shared = "an engine is on another node than rank 0 of the policy"
         broadcast = ""
     if not takes_links:
         shared = broadcast = NO_LINKS

@@ -37,7 +37,10 @@ def candidates(choice: Choice) -> list[str]:
     Raises ConfigError if there is none, with what to install.
     """
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"reward 'code': programs run in a sandbox of Linux, and this is {sys.platform}.")
+        raise ConfigError(
+            f"reward 'code': programs run in a sandbox of Linux, and this is {sys.platform}. Train in a virtual "
+            "machine or container with Linux, or use another reward."
+        )
     if choice == "limits":
         return ["limits"]
     installed = {"bwrap": shutil.which("bwrap") is not None, "sandlock": find_spec("sandlock") is not None}
