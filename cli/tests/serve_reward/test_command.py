@@ -46,7 +46,9 @@ def test_a_port_that_is_taken_is_named(capsys) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert main(["serve-reward", "--reward", "math", "--port", port]) == 2
-    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1 port {port}" in error
+    assert "another --port" in error
 
 
 def test_a_reward_that_cannot_start_ends_the_server(tmp_path) -> None:

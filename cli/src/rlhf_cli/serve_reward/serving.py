@@ -210,7 +210,9 @@ class _Server:
             self._listening = await loop.create_server(connections, host, port, backlog=min(128, limit))
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: {error.strerror or error}. Name another --port (0: any)"
+            ) from None
         name = f"[{host}]" if ":" in host else host
         return f"http://{name}:{self._listening.sockets[0].getsockname()[1]}{PATH}"
 

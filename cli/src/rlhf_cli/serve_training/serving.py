@@ -82,7 +82,10 @@ async def _serve(
         try:
             await site.start()
         except OSError as error:
-            raise ConfigError(f"cannot listen on {access.host} port {access.port}: {error.strerror or error}") from None
+            raise ConfigError(
+                f"cannot listen on {access.host} port {access.port}: {error.strerror or error}. Name another "
+                "--port (0: any)"
+            ) from None
         host = f"[{access.host}]" if ":" in access.host else access.host
         port = runner.addresses[0][1]
         announce(f"training at http://{host}:{port} (TINKER_BASE_URL)")

@@ -206,7 +206,8 @@ def with_adapter_of(module: PreTrainedModel, adapter: AdapterFolder) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
         config.task_type = None  # PEFT's wrapper of a task refuses the other kinds of heads
-        model = peft.PeftModel.from_pretrained(module, str(adapter.folder), config=config)
+        device = str(module.device)  # PEFT would take the machine's GPU, on a Mac too
+        model = peft.PeftModel.from_pretrained(module, str(adapter.folder), config=config, torch_device=device)
         names = {name.removeprefix(ADAPTER_PREFIX) for name in peft.get_peft_model_state_dict(model)}
     except Exception as cause:  # of many kinds: files of other people
         raise ModelError(

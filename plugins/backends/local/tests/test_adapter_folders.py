@@ -64,7 +64,10 @@ def test_peft_computes_the_merged_model_from_the_adapter(tmp_path, exported, kin
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(tmp_path, make_trainer, exported, kind, nll):
+def test_training_goes_on_with_the_adapter_and_its_start_is_the_reference(
+    tmp_path, make_trainer, exported, kind, nll, monkeypatch
+):
+    monkeypatch.setattr("peft.peft_model.infer_device", lambda: "mps")  # as on a Mac, where models are on the CPU
     lora, base = KINDS[kind], tiny_model(tmp_path / "base")
     first, batch = exported(lora, base, tmp_path / "one")
     after = logprobs(first, batch)
