@@ -42,6 +42,7 @@ def test_shared_memory_full():
 
 
 def test_no_shared_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
     check = machine.shared_memory(tmp_path / "none")
     assert (check.status, check.found) == ("warn", f"there is no {tmp_path / 'none'}")
     monkeypatch.setattr(sys, "platform", "darwin")
