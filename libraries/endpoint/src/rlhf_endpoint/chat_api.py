@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.interfaces import RolloutContext
-
 from rlhf_endpoint.chat_request import (
     MOST_CHOICES,
     ChatChoice,
@@ -18,11 +16,12 @@ from rlhf_endpoint.chat_request import (
     read_tools,
 )
 from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.session import Session
 
 LIMITS = ("max_tokens", "max_completion_tokens")
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
+def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     messages = body.get("messages")
@@ -40,7 +39,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
         raise invalid("n", choices, f"1 to {MOST_CHOICES}")
     tools, calls = read_tools(body.get("tools"), body.get("tool_choice"))
     parallel = read_flag(body, "parallel_tool_calls", default=True)
-    sampling, stop = read_sampling(body, config, ctx, LIMITS)
+    sampling, stop = read_sampling(body, config, session.ctx, LIMITS)
     return ChatRequest(messages, tools, sampling, model, choices, calls, parallel, stop, read_flag(body, "stream"))
 
 

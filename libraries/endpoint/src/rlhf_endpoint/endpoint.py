@@ -92,7 +92,7 @@ class Endpoint:
                 session = self._session(request)
                 raw = await request.read()
                 body = _parsed(raw)
-                chat_request = api.read(body, self._config, session.ctx)
+                chat_request = api.read(body, self._config, session)
 
                 async def work() -> Any:
                     choices = await session.answer(chat_request)
@@ -100,6 +100,7 @@ class Endpoint:
 
                 key, count = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count", "0")
                 choices, number, now = await session.once(key, count != "0", name.encode() + raw, work)
+                session.answers[number] = choices[0].message
                 if not chat_request.stream:
                     return web.json_response(api.answer(chat_request, choices, body, number, now))
                 return await _streamed(request, api.chunks(chat_request, choices, body, number, now), name)
@@ -155,7 +156,6 @@ def _refused(error: ApiError) -> web.Response:
 
 async def _streamed(request: web.Request, events: Any, name: str) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
     lines = []
     for event in events:
         kind = f"event: {event['type']}\n" if "type" in event else ""
@@ -163,6 +163,7 @@ async def _streamed(request: web.Request, events: Any, name: str) -> web.StreamR
     if name == "chat/completions":
         lines.append("data: [DONE]\n\n")
     with contextlib.suppress(ConnectionResetError):  # the client has gone away; its answer is kept
+        await response.prepare(request)
         await response.write("".join(lines).encode())
         await response.write_eof()
     return response

@@ -6,8 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.interfaces import RolloutContext
-
 from rlhf_endpoint.chat_request import (
     ApiError,
     ChatChoice,
@@ -19,6 +17,7 @@ from rlhf_endpoint.chat_request import (
     read_tools,
 )
 from rlhf_endpoint.config import ProgramConfig
+from rlhf_endpoint.session import Session
 from rlhf_endpoint.tree import text_of
 
 LIMITS = ("max_tokens",)
@@ -26,7 +25,7 @@ _THINKING = ("adaptive", "disabled")
 _KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
+def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     if body.get("max_tokens") is None:
@@ -43,7 +42,7 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
         listed = [_tool(number, tool) for number, tool in enumerate(listed)]
     tools, calls = read_tools(listed, choice.get("type", "auto"))
     parallel = not read_flag(choice, "disable_parallel_tool_use")
-    sampling, stop = read_sampling({**body, "stop": body.get("stop_sequences")}, config, ctx, LIMITS)
+    sampling, stop = read_sampling({**body, "stop": body.get("stop_sequences")}, config, session.ctx, LIMITS)
     return ChatRequest(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
 
 

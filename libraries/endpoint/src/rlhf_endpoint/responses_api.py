@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.interfaces import RolloutContext
-
 from rlhf_endpoint.chat_request import (
     ApiError,
     ChatChoice,
@@ -18,14 +16,15 @@ from rlhf_endpoint.chat_request import (
     read_tools,
 )
 from rlhf_endpoint.config import ProgramConfig
-from rlhf_endpoint.tree import text_of
+from rlhf_endpoint.session import Session
+from rlhf_endpoint.tree import Message, text_of
 
 LIMITS = ("max_output_tokens",)
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 """Fields that need what a server keeps of earlier requests."""
 
 
-def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) -> ChatRequest:
+def read(body: Mapping[str, Any], config: ProgramConfig, session: Session) -> ChatRequest:
     """Raises ApiError."""
     model = read_model(body, config)
     for field in _STATE:
@@ -39,8 +38,10 @@ def read(body: Mapping[str, Any], config: ProgramConfig, ctx: RolloutContext) ->
         tools = [_tool(number, tool) for number, tool in enumerate(tools)]
     tools, calls = read_tools(tools, body.get("tool_choice"))
     parallel = read_flag(body, "parallel_tool_calls", default=True)
-    sampling, stop = read_sampling(body, config, ctx, LIMITS)
-    return ChatRequest(_messages(body), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream"))
+    sampling, stop = read_sampling(body, config, session.ctx, LIMITS)
+    return ChatRequest(
+        _messages(body, session.answers), tools, sampling, model, 1, calls, parallel, stop, read_flag(body, "stream")
+    )
 
 
 def answer(
@@ -74,7 +75,7 @@ def _tool(number: int, tool: Any) -> Any:
     return {"type": "function", "function": {k: tool[k] for k in ("name", "description", "parameters") if k in tool}}
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _messages(body: Mapping[str, Any], answers: Mapping[str, Message]) -> list[dict[str, Any]]:
     """The input as messages of the chat API."""
     entries = body.get("input")
     messages: list[dict[str, Any]] = []
@@ -88,6 +89,9 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     open_turn = False  # whether calls belong to the last message
     for number, item in enumerate(entries):
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "item_reference":
+            item = _referenced(item.get("id"), answers, f"input[{number}].id")
+            kind = item["type"]
         if kind == "message":
             message = {"role": item.get("role"), "content": item.get("content")}
             open_turn = message["role"] == "assistant"
@@ -109,8 +113,18 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             open_turn = False
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         else:
-            raise invalid(f"input[{number}]", item, "message, reasoning, function_call and function_call_output")
+            kinds = "message, reasoning, function_call, function_call_output and item_reference"
+            raise invalid(f"input[{number}]", item, kinds)
     return messages
+
+
+def _referenced(item_id: Any, answers: Mapping[str, Message], where: str) -> dict[str, Any]:
+    """The item of an earlier answer that has this id (:func:`_output`)."""
+    name = str(item_id).partition("_")[2].partition("_")[0]
+    for item in _output(answers[name], name) if name in answers else ():
+        if item["id"] == item_id:
+            return item
+    raise invalid(where, item_id, "the id of an item that this sample was answered with")
 
 
 def _output(message: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

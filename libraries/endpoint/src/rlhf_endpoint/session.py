@@ -33,6 +33,8 @@ class Session:
         """Whether a request was refused because its context leaves no room for an answer."""
         self.sequences: list[str] = []
         """For each new sequence but the first, why it was begun."""
+        self.answers: dict[str, Message] = {}
+        """By the number that the ids of an answer's parts have."""
         self._reasons = Counter(dict.fromkeys(get_args(Reason), 0))
         self._calls = Counter({"calls_unknown": 0})
         self._tree, self._number = Tree(), 0

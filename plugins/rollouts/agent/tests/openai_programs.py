@@ -48,9 +48,11 @@ async def responses(task, base_url, api_key):
         whole = await stream.get_final_response()
     assert kinds[-1] in ("response.completed", "response.incomplete"), kinds
     assert sum(kind == "response.output_item.done" for kind in kinds) == len(whole.output)
-    items += [item.model_dump(exclude={"parsed_arguments"}) for item in whole.output]
+    items += [{"type": "item_reference", "id": item.id} for item in whole.output]
     items += _outputs(whole) or [dict(ASK)]
     await client.responses.create(model="policy", input=items, tools=[FLAT], instructions="Be brief.")
+    with pytest.raises(BadRequestError, match=r"input\[0\]\.id is 'msg_1'; allowed: the id of an item"):
+        await client.responses.create(model="policy", input=[{"type": "item_reference", "id": "msg_1"}])
 
 
 def _written(task, logprobs, usage):

@@ -241,3 +241,18 @@ def test_an_error_of_the_run_ends_the_sample_and_is_its_cause(lab, program, purp
     monkeypatch.setattr(lab.generator, "generate", broken)
     with pytest.raises(WorkerError, match="the engine is gone"):
         lab.one(program("import time\nask(base_url, api_key)\ntime.sleep(600)"), purpose=purpose)
+
+
+def test_a_client_that_goes_away_leaves_no_error_in_the_log(lab, program, caplog):
+    body = """
+import http.client, json, urllib.parse
+address = urllib.parse.urlsplit(base_url)
+asked = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": True}
+connection, head = http.client.HTTPConnection(address.netloc), {"Authorization": f"Bearer {api_key}"}
+connection.request("POST", f"{address.path}/chat/completions", json.dumps(asked), head)
+connection.close()
+ask(base_url, api_key, [{"role": "user", "content": "y"}])
+"""
+    trajectory = lab.one(program(body))
+    assert sum(t.sampled for t in trajectory.turns) == 2, trajectory.error
+    assert not [r for r in caplog.records if r.name.startswith("aiohttp")]
