@@ -168,6 +168,8 @@ def test_what_is_refused_says_the_option(read, chat):
     for row, problem in (
         ({"responses_create_params": {"tools": []}}, "must be a request with its input"),
         ({"responses_create_params": {"input": ["q"]}}, "must be a request with its input"),
+        ({"responses_create_params": {"input": "q", "tools": ["f"]}}, "tool 0: must be {type, function: "),
+        ({"responses_create_params": {"input": "q", "tools": 1}}, "must be a list of tools"),
     ):
         assert problem in read(chat, "prompts", row).judge(read(chat, "prompts", row).sources["train"][0][0]).text
 

@@ -58,12 +58,11 @@ def request(values: Values, chat: bool) -> Values:
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise DataError(f"must be a request with its input, got {shown(value)}")
     system = [{"role": "system", "content": text}] if (text := body.get("instructions")) else []
-    tools = [{"type": "function", "function": {k: v for k, v in t.items() if k not in ("type", "strict")}}
-             for t in body.get("tools") or ()]  # fmt: skip
+    tools = body.get("tools")
     return {
         **values,
         "prompt": [*system, *(_of_item(i) for i in items if i.get("type") != "reasoning")],
-        "tools": tools,
+        "tools": [_function(t) for t in tools] if isinstance(tools, list) else tools,
     }
 
 
@@ -393,6 +392,13 @@ def _of_item(item: Mapping[str, Any]) -> Mapping[str, Any]:
     if item.get("type") == "function_call_output":
         return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
     return item
+
+
+def _function(tool: Any) -> Any:
+    """A function of the Responses API as the chat API describes it; other values as they are."""
+    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
+        return tool
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k not in ("type", "strict")}}
 
 
 def _calls(value: Any) -> list[Any]:
