@@ -107,7 +107,7 @@ def test_an_end_token_that_opens_the_next_message_comes_once(main, template):
     """As ``<|observation|>`` of GLM, one of the end tokens of its generation config; its template writes no other."""
     tokenizer = copy.deepcopy(template.tokenizer)
     tokenizer.add_tokens("<|user|>", special_tokens=True)
-    tokenizer.chat_template = HERMES.replace("<eos>\\n", "").replace("<|im_start|>user\\n", "<|user|>")
+    tokenizer.chat_template = HERMES.replace("<eos>\\n", "").replace("'<|im_start|>' + m.role + '\\n'", "'<|user|>'")
     role_ends = Template(tokenizer, DataSection())
     _, seen = run(main, role_ends, end="<|user|>")
     shown = [tokenizer.decode(seen[key].ids) for key in ("after first", "after last")]
