@@ -140,8 +140,9 @@ def test_no_command_is_a_usage_error(capsys):
 
 
 def test_servers_of_this_machine_need_no_proxy(monkeypatch, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     for start in (lambda: main(["plugins", "list", "env"]), lambda: rlhf.train(algorithm="none", output=tmp_path)):
-        monkeypatch.setattr("os.environ", {**os.environ, "http_proxy": "http://proxy:1"})
+        monkeypatch.setattr("os.environ", {**environment, "http_proxy": "http://proxy:1"})
         with contextlib.suppress(RlhfError):
             start()
         assert "127.0.0.1" in os.environ["no_proxy"]

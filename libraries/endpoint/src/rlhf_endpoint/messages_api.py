@@ -18,7 +18,6 @@ from rlhf_endpoint.chat_request import (
 )
 from rlhf_endpoint.config import ProgramConfig
 from rlhf_endpoint.session import Session
-from rlhf_endpoint.tree import text_of
 
 LIMITS = ("max_tokens",)
 _THINKING = ("adaptive", "disabled")
@@ -107,13 +106,13 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise invalid("messages", entries, "a list of messages, at least one")
     messages: list[dict[str, Any]] = []
     if body.get("system"):
-        messages.append({"role": "system", "content": text_of(body["system"])})
+        messages.append({"role": "system", "content": _joined("system", body["system"])})
     for number, message in enumerate(entries):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise invalid(f"messages[{number}].role", role, "user, assistant or system")
         if role == "system":
-            messages.append({"role": role, "content": text_of(content)})
+            messages.append({"role": role, "content": _joined(f"messages[{number}].content", content)})
             continue
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
@@ -146,7 +145,7 @@ def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dic
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            content = text_of(block.get("content"))
+            content = _joined(f"messages[{number}].content", block.get("content"))
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif block.get("type") != "text":
             raise invalid(f"messages[{number}]", block, "blocks text and tool_result")
@@ -155,6 +154,15 @@ def _user_messages(number: int, blocks: Sequence[Mapping[str, Any]]) -> list[dic
         else:
             messages.append({"role": "user", "content": _text_field(number, block, "text")})
     return messages
+
+
+def _joined(where: str, content: Any) -> str:
+    """A text, or blocks of text as one."""
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    texts = [block.get("text") if isinstance(block, Mapping) else None for block in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid(where, content, "a text or a list of blocks of text")
+    return "\n".join(map(str, texts))
 
 
 def _text_field(number: int, block: Mapping[str, Any], field: str) -> str:

@@ -64,6 +64,7 @@ def test_a_row_without_tests() -> None:
         ({"inputs": [1], "outputs": ["2"]}, "inputs\\[0\\] is int 1"),
         ({"inputs": ["1"]}, "an object with the keys"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "test 0 is .*: a call has its function's name"),
+        ([{"input": "1", "output": "2", "testtype": "functional", "metadata": "{}"}], "a call has its function's name"),
         ([{"input": "1", "output": "2", "type": "stdin", "fn_name": "f"}], "a call has its function's name"),
         ([{"input": "1", "output": "x", "testtype": "functional", "metadata": {"func_name": "f"}}], "lines of JSON"),
     ],

@@ -35,6 +35,11 @@ def messages(task, base_url, api_key):
         client.messages.create(messages=asked, thinking={"type": "enabled", "budget_tokens": 1024}, **fields)
     with pytest.raises(BadRequestError, match="blocks text and tool_result"):
         client.messages.create(messages=[{"role": "user", "content": [{"type": "image"}]}], **fields)
+    pictures = [{"type": "image", "source": {"type": "url", "url": "x"}}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": pictures}
+    for lost in ({"role": "system", "content": pictures}, {"role": "user", "content": [result]}):
+        with pytest.raises(BadRequestError, match=r"messages\[1\]\.content is .*; allowed: a text or a list"):
+            client.messages.create(messages=[asked[0], lost], **fields)
     for wrong in ({"type": "text"}, {"type": "tool_use", "id": "a", "name": "add", "input": None}):
         asked_wrongly = [asked[0], {"role": "assistant", "content": [wrong]}, asked[0]]
         with pytest.raises(BadRequestError, match=r"messages\[1\].(text|input) is None; allowed: "):

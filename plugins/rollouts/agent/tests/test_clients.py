@@ -29,6 +29,7 @@ def test_openai_responses(thinking, wire):
     assert trajectory.status != "failed", trajectory.error
     assert sum(t.sampled for t in trajectory.turns) == 4
     assert all("Be brief." in text for text in thinking.text(trajectory))
+    assert trajectory.info["rollout/sequences/rewritten"] == 0
     used = [len(t.ids) for t in trajectory.turns if t.sampled]
     assert [given for _, given in wire()] == used[:2]
 

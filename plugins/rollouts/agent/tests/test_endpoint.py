@@ -247,9 +247,9 @@ def test_a_client_that_goes_away_leaves_no_error_in_the_log(lab, program, caplog
     body = """
 import http.client, json, urllib.parse
 address = urllib.parse.urlsplit(base_url)
-asked = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": True}
+request_body = {"model": "policy", "messages": [{"role": "user", "content": "x"}], "stream": True}
 connection, head = http.client.HTTPConnection(address.netloc), {"Authorization": f"Bearer {api_key}"}
-connection.request("POST", f"{address.path}/chat/completions", json.dumps(asked), head)
+connection.request("POST", f"{address.path}/chat/completions", json.dumps(request_body), head)
 connection.close()
 ask(base_url, api_key, [{"role": "user", "content": "y"}])
 """

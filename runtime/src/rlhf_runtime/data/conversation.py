@@ -110,7 +110,7 @@ class ChatTemplate:
     def check_context(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], start: int = 0) -> None:
         """Raises DataError: the template leaves out a text that the policy did not write, in a message from number
         ``start`` on. How it shows the policy's earlier answers is its own affair."""
-        if messages_of_forms := self._unchecked(messages, (), "context", start):
+        if messages_of_forms := self._unchecked(messages, (), None, start):
             others = [m for m, message in enumerate(messages) if m < start or message["role"] == "assistant"]
 
             def render(other: Sequence[Message]) -> list[str]:
@@ -120,9 +120,11 @@ class ChatTemplate:
             self._checked |= messages_of_forms.keys()
 
     def _unchecked(
-        self, messages: Sequence[Message], trained: Sequence[int], source: str, start: int = 0
+        self, messages: Sequence[Message], trained: Sequence[int], source: str | None, start: int = 0
     ) -> dict[tuple[Any, ...], int]:
-        """{form: the first message of it, from number ``start`` on}, of the forms that were not checked yet."""
+        """{form: the first message of it, from number ``start`` on}, of the forms that were not checked yet.
+
+        ``source``: of rows; None: of requests."""
         last = {message["role"]: m for m, message in enumerate(messages)}
         forms = dict[tuple[Any, ...], int]()
         for m, message in enumerate(messages[start:], start):

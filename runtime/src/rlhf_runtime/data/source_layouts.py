@@ -254,13 +254,13 @@ class _Case:
         lacking = {f: c for f, c in names.items() if c not in self.columns and not self._known(f)}
         if lacking:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
-            talks = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
+            conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
             if self.form == "labels" and {"chosen", "rejected"} <= {*self.columns}:
                 hints = [
                     " These are pairs: make two rows of each, its chosen answer with label true, the other with false."
                 ]
-            if talks and self.form == "demonstrations" and not self.named:
-                hints = [f" {talks[0]!r} holds conversations: --data.messages {talks[0]}."]
+            if conversations and self.form == "demonstrations" and not self.named:
+                hints = [f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
             return (
                 f"has no column {' or '.join(map(repr, lacking.values()))}; {self.present()}{''.join(hints)} "
@@ -398,8 +398,10 @@ class _Case:
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
         names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
-        spelt = [[c for c in self.columns if c.lower() in several] for several in names]
-        return next(filter(None, [*([c for c in several if c in self.columns] for several in names), *spelt]), [])
+        other_capitals = [[c for c in self.columns if c.lower() in several] for several in names]
+        return next(
+            filter(None, [*([c for c in several if c in self.columns] for several in names), *other_capitals]), []
+        )
 
     def _responses(self) -> list[str]:
         """Columns that the response may be in. Beside a reference these are also columns with what was generated."""
@@ -411,13 +413,13 @@ class _Case:
 
     def without_repeats(self, layouts: list[SourceLayout]) -> list[SourceLayout]:
         """Only the conversation, where it holds the prompts of all other layouts."""
-        talks = [layout for layout in layouts if "messages" in layout.columns]
-        prompts = [self.row.get(layout.columns.get("prompt", "")) for layout in layouts if layout not in talks]
-        if len(talks) != 1 or not prompts or not all(isinstance(p, str) for p in prompts):
+        conversations = [layout for layout in layouts if "messages" in layout.columns]
+        prompts = [self.row.get(layout.columns.get("prompt", "")) for layout in layouts if layout not in conversations]
+        if len(conversations) != 1 or not prompts or not all(isinstance(p, str) for p in prompts):
             return layouts
         try:
-            messages = talks[0].read(self.row)["messages"]
-            return talks if all(convert.repeats([messages], prompt) for prompt in prompts) else layouts
+            messages = conversations[0].read(self.row)["messages"]
+            return conversations if all(convert.repeats([messages], prompt) for prompt in prompts) else layouts
         except DataError:  # of the conversation, so that it must be named to be said
             return layouts
 

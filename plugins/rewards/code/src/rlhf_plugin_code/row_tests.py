@@ -88,7 +88,8 @@ def _list(value: Any, where: str) -> Tests:
 def _of_kind(case: Mapping[str, Any], where: str) -> StdinTest | CallTest:
     """A test that says whether it is a call, in ``type`` (PrimeIntellect's sets) or ``testtype`` (LiveCodeBench, where
     arguments and result are lines of JSON)."""
-    name = case.get("fn_name") or (case.get("metadata") or {}).get("func_name")
+    metadata = case.get("metadata")
+    name = case.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     calls = case.get("testtype", case.get("type")) not in (None, "stdin", "stdin_stdout")
     if calls != bool(name):
         raise RewardError(f"{where} is {shown(case)}: a call has its function's name (fn_name or metadata.func_name).")
