@@ -256,9 +256,7 @@ class _Case:
             hints = [self._did_you_mean(f, c) for f, c in lacking.items()]
             conversations = [c for c, v in self.row.items() if convert.is_messages(v) or convert.is_turns(v)]
             if self.form == "labels" and {"chosen", "rejected"} <= {*self.columns}:
-                hints = [
-                    " These are pairs: make two rows of each, its chosen answer with label true, the other with false."
-                ]
+                hints = [" These are pairs: make two rows of each, the chosen answer with label true, the other false."]
             if conversations and self.form == "demonstrations" and not self.named:
                 hints = [f" {conversations[0]!r} holds conversations: --data.messages {conversations[0]}."]
             ones, flags = "ones" if len(lacking) > 1 else "one", ", ".join(f"--data.{f}" for f in lacking)
@@ -398,10 +396,9 @@ class _Case:
         if field in self.named:
             return [self.named[field]] if self.named[field] in self.columns else []
         names = [[DEFAULTS[field]] if field in DEFAULTS else [], *common_names]
-        other_capitals = [[c for c in self.columns if c.lower() in several] for several in names]
-        return next(
-            filter(None, [*([c for c in several if c in self.columns] for several in names), *other_capitals]), []
-        )
+        same_capitals = ([c for c in several if c in self.columns] for several in names)
+        other_capitals = ([c for c in self.columns if c.lower() in several] for several in names)
+        return next(filter(None, chain(same_capitals, other_capitals)), [])
 
     def _responses(self) -> list[str]:
         """Columns that the response may be in. Beside a reference these are also columns with what was generated."""
