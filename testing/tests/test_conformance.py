@@ -114,15 +114,15 @@ def test_only_the_chosen_checks_run_and_the_search_for_secrets_sees_all():
     every = [r.name for r in run(selected)]
     assert every == check_names("reward")
     calls.clear()
-    assert [r.name for r in run(selected, only="config")] == ["config"]
+    assert [r.name for r in run(selected, name_part="config")] == ["config"]
     assert calls == []
-    [secrets] = run(selected, only="secrets")
+    [secrets] = run(selected, name_part="secrets")
     assert not secrets.passed
     assert secrets.detail == (
         "What it prints or raises shows the whole environment. Logs are kept and passed on, so no secret may stand in "
         "them."
     )
-    assert run(selected, only="no such check") == []
+    assert run(selected, name_part="no such check") == []
 
 
 def test_good_plugin_passes_and_says_what_was_left_out():

@@ -31,7 +31,7 @@ class Selected:
 
 def failures(kind: str, cls: type, only: str = "") -> dict[str, str]:
     """{check: what is wrong} of every check that fails, or of those whose names contain ``only``."""
-    return {r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls), only=only) if not r.passed}
+    return {r.name: r.detail for r in conformance.run(Selected(kind, cls.name, cls), name_part=only) if not r.passed}
 
 
 # ------------------------------------------------------------------------------------------ any kind

@@ -208,6 +208,6 @@ def test_a_statement_reads_the_config_under_test():
         def __call__(self, x):
             return LossOutput({"nll": -x["logprobs"]})
 
-    [result] = conformance.run(Selected("loss", "plain", Plain), only="statement")
+    [result] = conformance.run(Selected("loss", "plain", Plain), name_part="statement")
     assert result.passed
     assert [type(config) for config in seen] == [Plain.Config]

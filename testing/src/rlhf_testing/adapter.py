@@ -40,23 +40,23 @@ class AdapterContract(Contract):
     def test_recognises(self) -> None:
         """It recognises its own files and no others, and executes nothing to find out."""
         for config in self.grid():
-            about, adapter = self.about(config), self.build(config)
+            label, adapter = self.label(config), self.build(config)
             for kind in ("reward", "env", "loss"):
                 for text in (NATIVE, UNRELATED, "", "this is not python ("):
                     answer = adapter.recognises(kind, text)
                     expect(
                         answer is False,
-                        f"{about} recognises({kind!r}) gives {answer!r} for a file that is not its own: {text!r}",
+                        f"{label} recognises({kind!r}) gives {answer!r} for a file that is not its own: {text!r}",
                     )
             for kind, text, _ in self.given():
-                before = set(sys.modules)
+                modules = set(sys.modules)
                 try:
                     answer = adapter.recognises(kind, text + "\nraise SystemExit('executed')\n")
                 except SystemExit as error:
-                    raise Nonconformance(f"{about} recognises() executes the file: only look at its text") from error
-                expect(answer is True, f"{about} does not recognise its own {kind} file")
-                ours = {m for m in set(sys.modules) - before if m.split(".")[0] != self.cls.__module__.split(".")[0]}
-                expect(not ours, f"{about} recognises() imported {sorted(ours)}: it must only look at the text")
+                    raise Nonconformance(f"{label} recognises() executes the file: only look at its text") from error
+                expect(answer is True, f"{label} does not recognise its own {kind} file")
+                added = {m for m in set(sys.modules) - modules if m.split(".")[0] != self.cls.__module__.split(".")[0]}
+                expect(not added, f"{label} recognises() imported {sorted(added)}: it must only look at the text")
 
     def test_adapts(self) -> None:
         """A foreign file becomes a component class of the kind, and ``importing`` restores ``sys.modules``
@@ -64,17 +64,17 @@ class AdapterContract(Contract):
         from rlhf.interfaces import KINDS
 
         for config in self.grid():
-            about, adapter = self.about(config), self.build(config)
+            label, adapter = self.label(config), self.build(config)
             for kind, text, attribute in self.given():
-                before = dict(sys.modules)
-                cls = self._adapt(adapter, kind, text, attribute, about)
+                modules = dict(sys.modules)
+                cls = self._adapt(adapter, kind, text, attribute, label)
                 good = isinstance(cls, type) and issubclass(cls, KINDS[kind])
-                expect(good, f"{about} adapt() must return a subclass of {KINDS[kind].__name__}, got {cls!r}")
+                expect(good, f"{label} adapt() must return a subclass of {KINDS[kind].__name__}, got {cls!r}")
                 expect(
-                    cls.name == "" or bool(NAME.fullmatch(cls.name)), f"{about} the adapted class is named {cls.name!r}"
+                    cls.name == "" or bool(NAME.fullmatch(cls.name)), f"{label} the adapted class is named {cls.name!r}"
                 )
-                replaced = sorted(m for m in before if sys.modules.get(m) is not before[m])
-                expect(not replaced, f"{about} importing() left {replaced} replaced in sys.modules")
+                replaced = sorted(m for m in modules if sys.modules.get(m) is not modules[m])
+                expect(not replaced, f"{label} importing() left {replaced} replaced in sys.modules")
                 cls(cls.Config())
 
     def test_missing_attribute(self) -> None:
@@ -82,20 +82,20 @@ class AdapterContract(Contract):
         from rlhf.errors import PluginInvalid
 
         for config in self.grid():
-            about, adapter = self.about(config), self.build(config)
+            label, adapter = self.label(config), self.build(config)
             for kind, text, _ in self.given():
                 try:
-                    component = self._adapt(adapter, kind, text, "no_such_attribute", about)
+                    component = self._adapt(adapter, kind, text, "no_such_attribute", label)
                 except PluginInvalid as error:
                     expect(
-                        "no_such_attribute" in str(error), f"{about} the message does not name the attribute: {error}"
+                        "no_such_attribute" in str(error), f"{label} the message does not name the attribute: {error}"
                     )
                     continue
                 raise Nonconformance(
-                    f"{about} took {component!r} for the attribute 'no_such_attribute', which is not there"
+                    f"{label} took {component!r} for the attribute 'no_such_attribute', which is not there"
                 )
 
-    def _adapt(self, adapter: Any, kind: str, text: str, attribute: str | None, about: str) -> Any:
+    def _adapt(self, adapter: Any, kind: str, text: str, attribute: str | None, label: str) -> Any:
         module = types.ModuleType("rlhf_testing_foreign_file")
         module.__file__ = "foreign_file.py"
         with adapter.importing():

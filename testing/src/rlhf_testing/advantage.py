@@ -108,34 +108,36 @@ class AdvantageContract(Contract):
     def cases(self, seed: int = 0, scale: float = 1.0) -> Iterable[tuple[str, Any, Any, Credit]]:
         for config in self.grid():
             estimator = self.build(config)
-            least = estimator.group_min
-            count = isinstance(least, int) and not isinstance(least, bool) and least >= 1
-            expect(count, f"{self.about(config)} group_min is {least!r}; allowed is an integer of at least 1")
-            samples = max(4, least)
-            yield self.about(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
+            group_min = estimator.group_min
+            count = isinstance(group_min, int) and not isinstance(group_min, bool) and group_min >= 1
+            expect(count, f"{self.label(config)} group_min is {group_min!r}; allowed is an integer of at least 1")
+            samples = max(4, group_min)
+            yield self.label(config), config, estimator, fabricated(estimator.needs_values, seed, scale, samples)
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_shapes(self) -> None:
         """``baseline`` returns float64 [N], ``returns`` two [N, A]. Inputs are not changed. Equal calls agree."""
-        for about, _, e, c in self.cases():
-            before = c.rows(torch.arange(len(c.r_N)))
-            with generators_left_alone(about):
+        for label, _, e, c in self.cases():
+            inputs = c.rows(torch.arange(len(c.r_N)))
+            with generators_left_alone(label):
                 _baseline(e, c)
                 adv_NA = self._returns(e, c)[0]
             for name in ("r_N", "group_N", "R_NA", "mask_NA", "values_NA", "boot_N"):
-                old, new = getattr(before, name), getattr(c, name)
-                expect(old is None or same_bits(old, new), f"{about} {name} was changed in place")
-            again = self._returns(e, c)[0]
-            expect(same_bits(adv_NA, again), f"{about} returns() gives other numbers on the second call: keep it pure")
+                old, new = getattr(inputs, name), getattr(c, name)
+                expect(old is None or same_bits(old, new), f"{label} {name} was changed in place")
+            other_NA = self._returns(e, c)[0]
+            expect(
+                same_bits(adv_NA, other_NA), f"{label} returns() gives other numbers on the second call: keep it pure"
+            )
 
     def test_declared_needs(self) -> None:
         """``needs_values``, ``normalise`` and ``group_min`` are valid, and what they declare suffices for every
         config."""
-        for about, _, e, c in self.cases():
-            expect(isinstance(e.needs_values, bool), f"{about} needs_values is {e.needs_values!r}, not True or False")
+        for label, _, e, c in self.cases():
+            expect(isinstance(e.needs_values, bool), f"{label} needs_values is {e.needs_values!r}, not True or False")
             allowed = ("none", "center", "whiten")
-            expect(e.normalise in allowed, f"{about} normalise is {e.normalise!r}; allowed are {allowed}")
+            expect(e.normalise in allowed, f"{label} normalise is {e.normalise!r}; allowed are {allowed}")
             try:
                 self._returns(e, c)
                 if e.needs_values:
@@ -145,12 +147,12 @@ class AdvantageContract(Contract):
             except Exception as error:
                 inputs = "values and no bootstrap" if e.needs_values else "no values, as needs_values is False"
                 raise Nonconformance(
-                    f"{about} returns() raised {type(error).__name__}: {error} (it was given {inputs})"
+                    f"{label} returns() raised {type(error).__name__}: {error} (it was given {inputs})"
                 ) from error
 
     def test_masked_positions(self) -> None:
         """NaN in masked token rewards and values, and more padding, change nothing, bit for bit."""
-        for about, _, e, c in self.cases():
+        for label, _, e, c in self.cases():
             clean = self._returns(e, c)
             nan = torch.full_like(c.R_NA, float("nan"))
             values = None if c.values_NA is None else torch.where(c.mask_NA, c.values_NA, nan)
@@ -158,63 +160,65 @@ class AdvantageContract(Contract):
             wide = [None if t is None else torch.nn.functional.pad(t, (0, 5)) for t in (c.R_NA, c.values_NA)]
             padded = e.returns(wide[0], torch.nn.functional.pad(c.mask_NA, (0, 5)), wide[1], c.boot_N)
             for n, column in enumerate(("advantages", "returns")):
-                own = clean[n][c.mask_NA]
+                values_T = clean[n][c.mask_NA]
                 expect(
-                    same_bits(own, poisoned[n][c.mask_NA]),
-                    f"{about} NaN at masked positions changes the {column}: take torch.where(mask_NA, x, 0) first, "
+                    same_bits(values_T, poisoned[n][c.mask_NA]),
+                    f"{label} NaN at masked positions changes the {column}: take torch.where(mask_NA, x, 0) first, "
                     "or a function of rlhf.ops.returns (NaN times a mask is NaN)",
                 )
                 expect(
-                    same_bits(own, padded[n][:, : c.R_NA.shape[1]][c.mask_NA]),
-                    f"{about} five more columns of padding change the {column}",
+                    same_bits(values_T, padded[n][:, : c.R_NA.shape[1]][c.mask_NA]),
+                    f"{label} five more columns of padding change the {column}",
                 )
 
     def test_order_of_samples(self) -> None:
         """Permuting the trajectories permutes the credit, and each row of ``returns`` stands alone."""
-        for about, _, e, c in self.cases():
+        for label, _, e, c in self.cases():
             order = torch.randperm(len(c.r_N), generator=torch.Generator().manual_seed(1))
             p = c.rows(order)
             _close(
                 _baseline(e, c)[order],
                 _baseline(e, p),
-                f"{about} baseline() depends on the order of the trajectories: take the statistic by group_N",
+                f"{label} baseline() depends on the order of the trajectories: take the statistic by group_N",
             )
-            whole, shuffled = self._returns(e, c), self._returns(e, p)
-            alone = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
+            in_order, shuffled = self._returns(e, c), self._returns(e, p)
+            single_rows = [self._returns(e, c.rows(torch.tensor([n]))) for n in range(len(c.r_N))]
             for n, column in enumerate(("advantages", "returns")):
                 m = p.mask_NA
                 _close(
-                    whole[n][order][m], shuffled[n][m], f"{about} the {column} depend on the order of the trajectories"
+                    in_order[n][order][m],
+                    shuffled[n][m],
+                    f"{label} the {column} depend on the order of the trajectories",
                 )
-                rows = torch.cat([a[n] for a in alone])
+                rows = torch.cat([a[n] for a in single_rows])
                 _close(
-                    whole[n][c.mask_NA],
+                    in_order[n][c.mask_NA],
                     rows[c.mask_NA],
-                    f"{about} the {column} of a trajectory depend on the others in returns(): statistics of the group "
+                    f"{label} the {column} of a trajectory depend on the others in returns(): statistics of the group "
                     "belong in baseline(), those of the batch in `normalise`",
                 )
 
     def test_other_groups(self) -> None:
         """Rewards of other groups do not change the baseline of this group, unless ``over_batch`` says that they do.
         They may change a common scale of the batch."""
-        for about, _, e, c in self.cases():
+        for label, _, e, c in self.cases():
             if e.over_batch:
                 continue
             first_N = c.group_N == c.group_N[0]
-            others = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
-            ours, theirs = (_baseline(e, replace(c, r_N=r_N))[first_N] for r_N in (c.r_N, others))
-            scale = (ours @ theirs) / (ours @ ours).clamp(min=1e-30)
+            rewards_N = torch.where(first_N, c.r_N, 3 * c.r_N + 10)
+            baseline_N, scaled_N = (_baseline(e, replace(c, r_N=r_N))[first_N] for r_N in (c.r_N, rewards_N))
+            scale = (baseline_N @ scaled_N) / (baseline_N @ baseline_N).clamp(min=1e-30)
             _close(
-                theirs,
-                scale * ours,
-                f"{about} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
+                scaled_N,
+                scale * baseline_N,
+                f"{label} baseline() of a group depends on the rewards of other groups, so on which prompts share a "
                 "batch: take the statistic by group_N (rlhf.ops.groups), use `normalise` for statistics of the batch's "
                 "tokens, or say over_batch = True",
             )
 
     def test_equal_rewards(self) -> None:
         """Where the estimator has a group baseline (``group_min`` >= 2), equal rewards give no credit at all."""
-        for about, _, e, c in self.cases():
+        for label, _, e, c in self.cases():
             if e.group_min < 2:
                 continue
             for value in (0.0, 1.0, -3.7, 1e4):
@@ -222,19 +226,19 @@ class AdvantageContract(Contract):
                 largest = _baseline(e, replace(c, r_N=r_N)).abs().max().item()
                 expect(
                     largest <= 1e-9 * max(1.0, abs(value)),
-                    f"{about} group_min is {e.group_min}, yet equal rewards of {value} leave {largest:.3g}, not 0",
+                    f"{label} group_min is {e.group_min}, yet equal rewards of {value} leave {largest:.3g}, not 0",
                 )
 
     def test_smallest_group(self) -> None:
         """In groups of ``group_min`` samples with unequal rewards, some credit is not 0."""
         for config in self.grid():
-            e, about = self.build(config), self.about(config)
+            e, label = self.build(config), self.label(config)
             r_N = torch.tensor([0.3, 1.0, -0.7, 2.0, 0.1], dtype=torch.float64)[torch.arange(3 * e.group_min) % 5]
             group_N = torch.arange(3).repeat_interleave(e.group_min)
             c = replace(fabricated(False, samples=e.group_min), r_N=r_N, group_N=group_N)
             expect(
                 bool((_baseline(e, c) != 0).any()),
-                f"{about} baseline() gives 0 for every sample of groups of {e.group_min} with the rewards "
+                f"{label} baseline() gives 0 for every sample of groups of {e.group_min} with the rewards "
                 f"{[round(r, 1) for r in r_N.tolist()]}, and group_min = {e.group_min} calls such groups enough: "
                 f"nothing would be learnt from them. Declare group_min = {e.group_min + 1} or more",
             )
@@ -242,16 +246,17 @@ class AdvantageContract(Contract):
     def test_finite(self) -> None:
         """Rewards and values of 1e4, equal rewards, a group of the smallest size and empty trajectories stay finite."""
         for scale in (1e4, 0.0):
-            for about, _, e, c in self.cases(scale=scale):
+            for label, _, e, c in self.cases(scale=scale):
                 size = max(1, e.group_min)
                 small = c.rows(torch.arange(size))
                 for part in (c, small):
                     r_N = _baseline(e, part)
-                    expect(bool(torch.isfinite(r_N).all()), f"{about} baseline() is not finite: {r_N.tolist()}")
+                    expect(bool(torch.isfinite(r_N).all()), f"{label} baseline() is not finite: {r_N.tolist()}")
                     for values in self._returns(e, part):
-                        own = values[part.mask_NA]
+                        returns_T = values[part.mask_NA]
                         expect(
-                            bool(torch.isfinite(own).all()), f"{about} returns() is not finite for rewards of {scale}"
+                            bool(torch.isfinite(returns_T).all()),
+                            f"{label} returns() is not finite for rewards of {scale}",
                         )
 
     def test_options(self) -> None:
@@ -269,7 +274,7 @@ class AdvantageContract(Contract):
     def test_turns(self) -> None:
         """``turn_credit`` returns finite float64 [M]. It does not depend on the order of the trajectories, the numbers
         of the states, or the turns of other groups."""
-        for about, _, e, _ in self.cases():
+        for label, _, e, _ in self.cases():
             if not reads_turns(e):
                 continue
             for scale in (1.0, 1e4, 0.0):
@@ -278,32 +283,32 @@ class AdvantageContract(Contract):
                 right = isinstance(credit_M, Tensor) and credit_M.dtype == torch.float64
                 expect(
                     right and credit_M.shape == turns[0].shape and bool(credit_M.isfinite().all()),
-                    f"{about} turn_credit() must give finite float64 {tuple(turns[0].shape)}, got {_shown(credit_M)}",
+                    f"{label} turn_credit() must give finite float64 {tuple(turns[0].shape)}, got {_shown(credit_M)}",
                 )
             reward_M, state_M, trajectory_M = fabricated_turns()
-            whole = e.turn_credit(reward_M, state_M, trajectory_M)
+            credits_M = e.turn_credit(reward_M, state_M, trajectory_M)
             order = torch.tensor([9, 10, 11, 6, 7, 8, 3, 4, 5, 0, 1, 2])
             mixed = e.turn_credit(reward_M[order], 7 - state_M[order], 3 - trajectory_M[order])
-            _close(mixed, whole[order], f"{about} turn_credit() depends on the order of trajectories or of states")
+            _close(mixed, credits_M[order], f"{label} turn_credit() depends on the order of trajectories or of states")
             first = e.turn_credit(reward_M[:6], state_M[:6], trajectory_M[:6])
-            _close(first, whole[:6], f"{about} turn_credit() of a group depends on the turns of other groups")
+            _close(first, credits_M[:6], f"{label} turn_credit() of a group depends on the turns of other groups")
 
     def test_memory(self) -> None:
         """Where ``baseline`` takes ``key_N``, ``remember`` changes it and nothing else does, and a fresh instance with
         the same state gives the same."""
         for config in self.grid():
-            e, about = self.build(config), self.about(config)
+            e, label = self.build(config), self.label(config)
             if not reads(e, "key_N"):
                 continue
             c = fabricated(e.needs_values, samples=max(4, e.group_min))
             keys = (c.group_N, c.further["key_N"], c.sample_N)
             first = _baseline(e, c)
-            expect(same_bits(first, _baseline(e, c)), f"{about} baseline() changes the state: do so in remember()")
+            expect(same_bits(first, _baseline(e, c)), f"{label} baseline() changes the state: do so in remember()")
             e.remember(c.r_N, *keys)
             second, fresh = _baseline(e, c), self.build(config)
-            expect(not same_bits(first, second), f"{about} remember() does not change the baseline of the next step")
-            check_state(e, fresh, about)
-            expect(same_bits(second, _baseline(fresh, c)), f"{about} the state does not restore the baseline")
+            expect(not same_bits(first, second), f"{label} remember() does not change the baseline of the next step")
+            check_state(e, fresh, label)
+            expect(same_bits(second, _baseline(fresh, c)), f"{label} the state does not restore the baseline")
 
     def test_statement(self) -> None:
         """The estimator equals the author's plain statements."""
@@ -311,23 +316,25 @@ class AdvantageContract(Contract):
         has_returns = type(self).statement_returns is not AdvantageContract.statement_returns
         if not has_baseline and not has_returns:
             raise missing("statement_baseline or statement_returns: the estimator written as plain loops")
-        for about, config, e, c in self.cases():
+        for label, config, e, c in self.cases():
             if has_baseline:
                 parameters = inspect.signature(self.statement_baseline).parameters
-                own = {name: value for name, value in c.further.items() if name in parameters}
-                stated = self.statement_baseline(c.r_N, c.group_N, config, **own)
-                _close(_baseline(e, c), stated, f"{about} baseline() differs from the statement")
+                arguments = {name: value for name, value in c.further.items() if name in parameters}
+                expected = self.statement_baseline(c.r_N, c.group_N, config, **arguments)
+                _close(_baseline(e, c), expected, f"{label} baseline() differs from the statement")
             if reads_turns(e):
                 if type(self).statement_turns is AdvantageContract.statement_turns:
                     raise missing("statement_turns: the credit of turns written as plain loops")
-                stated = self.statement_turns(*fabricated_turns(), config)
-                _close(e.turn_credit(*fabricated_turns()), stated, f"{about} turn_credit() differs from the statement")
+                expected = self.statement_turns(*fabricated_turns(), config)
+                _close(
+                    e.turn_credit(*fabricated_turns()), expected, f"{label} turn_credit() differs from the statement"
+                )
             if has_returns:
                 double = [None if t is None else t.double() for t in (c.values_NA, c.boot_N)]
                 stated_pair = self.statement_returns(c.R_NA.double(), c.mask_NA, double[0], double[1], config)
                 columns = ("advantages", "returns")
                 for value, want, column in zip(self._returns(e, c), stated_pair, columns, strict=True):
-                    _close(value[c.mask_NA], want[c.mask_NA], f"{about} the {column} differ from the statement")
+                    _close(value[c.mask_NA], want[c.mask_NA], f"{label} the {column} differ from the statement")
 
     def statement_baseline(self, r_N: Tensor, group_N: Tensor, config: Any) -> Tensor:
         """float64 [N], as loops over groups. Further arguments, where it has them, are those of
@@ -377,5 +384,5 @@ def _shown(value: Any) -> str:
 
 def _close(a: Tensor, b: Tensor, message: str) -> None:
     size = max(float(b.abs().max()) if b.numel() else 0.0, 1e-12)
-    apart = float((a.double() - b.double()).abs().max()) / size if a.numel() else 0.0
-    expect(apart <= TOLERANCE, f"{message} (by {apart:.1e} of the largest value, allowed {TOLERANCE:.0e})")
+    delta = float((a.double() - b.double()).abs().max()) / size if a.numel() else 0.0
+    expect(delta <= TOLERANCE, f"{message} (by {delta:.1e} of the largest value, allowed {TOLERANCE:.0e})")

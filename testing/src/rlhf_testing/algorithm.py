@@ -74,12 +74,12 @@ class AlgorithmSubject(Contract):
             cls = self._plugins.resolve(slot.kind, slot.use).cls
         except Exception as error:
             hint = f"If its class is in the same file: conformance = {{'parts': {{{name!r}: CLASS}}}} in the algorithm."
-            raise Nonconformance(f"{self.about()} slot {name!r}: {type(error).__name__}: {error} {hint}") from error
+            raise Nonconformance(f"{self.label()} slot {name!r}: {type(error).__name__}: {error} {hint}") from error
         try:
             return cls(cls.Config.model_validate(dict(slot.defaults)))
         except ValidationError as error:
             wrong = "; ".join(describe(error, cls.Config, f"slots[{name!r}].defaults", {}))
-            raise Nonconformance(f"{self.about()} {wrong}") from error
+            raise Nonconformance(f"{self.label()} {wrong}") from error
 
     @cached_property
     def _plugins(self) -> Plugins:
@@ -103,16 +103,16 @@ class AlgorithmSubject(Contract):
             with knowing_columns("it", COLUMNS):
                 return model_step(algorithm, data, number, **options)
         except Nonconformance as error:
-            raise Nonconformance(f"{self.about(config)} {error}") from error
+            raise Nonconformance(f"{self.label(config)} {error}") from error
         except Exception as error:
-            raise Nonconformance(f"{self.about(config)} {type(error).__name__}: {error}") from error
+            raise Nonconformance(f"{self.label(config)} {type(error).__name__}: {error}") from error
 
     def assemble(self, algorithm: Any, data: list[Any]) -> Batch | None:
-        with knowing_columns(self.about(), COLUMNS):
+        with knowing_columns(self.label(), COLUMNS):
             try:
                 return assemble(algorithm, data)[0]
             except Nonconformance as error:
-                raise Nonconformance(f"{self.about()} {error}") from error
+                raise Nonconformance(f"{self.label()} {error}") from error
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -120,26 +120,26 @@ class AlgorithmSubject(Contract):
         """``needs()`` names each role once, the role that another is ``like`` exists, and at least one role is
         trained."""
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             needs = algorithm.needs()
-            expect(isinstance(needs, Needs), f"{about} needs() must return Needs, got {type(needs).__name__}")
-            expect(needs == self.build(config).needs(), f"{about} needs() must be a function of config and parts")
+            expect(isinstance(needs, Needs), f"{label} needs() must return Needs, got {type(needs).__name__}")
+            expect(needs == self.build(config).needs(), f"{label} needs() must be a function of config and parts")
             names = [r.name for r in needs.roles if isinstance(r, RoleSpec)]
-            expect(len(names) == len(needs.roles) > 0, f"{about} needs().roles must be RoleSpecs, got {needs.roles}")
-            expect(len(set(names)) == len(names), f"{about} needs() names a role twice: {names}")
-            expect(needs.group_min >= 1, f"{about} group_min is {needs.group_min}; it must be at least 1")
-            expect(any(r.trained for r in needs.roles), f"{about} no role is trained: {names}")
+            expect(len(names) == len(needs.roles) > 0, f"{label} needs().roles must be RoleSpecs, got {needs.roles}")
+            expect(len(set(names)) == len(names), f"{label} needs() names a role twice: {names}")
+            expect(needs.group_min >= 1, f"{label} group_min is {needs.group_min}; it must be at least 1")
+            expect(any(r.trained for r in needs.roles), f"{label} no role is trained: {names}")
             for role in needs.roles:
                 is_head = role.head in ("lm", "scalar") or role.head.removeprefix("classes:").isdigit()
-                expect(is_head, f"{about} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
+                expect(is_head, f"{label} role {role.name!r} has head {role.head!r}; allowed: lm, scalar, classes:N")
                 expect(
                     role.like is None or role.like in names,
-                    f"{about} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",
+                    f"{label} role {role.name!r} is like {role.like!r}, which is not one of the roles {names}",
                 )
             frozen = [r.name for r in needs.roles if r.head == "lm" and not r.trained]
-            for each in needs.lent:
-                fine = each.role in frozen and each.to in names
-                expect(fine, f"{about} {each}: lenders are language models that are not trained, {frozen}")
+            for loan in needs.lent:
+                fine = loan.role in frozen and loan.to in names
+                expect(fine, f"{label} {loan}: lenders are language models that are not trained, {frozen}")
 
 
 class SampleChecks(AlgorithmSubject):
@@ -151,7 +151,7 @@ class SampleChecks(AlgorithmSubject):
         if self.cls.data != "prompts":
             return
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             smallest = algorithm.needs().group_min
             data = self.data(algorithm, samples=smallest, equal_rewards=True)
             if self.assemble(algorithm, data) is None:
@@ -159,9 +159,9 @@ class SampleChecks(AlgorithmSubject):
             step = self.step(config, algorithm=algorithm, data=data)
             for name, values in step.batch.tok.items():
                 ok = not values.is_floating_point() or bool(torch.isfinite(values).all())
-                expect(ok, f"{about} groups of {smallest} with equal rewards: column {name!r} is not finite")
+                expect(ok, f"{label} groups of {smallest} with equal rewards: column {name!r} is not finite")
             bad = [f"{n}: {finite(r.gradients)}" for n, r in step.runs.items() if finite(r.gradients)]
-            expect(not bad, f"{about} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
+            expect(not bad, f"{label} groups of {smallest} with equal rewards: gradients are not finite, {bad}")
 
     def test_rewards_teach(self) -> None:
         """In groups of ``group_min`` samples, unequal rewards give different credit than equal rewards. Otherwise
@@ -169,7 +169,7 @@ class SampleChecks(AlgorithmSubject):
         if self.cls.data != "prompts":
             return
         for config in self.grid():
-            about, needs = self.about(config), self.build(config).needs()
+            label, needs = self.label(config), self.build(config).needs()
             data = self.data(self.build(config), samples=needs.group_min)
             equal = with_rewards(data, 1.0)
             if not needs.reward or self.assemble(self.build(config), equal) is None:
@@ -179,7 +179,7 @@ class SampleChecks(AlgorithmSubject):
             if columns:
                 expect(
                     bool(apart(columns, credited_columns(self.step(config, data=equal)))),
-                    f"{about} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
+                    f"{label} in groups of {needs.group_min} samples, which needs() calls enough, unequal rewards give "
                     f"the credit of equal ones ({', '.join(columns)}): nothing is learnt from them. Declare a larger "
                     "group_min",
                 )
@@ -187,7 +187,7 @@ class SampleChecks(AlgorithmSubject):
                 taught = any(norm(run.gradients) > 0 for run in unequal.runs.values())
                 expect(
                     taught,
-                    f"{about} groups of {needs.group_min} samples, which needs() calls enough, give no gradient",
+                    f"{label} groups of {needs.group_min} samples, which needs() calls enough, give no gradient",
                 )
 
     def test_longer_contexts(self) -> None:
@@ -196,13 +196,13 @@ class SampleChecks(AlgorithmSubject):
         if self.cls.data != "prompts":
             return
         for config in self.grid():
-            about, data = self.about(config), self.data(self.build(config))
+            label, data = self.label(config), self.data(self.build(config))
             short = self.step(config, data=data)
             longer = self.step(config, data=with_longer_contexts(data), annotated_as=short.annotated)
-            changed = apart(credited_columns(short), credited_columns(longer))
+            delta = apart(credited_columns(short), credited_columns(longer))
             expect(
-                not changed,
-                f"{about} longer prompts and observations change the credit (by {changed}): take statistics over the "
+                not delta,
+                f"{label} longer prompts and observations change the credit (by {delta}): take statistics over the "
                 'tokens under batch.tok["loss_mask"] only',
             )
 
@@ -212,26 +212,29 @@ class SampleChecks(AlgorithmSubject):
         if self.cls.data != "prompts":
             return
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             groups: list[Group] = self.data(algorithm)
             scored = algorithm.needs().reward
             groups[0].trajectories[0].reward = groups[0].trajectories[0].score = None
             groups[1].trajectories[-1].status = "failed"
             groups[1].trajectories[-1].turns = []
             usable = [[t for t in g.trajectories if t.turns and (t.reward is not None or not scored)] for g in groups]
-            rest = [replace(group, trajectories=own) for group, own in zip(groups, usable, strict=True)]
+            rest = [
+                replace(group, trajectories=usable_samples)
+                for group, usable_samples in zip(groups, usable, strict=True)
+            ]
             taught = self.step(config, algorithm=algorithm, data=groups).batch.ids_N
             expect(
                 torch.equal(taught, self.step(config, data=rest).batch.ids_N),
-                f"{about} a failed sample{' or one without a reward' * scored} takes part in the batch",
+                f"{label} a failed sample{' or one without a reward' * scored} takes part in the batch",
             )
             for group in groups:
                 for trajectory in group.trajectories:
                     trajectory.reward = trajectory.score = None
                     trajectory.status = trajectory.status if scored else "failed"
             batch = self.assemble(algorithm, groups)
-            why = "no sample has a reward" if scored else "every sample failed"
-            expect(batch is None, f"{about} assemble() must return no batch when {why}, got {type(batch)}")
+            reason = "no sample has a reward" if scored else "every sample failed"
+            expect(batch is None, f"{label} assemble() must return no batch when {reason}, got {type(batch)}")
 
 
 def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
@@ -242,8 +245,8 @@ def with_longer_contexts(groups: Sequence[Group]) -> list[Group]:
             rng = random.Random(group.trajectories[0].index[0])
             for turn in trajectory.turns:
                 if not turn.sampled:
-                    more = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))]
-                    turn.ids = array("i", more) + turn.ids
+                    extra_ids = [rng.randrange(1, fabricate.VOCABULARY) for _ in range(rng.randint(3, 9))]
+                    turn.ids = array("i", extra_ids) + turn.ids
     return copies
 
 
@@ -285,21 +288,21 @@ class AlgorithmContract(SampleChecks):
     def test_steps(self) -> None:
         """Whole steps run with nothing but the declared needs: roles, columns, generator log-probs, group size."""
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             trains = 0
             for number in range(self.steps):
                 data = self.data(algorithm, seed=number)
-                with generators_left_alone(about):
+                with generators_left_alone(label):
                     step = self.step(config, number, algorithm=algorithm, data=data)
                 trains += sum(isinstance(u, Update) for u in step.updates)
                 for name, run in step.runs.items():
                     bad = finite(run.gradients)
-                    expect(not bad, f"{about} step {number}: the gradient of {name!r} is not finite at {bad}")
+                    expect(not bad, f"{label} step {number}: the gradient of {name!r} is not finite at {bad}")
                 bad = [k for k, v in {**step.metrics, **step.finished}.items() if not abs(float(v)) < float("inf")]
-                expect(not bad, f"{about} step {number}: the metrics {bad} are not finite numbers")
+                expect(not bad, f"{label} step {number}: the metrics {bad} are not finite numbers")
             expect(
                 trains > 0,
-                f"{about} no Update in {self.steps} steps: nothing is trained (raise `steps` if it warms up)",
+                f"{label} no Update in {self.steps} steps: nothing is trained (raise `steps` if it warms up)",
             )
 
     def test_options(self) -> None:
@@ -322,109 +325,109 @@ class AlgorithmContract(SampleChecks):
     def test_masked_positions(self) -> None:
         """NaN in every column at positions that the policy did not choose changes no credit and no gradient."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             clean, poisoned = self.step(config), self.step(config, poison=True)
             for name, run in clean.runs.items():
                 for parameter, gradient in run.gradients.items():
                     expect(
                         same_bits(gradient, poisoned.runs[name].gradients[parameter]),
-                        f"{about} NaN at masked positions changes the gradient of {name!r} at {parameter!r}",
+                        f"{label} NaN at masked positions changes the gradient of {name!r} at {parameter!r}",
                     )
 
     def test_order_of_samples(self) -> None:
         """Permuting the groups, and the samples of each group, permutes the credit and does not change the
         gradients."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             data = self.data(self.build(config))
             mixed = [_shuffled(d, n) if isinstance(d, Group) else d for n, d in enumerate(data)][::-1]
             a, b = self.step(config, data=data), self.step(config, data=mixed)
             units, shuffled_units = _by_unit(a.batch, a.credited), _by_unit(b.batch, b.credited)
             expect(
-                units.keys() == shuffled_units.keys(), f"{about} a different order of the samples gives different units"
+                units.keys() == shuffled_units.keys(), f"{label} a different order of the samples gives different units"
             )
             for key, columns in units.items():
                 for name, values in columns.items():
-                    apart = float((values - shuffled_units[key][name]).abs().max()) if values.numel() else 0.0
+                    delta = float((values - shuffled_units[key][name]).abs().max()) if values.numel() else 0.0
                     expect(
-                        apart <= 1e-5 * max(1.0, float(values.abs().max()) if values.numel() else 0.0),
-                        f"{about} the column {name!r} of a sample depends on the order of the samples (by {apart:.1e})",
+                        delta <= 1e-5 * max(1.0, float(values.abs().max()) if values.numel() else 0.0),
+                        f"{label} the column {name!r} of a sample depends on the order of the samples (by {delta:.1e})",
                     )
-            self._same_gradients(about, "in another order", a, b)
+            self._same_gradients(label, "in another order", a, b)
 
     def test_split_invariance(self) -> None:
         """The gradients of every update do not depend on micro-batches, packing order or ranks."""
         for config in self.grid():
-            about, whole = self.about(config), self.step(config)
-            for layout in layouts(whole.batch.units):
-                self._same_gradients(about, f"split as {layout!r}", whole, self.step(config, layout=layout))
+            label, one_call = self.label(config), self.step(config)
+            for layout in layouts(one_call.batch.units):
+                self._same_gradients(label, f"split as {layout!r}", one_call, self.step(config, layout=layout))
 
-    def _same_gradients(self, about: str, how: str, a: Step, b: Step) -> None:
+    def _same_gradients(self, label: str, change: str, a: Step, b: Step) -> None:
         for name, run in a.runs.items():
             other = b.runs[name]
-            apart = distance(run.gradients, other.gradients)
-            expect(apart <= GRADIENT, f"{about} the gradient of {name!r} changes by {apart:.1e} {how}")
+            delta = distance(run.gradients, other.gradients)
+            expect(delta <= GRADIENT, f"{label} the gradient of {name!r} changes by {delta:.1e} {change}")
             difference = abs(run.total - other.total)
             expect(
                 difference <= LOSS * max(run.size, 1e-12),
-                f"{about} the loss of {name!r} changes from {run.total:.9g} to {other.total:.9g} {how}",
+                f"{label} the loss of {name!r} changes from {run.total:.9g} to {other.total:.9g} {change}",
             )
 
     def test_state(self) -> None:
         """A fresh instance that loads the state after a step has equal needs, annotations, updates and state."""
         for config in self.grid():
-            about, algorithm, fresh = self.about(config), self.build(config), self.build(config)
+            label, algorithm, fresh = self.label(config), self.build(config), self.build(config)
             self.step(config, algorithm=algorithm)
-            check_state(algorithm, fresh, about)
+            check_state(algorithm, fresh, label)
             for number in range(1, self.steps + 1):
                 for method in ("annotations", "updates"):
                     a, b = getattr(algorithm, method)(number), getattr(fresh, method)(number)
                     expect(
                         a == b,
-                        f"{about} after state_dict() and load_state_dict() {method}({number}) differ: {a} and {b}",
+                        f"{label} after state_dict() and load_state_dict() {method}({number}) differ: {a} and {b}",
                     )
 
     def test_plan(self) -> None:
         """``updates(step)`` without a batch plans the learning rates. Its answer does not depend on the batch of the
         step, and no step takes more optimizer steps than planned."""
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             for number in range(self.steps):
                 plan = algorithm.updates(number)
                 step = self.step(config, number, algorithm=algorithm, data=self.data(algorithm, seed=number), end=False)
-                again = algorithm.updates(number)
+                second = algorithm.updates(number)
                 expect(
-                    plan == again,
-                    f"{about} updates({number}) without a batch gives {plan} before and {again} after a batch was "
+                    plan == second,
+                    f"{label} updates({number}) without a batch gives {plan} before and {second} after a batch was "
                     "assembled and credited: read the batch that updates() is given, and keep nothing between methods",
                 )
                 planned, actual = _optimizer_steps(plan), _optimizer_steps(step.updates)
-                more = {role: count for role, count in actual.items() if count > planned[role]}
+                excess = {role: count for role, count in actual.items() if count > planned[role]}
                 expect(
-                    not more,
-                    f"{about} step {number} trains {more} optimizer steps, and updates({number}) without a batch plans "
-                    f"{dict(planned)}: the learning rates would end too early",
+                    not excess,
+                    f"{label} step {number} trains {excess} optimizer steps, and updates({number}) without a batch "
+                    f"plans {dict(planned)}: the learning rates would end too early",
                 )
 
     def test_updates(self) -> None:
         """Updates train roles that are declared as trained, with a loss from the parts. Snapshots copy declared
         roles."""
         for config in self.grid():
-            about, algorithm = self.about(config), self.build(config)
+            label, algorithm = self.label(config), self.build(config)
             roles = {r.name: r for r in algorithm.needs().roles}
             for number in range(self.steps):
                 for update in self.step(config, number).updates:
                     if isinstance(update, Snapshot):
                         unknown = {update.role, update.source} - set(roles)
                         expect(
-                            not unknown, f"{about} a Snapshot names {sorted(unknown)}, not in needs(): {sorted(roles)}"
+                            not unknown, f"{label} a Snapshot names {sorted(unknown)}, not in needs(): {sorted(roles)}"
                         )
                         continue
-                    expect(roles[update.role].trained, f"{about} updates() trains {update.role!r}, declared untrained")
-                    once = update.epochs * update.minibatches == 1
+                    expect(roles[update.role].trained, f"{label} updates() trains {update.role!r}, declared untrained")
+                    single = update.epochs * update.minibatches == 1
                     expect(
-                        once or not update.live,
-                        f"{about} the update of {update.role!r} has several optimizer steps, so {dict(update.live)} "
+                        single or not update.live,
+                        f"{label} the update of {update.role!r} has several optimizer steps, so {dict(update.live)} "
                         "must be annotated beforehand",
                     )
 

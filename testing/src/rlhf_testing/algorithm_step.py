@@ -72,9 +72,9 @@ def model_step(
     trainers = {
         role.name: EmbeddingTrainer(None, ModelSpec(role, "", seed=index + 1)) for index, role in enumerate(needs.roles)
     }
-    for each in needs.lent:
-        [head] = _named(trainers, each.role, "needs().lent names", "the roles are").lend_head()
-        _named(trainers, each.to, "needs().lent names", "the roles are").borrow_head(each.role, head)
+    for loan in needs.lent:
+        [head] = _named(trainers, loan.role, "needs().lent names", "the roles are").lend_head()
+        _named(trainers, loan.to, "needs().lent names", "the roles are").borrow_head(loan.role, head)
     assembled, counts = assemble(algorithm, data)
     if assembled is None:
         raise Nonconformance("assemble() returned no batch for data with something to learn from")
@@ -85,7 +85,7 @@ def model_step(
     if annotated_as is not None:
         batch = same_annotations(batch, annotated_as, over)
     annotated = batch
-    before = {*batch.tok, *batch.seq, *batch.unit}
+    columns_before = {*batch.tok, *batch.seq, *batch.unit}
     if poison:
         batch = poisoned(batch, over)
     credited = algorithm.credit(batch)
@@ -94,10 +94,10 @@ def model_step(
         raise Nonconformance(f"credit() must return (batch, metrics), got {_shown(credited)}")
     batch, metrics = credited
     updates = algorithm.updates(number, batch)
-    listed = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
-    expect(listed, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
+    is_list = isinstance(updates, list | tuple) and all(isinstance(u, Update | Snapshot) for u in updates)
+    expect(is_list, f"updates() must return a list of Updates and Snapshots, got {_shown(updates)}")
     columns = {*batch.tok, *batch.seq, *batch.unit}
-    step = Step(batch, annotated, columns - before, list(updates), {**counts, **metrics})
+    step = Step(batch, annotated, columns - columns_before, list(updates), {**counts, **metrics})
     for update in step.updates:
         if isinstance(update, Snapshot):
             continue

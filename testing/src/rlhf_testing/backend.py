@@ -31,11 +31,11 @@ class BackendContract(PluginContract):
         for kind in PARTS:
             reference = getattr(self.cls, kind)
             is_text = isinstance(reference, str) and reference != ""
-            expect(is_text, f"{self.about()} {kind} is {reference!r}: name the plugin, e.g. {kind} = 'local'")
+            expect(is_text, f"{self.label()} {kind} is {reference!r}: name the plugin, e.g. {kind} = 'local'")
             try:
                 parse_reference(kind, reference)
             except ConfigError as error:
-                raise Nonconformance(f"{self.about()} {kind} = {reference!r} is no reference: {error}") from error
+                raise Nonconformance(f"{self.label()} {kind} = {reference!r} is no reference: {error}") from error
 
     def test_installed(self) -> None:
         """The parts that are installed can be imported, and no part is offered by two distributions."""
@@ -49,4 +49,4 @@ class BackendContract(PluginContract):
             except PluginNotFound:
                 continue  # the three may come from different distributions, and each may be left out
             except PluginError as error:
-                raise Nonconformance(f"{self.about()} its {kind} cannot be used: {error}") from error
+                raise Nonconformance(f"{self.label()} its {kind} cannot be used: {error}") from error

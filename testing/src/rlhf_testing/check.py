@@ -33,13 +33,13 @@ class CheckContract(PluginContract):
             findings = list(self.cls().look(examination))
         except Exception as error:
             raise Nonconformance(
-                f"{self.about()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
+                f"{self.label()} look() raised {type(error).__name__}: {error}. What is wrong with the machine is a "
                 "finding with the status 'fail'"
             ) from error
         for finding in findings:
-            expect(isinstance(finding, Finding), f"{self.about()} look() gives {finding!r}; expected a Finding")
+            expect(isinstance(finding, Finding), f"{self.label()} look() gives {finding!r}; expected a Finding")
             texts = finding.name and finding.found
-            expect(bool(texts), f"{self.about()} the finding {finding!r} needs a name, and text in `found`")
+            expect(bool(texts), f"{self.label()} the finding {finding!r} needs a name, and text in `found`")
         return findings
 
     # ------------------------------------------------------------------------------------- checks
@@ -48,11 +48,11 @@ class CheckContract(PluginContract):
         """On this machine ``look`` returns findings, each with a name, a status, what was found and what to do."""
         findings = self.findings(Examination(ask=in_this_process))
         expect(
-            bool(findings), f"{self.about()} look() gives nothing; a check that does not apply is a finding 'skipped'"
+            bool(findings), f"{self.label()} look() gives nothing; a check that does not apply is a finding 'skipped'"
         )
         names = [finding.name for finding in findings]
         expected = not self.finds or names == list(self.finds)
-        expect(expected, f"{self.about()} the findings here are {names}, expected are {list(self.finds)}")
+        expect(expected, f"{self.label()} the findings here are {names}, expected are {list(self.finds)}")
 
     def test_a_failing_probe_is_a_finding(self) -> None:
         """Where a probe does not finish, ``look`` reports a finding and does not raise."""
@@ -64,13 +64,13 @@ class CheckContract(PluginContract):
 
         findings = self.findings(Examination(ask=fails))
         warns = any(f.status in ("fail", "warn") for f in findings) or not probes
-        expect(warns, f"{self.about()} a probe was killed, and no finding warns or fails: {findings}")
+        expect(warns, f"{self.label()} a probe was killed, and no finding warns or fails: {findings}")
 
     def test_import_is_light(self) -> None:
         """Importing the check's module imports no framework, because a broken framework would end the report. Probes
         import them."""
         if self.registered:
-            expect_light_import(self.about(), self.cls.__module__, "import them in a probe")
+            expect_light_import(self.label(), self.cls.__module__, "import them in a probe")
 
 
 def in_this_process(probe: Probe, argument: Any = None, /) -> ProbeAnswer:

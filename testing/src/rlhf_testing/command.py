@@ -37,8 +37,8 @@ class CommandContract(PluginContract):
         try:
             result = self.cls().add_arguments(parser)
         except Exception as error:
-            raise Nonconformance(f"{self.about()} add_arguments() raised {type(error).__name__}: {error}") from error
-        expect(result is None, f"{self.about()} add_arguments() returned {result!r}; it must return None")
+            raise Nonconformance(f"{self.label()} add_arguments() raised {type(error).__name__}: {error}") from error
+        expect(result is None, f"{self.label()} add_arguments() returned {result!r}; it must return None")
         return parser
 
     def parsed(self, words: Sequence[str]) -> argparse.Namespace:
@@ -50,7 +50,7 @@ class CommandContract(PluginContract):
             args: argparse.Namespace
             args, overrides = parser.parse_known_args(list(words))
         except SystemExit as error:
-            raise Nonconformance(f"{self.about()} its parser refuses the words {list(words)} of `calls`") from error
+            raise Nonconformance(f"{self.label()} its parser refuses the words {list(words)} of `calls`") from error
         args.overrides = overrides
         return args
 
@@ -63,13 +63,13 @@ class CommandContract(PluginContract):
             parser.format_help()
         except (ValueError, TypeError, KeyError) as error:
             raise Nonconformance(
-                f"{self.about()} the help cannot be shown ({error}): write '%%' for a percent sign in a help text"
+                f"{self.label()} the help cannot be shown ({error}): write '%%' for a percent sign in a help text"
             ) from error
         flags = [name for action in parser._actions for name in action.option_strings]
-        expect("--traceback" not in flags, f"{self.about()} adds --traceback, which the program itself takes")
+        expect("--traceback" not in flags, f"{self.label()} adds --traceback, which the program itself takes")
         destinations = [action.dest for action in parser._actions]
         free = not (self.cls.run_file_flags and "overrides" in destinations)
-        expect(free, f"{self.about()} adds an argument `overrides`: flags of the run file come under this name")
+        expect(free, f"{self.label()} adds an argument `overrides`: flags of the run file come under this name")
 
     def test_line_of_help(self) -> None:
         """The module that the entry point names begins with a docstring, whose first line ``rlhf --help`` shows."""
@@ -84,7 +84,7 @@ class CommandContract(PluginContract):
             line = (importlib.import_module(point.module).__doc__ or "").split("\n")[0]
             expect(
                 0 < len(line) <= LONGEST,
-                f"{self.about()} the docstring of the module {point.module!r} begins with {line!r}; `rlhf --help` "
+                f"{self.label()} the docstring of the module {point.module!r} begins with {line!r}; `rlhf --help` "
                 f"shows this line: write 1 to {LONGEST} characters",
             )
 
@@ -92,7 +92,7 @@ class CommandContract(PluginContract):
         """Importing the command's module imports no framework, because its help would take seconds. ``run`` imports
         what it needs."""
         if self.registered:
-            expect_light_import(self.about(), self.cls.__module__, "move the import into run()")
+            expect_light_import(self.label(), self.cls.__module__, "move the import into run()")
 
     def test_calls(self) -> None:
         """A call returns its exit code, an integer."""
@@ -104,5 +104,5 @@ class CommandContract(PluginContract):
                 exit_code = self.cls().run(args)
             expect(
                 type(exit_code) is int and exit_code == code,
-                f"{self.about()} run() with {list(words)} returned {exit_code!r}, expected the exit code {code}",
+                f"{self.label()} run() with {list(words)} returned {exit_code!r}, expected the exit code {code}",
             )

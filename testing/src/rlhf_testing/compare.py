@@ -48,10 +48,10 @@ def _bytes(a: Tensor) -> Tensor:
 
 
 @contextmanager
-def generators_left_alone(about: str) -> Iterator[None]:
+def generators_left_alone(label: str) -> Iterator[None]:
     """Fails where the code inside draws from, or seeds, a random generator that the process shares. A model's dropout,
     for example, draws from torch's generator."""
-    before = torch.get_rng_state(), random.getstate()
+    states = torch.get_rng_state(), random.getstate()
     torch.manual_seed(_ODD)  # an unusual seed, so that seeding again is noticed
     random.seed(_ODD)
     torchs, pythons = torch.get_rng_state(), random.getstate()
@@ -60,11 +60,11 @@ def generators_left_alone(about: str) -> Iterator[None]:
         moved = [] if torch.equal(torchs, torch.get_rng_state()) else ["torch's"]
         moved += [] if pythons == random.getstate() else ["random's"]
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
     expect(
         not moved,
-        f"{about} draws from or seeds {' and '.join(moved)} generator of the whole process. Use a random generator of "
+        f"{label} draws from or seeds {' and '.join(moved)} generator of the whole process. Use a random generator of "
         "your own: torch.Generator().manual_seed(n), random.Random(n)",
     )
 

@@ -103,8 +103,8 @@ class Hearing:
 class _Passing(io.TextIOBase):
     """A stream that passes text on, without secrets."""
 
-    def __init__(self, hearing: Hearing, to: TextIO) -> None:
-        self._hearing, self._to = hearing, to
+    def __init__(self, hearing: Hearing, target: TextIO) -> None:
+        self._hearing, self._to = hearing, target
 
     def write(self, text: str) -> int:
         self._to.write(self._hearing.hide(text))
@@ -134,13 +134,13 @@ def check_names(kind: str) -> list[str]:
 
 
 def run(
-    resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, only: str = ""
+    resolved: Selected, progress: Callable[[CheckResult], None] = lambda result: None, name_part: str = ""
 ) -> list[CheckResult]:
     """The checks of the kind's suite on ``resolved.cls``, with its default config.
 
     Args:
         progress: called after each check.
-        only: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
+        name_part: run the checks whose names (:func:`check_names`) contain this text; every check where it is empty.
 
     An exception in one check does not stop the others. Warnings are not shown.
     """
@@ -158,13 +158,13 @@ def run(
     results: list[CheckResult] = []
 
     def report(result: CheckResult) -> None:
-        if only in result.name:
+        if name_part in result.name:
             results.append(result)
             progress(result)
 
     hearing = Hearing()
     for name in _methods(contract):
-        if only not in _short(name) and only not in SECRETS:  # the check for secrets needs the output of all checks
+        if name_part not in _short(name) and name_part not in SECRETS:  # SECRETS needs the output of all checks
             continue
         with hearing():
             result = _run(name, getattr(instance, name), resolved.cls)
@@ -225,5 +225,5 @@ def _place(error: BaseException, cls: type[Any]) -> str:
     elsewhere."""
     module = sys.modules.get(cls.__module__)
     file = getattr(module, "__file__", None) or inspect.getsourcefile(cls)
-    own = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if file and f.filename == file]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -50,22 +50,22 @@ def missing(part: str) -> unittest.SkipTest:
     return unittest.SkipTest(f"The check needs what only you can supply: {part}")
 
 
-def expect_light_import(about: str, module: str, remedy: str) -> None:
+def expect_light_import(label: str, module: str, remedy: str) -> None:
     """Fails where importing ``module``, in a process of its own, fails or imports a framework.
 
     Args:
-        about: the component, at the beginning of messages.
+        label: the component, at the beginning of messages.
         remedy: what its author can do, at their end.
     """
     code = f"import sys, {module}; print(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    expect(done.returncode == 0, f"{about} its module cannot be imported: {done.stderr[-500:]}")
+    expect(done.returncode == 0, f"{label} its module cannot be imported: {done.stderr[-500:]}")
     frameworks = done.stdout.split()
-    expect(not frameworks, f"{about} importing {module} imports {frameworks}; {remedy}")
+    expect(not frameworks, f"{label} importing {module} imports {frameworks}; {remedy}")
 
 
 @contextlib.contextmanager
-def knowing_columns(about: str, give: str) -> Iterator[None]:
+def knowing_columns(label: str, give: str) -> Iterator[None]:
     """Turns the error about a column that the made-up rows lack into a failure that says how to add the column.
 
     Args:
@@ -80,7 +80,7 @@ def knowing_columns(about: str, give: str) -> Iterator[None]:
         needed = ", ".join(f"{json.dumps(column)}: ..." for column in [*present, name])
         entry = give.replace("NAME", f"{json.dumps(name)}: ...").replace("EACH", needed)
         raise Nonconformance(
-            f"{about} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Give them "
+            f"{label} reads the column {name!r}, which the made-up rows of this suite do not have{columns}. Give them "
             f"an example of it: conformance = {{{entry}}} in the plugin's class (in a "
             "file with a function: beside the function)"
         ) from error
@@ -121,10 +121,10 @@ class PluginContract:
         expect(isinstance(cls, type), f"{type(self).__name__} must say what it tests: {self.kind} = YourClass")
         return cls
 
-    def about(self, config: Any = None) -> str:
+    def label(self, config: Any = None) -> str:
         """The subject of messages: the class, and the options of the config that are not at their defaults."""
-        changed = "" if config is None else ", ".join(not_default(config))
-        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{changed and f' with {changed}'}:"
+        options = "" if config is None else ", ".join(not_default(config))
+        return f"{self.kind} {getattr(self.cls, 'name', '?')!r}{options and f' with {options}'}:"
 
     # -------------------------------------------------------------------------- checks of every kind
 
@@ -148,10 +148,10 @@ class PluginContract:
             base,
             *(c for c in cls.__mro__ if issubclass(c, Ability) and not issubclass(c, base) and c is not Ability),
         ]
-        for ours, theirs in misspelled(cls, *faces):
+        for attribute, member in misspelled(cls, *faces):
             raise Nonconformance(
-                f"{cls.__name__}.{ours} is not a member of kind {self.kind}, so it is never called. Did you mean "
-                f"{theirs!r}?"
+                f"{cls.__name__}.{attribute} is not a member of kind {self.kind}, so it is never called. Did you mean "
+                f"{member!r}?"
             )
         for problem in (problem for face in faces for problem in uncallable(cls, face)):
             raise Nonconformance(problem)
@@ -191,8 +191,8 @@ class Contract(PluginContract):
             return [self.cls.Config()]
         except ValidationError as error:
             first = error.errors()[0]
-            why = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
-            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({why})") from None
+            reason = f"{'.'.join(map(str, first['loc'])) or 'the defaults'}: {first['msg']}"
+            raise missing(f"configs = [{self.cls.__name__}.Config(...)], as Config() is not valid ({reason})") from None
 
     def build(self, config: Any) -> Any:
         """An instance, built as the runtime builds it."""
@@ -211,7 +211,7 @@ class Contract(PluginContract):
     def test_state_is_json(self) -> None:
         """``state_dict`` holds JSON values and loads into a fresh instance."""
         for config in self.grid():
-            check_state(self.build(config), self.build(config), self.about(config))
+            check_state(self.build(config), self.build(config), self.label(config))
 
 
 def misspelled(cls: type[Any], *faces: type[Any]) -> list[tuple[str, str]]:
@@ -223,8 +223,8 @@ def misspelled(cls: type[Any], *faces: type[Any]) -> list[tuple[str, str]]:
         for n in dir(face)
         if not n.startswith("_") and inspect.getattr_static(cls, n) is inspect.getattr_static(face, n)
     ]
-    own = [n for n in vars(cls) if not n.startswith("_") and not any(hasattr(face, n) for face in faces)]
-    pairs = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in own]
+    names = [n for n in vars(cls) if not n.startswith("_") and not any(hasattr(face, n) for face in faces)]
+    pairs = [(n, difflib.get_close_matches(n, optional, n=1, cutoff=0.8)) for n in names]
     return [(n, match[0]) for n, match in pairs if match]
 
 
@@ -232,25 +232,25 @@ def uncallable(cls: type[Any], base: type[Any]) -> Iterator[str]:
     """Problems with methods of ``cls`` that the interface ``base`` declares differently: other arguments, plain instead
     of ``async``, or a method instead of a property."""
     for name in dir(base):
-        theirs, ours = inspect.getattr_static(base, name), inspect.getattr_static(cls, name)
-        if theirs is ours or (name.startswith("_") and name != "__call__"):
+        inherited, defined = inspect.getattr_static(base, name), inspect.getattr_static(cls, name)
+        if inherited is defined or (name.startswith("_") and name != "__call__"):
             continue
-        if isinstance(theirs, property) and inspect.isfunction(ours):
+        if isinstance(inherited, property) and inspect.isfunction(defined):
             yield f"{cls.__name__}.{name} is read without a call: put @property above it"
-        if not (inspect.isfunction(theirs) and inspect.isfunction(ours)):
+        if not (inspect.isfunction(inherited) and inspect.isfunction(defined)):
             continue
-        signature = inspect.signature(theirs)
+        signature = inspect.signature(inherited)
         parameters = [
             p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         try:
-            inspect.signature(ours).bind(*parameters)
+            inspect.signature(defined).bind(*parameters)
         except TypeError as error:
             yield (
-                f"{cls.__name__}.{name}{_parameters(inspect.signature(ours))} is called as "
+                f"{cls.__name__}.{name}{_parameters(inspect.signature(defined))} is called as "
                 f"{name}{_parameters(signature)}: {error}"
             )
-        if inspect.iscoroutinefunction(theirs) and not inspect.iscoroutinefunction(ours):
+        if inspect.iscoroutinefunction(inherited) and not inspect.iscoroutinefunction(defined):
             yield f"{cls.__name__}.{name} is awaited: write `async def {name}`"
 
 
@@ -260,8 +260,8 @@ def taken_fields(cls: type[Any], kind: str) -> dict[str, str]:
     from rlhf_runtime.config.runfile import LISTS, SINGLE
 
     section = {**SINGLE, **LISTS}.get(kind)
-    own = set(section.model_fields) if section is not None else {"use"}
-    readers = dict.fromkeys(own, f"the section of the {kind} itself")
+    fields = set(section.model_fields) if section is not None else {"use"}
+    readers = dict.fromkeys(fields, f"the section of the {kind} itself")
     readers |= {name: f"the slot {name!r}" for name in getattr(cls, "slots", {})}
     return {name: readers[name] for name in cls.Config.model_fields if name in readers}
 
@@ -279,23 +279,23 @@ def no_number(value: Any) -> str:
     return f"{value!r} ({type(value).__name__}); allowed is a finite number.{hint}"
 
 
-def check_state(component: Component, fresh: Component, about: str) -> None:
+def check_state(component: Component, fresh: Component, label: str) -> None:
     """The state of ``component`` survives JSON and restores ``fresh``."""
     state = component.state_dict()
     try:
         text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}; got {state!r}") from error
+        raise Nonconformance(f"{label} state_dict() must hold JSON values only: {error}; got {state!r}") from error
     fresh.load_state_dict(json.loads(text))
-    again = json.dumps(fresh.state_dict(), allow_nan=False)
-    expect(again == text, f"{about} state_dict() is {text}, after load_state_dict() into a fresh instance {again}")
+    second = json.dumps(fresh.state_dict(), allow_nan=False)
+    expect(second == text, f"{label} state_dict() is {text}, after load_state_dict() into a fresh instance {second}")
 
 
 def check_config(config: Any) -> None:
     """One config: round trip, frozen, unknown keys refused."""
     cls, text = type(config), repr(config)
-    again = cls.model_validate_json(config.model_dump_json())
-    expect(again == config, f"{text} is {again!r} after a dump and a load")
+    loaded_config = cls.model_validate_json(config.model_dump_json())
+    expect(loaded_config == config, f"{text} is {loaded_config!r} after a dump and a load")
     for name in cls.model_fields:
         try:
             setattr(config, name, getattr(config, name))
@@ -315,26 +315,26 @@ def check_config(config: Any) -> None:
 def check_fields(cls: type[BaseModel], path: str = "") -> None:
     """Every field documented and of an immutable type, nested configs included."""
     for name, info in cls.model_fields.items():
-        where = f"{path or cls.__qualname__}.{name}"
+        field = f"{path or cls.__qualname__}.{name}"
         expect(
             bool((info.description or "").strip()),
-            f"{where} is not documented: put a string literal below the field; "
+            f"{field} is not documented: put a string literal below the field; "
             "the tables and `plugins show` are made from these texts",
         )
         expect(
             not names_secret(name),
-            f"{where} is called like a secret, and run files, which are copied and logged, hold none: read an "
+            f"{field} is called like a secret, and run files, which are copied and logged, hold none: read an "
             "environment variable, whose name may be an option (api_key_env)",
         )
         for part in _parts(info.annotation):
             if isinstance(part, type) and issubclass(part, _MUTABLE):
                 raise Nonconformance(
-                    f"{where} is a {part.__name__}, which can change under a frozen config; "
+                    f"{field} is a {part.__name__}, which can change under a frozen config; "
                     "use tuple or frozenset, or Mapping for a table"
                 )
             if isinstance(part, type) and issubclass(part, BaseModel):
-                expect(issubclass(part, ComponentConfig), f"{where}: {part.__name__} must subclass ComponentConfig")
-                check_fields(part, where)
+                expect(issubclass(part, ComponentConfig), f"{field}: {part.__name__} must subclass ComponentConfig")
+                check_fields(part, field)
 
 
 def _parts(annotation: Any) -> Iterable[Any]:

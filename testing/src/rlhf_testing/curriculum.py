@@ -94,9 +94,9 @@ class Play:
         self._number = 0
         self._taken = 0
 
-    def run(self, until: int) -> Play:
+    def run(self, end: int) -> Play:
         """Simulate the steps before ``until``."""
-        for step in range(self._taken, until):
+        for step in range(self._taken, end):
             while len(self.chosen) < min(step + 1 + self._staleness, STEPS):
                 self._generate(len(self.chosen))
             groups = self._ready.popleft()
@@ -172,23 +172,23 @@ class CurriculumContract(Contract):
         except Exception as error:
             missing = f" the column {error.args[0]!r}" if isinstance(error, NoColumn) else f": {error}"
             raise Nonconformance(
-                f"{self.about(config)} setup() refuses the made-up rows (columns {', '.join(columns)}; sources "
+                f"{self.label(config)} setup() refuses the made-up rows (columns {', '.join(columns)}; sources "
                 f"{dict(self.sizes)}), as it lacks{missing}. Give what it reads: "
                 'conformance = {"columns": {NAME: [values, ...]}, "sizes": {SOURCE: rows}} in the plugin\'s class'
             ) from error
         return curriculum
 
-    def play(self, config: Any, until: int = STEPS, staleness: int = 0, score: Score | None = None) -> Play:
+    def play(self, config: Any, end: int = STEPS, staleness: int = 0, score: Score | None = None) -> Play:
         """Simulates a run from its start. Error messages name the curriculum."""
-        return self.go_on(config, Play(self.build(config), staleness, score or made_up_score), until)
+        return self.go_on(config, Play(self.build(config), staleness, score or made_up_score), end)
 
-    def go_on(self, config: Any, play: Play, until: int = STEPS) -> Play:
+    def go_on(self, config: Any, play: Play, end: int = STEPS) -> Play:
         try:
-            return play.run(until)
+            return play.run(end)
         except Nonconformance as error:
-            raise Nonconformance(f"{self.about(config)} {error}") from error
+            raise Nonconformance(f"{self.label(config)} {error}") from error
         except Exception as error:
-            raise Nonconformance(f"{self.about(config)} raised {type(error).__name__}: {error}") from error
+            raise Nonconformance(f"{self.label(config)} raised {type(error).__name__}: {error}") from error
 
     # ------------------------------------------------------------------------------------- checks
 
@@ -200,7 +200,7 @@ class CurriculumContract(Contract):
             for staleness in (0, 3):
                 for batch in self.play(config, staleness=staleness).chosen:
                     wrong = [row for row in batch if not 0 <= row < rows]
-                    expect(not wrong, f"{self.about(config)} chose {wrong}; the data has the positions 0 to {rows - 1}")
+                    expect(not wrong, f"{self.label(config)} chose {wrong}; the data has the positions 0 to {rows - 1}")
 
     def test_repeats(self) -> None:
         """Where ``repeats`` is False, no row comes twice in a batch; else a batch may be larger than the data."""
@@ -211,15 +211,15 @@ class CurriculumContract(Contract):
                 choice = list(curriculum.choose(2 * rows + 1, 0))
                 expect(
                     len(choice) == 2 * rows + 1,
-                    f"{self.about(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Rows may come "
+                    f"{self.label(config)} choose({2 * rows + 1}, 0) of {rows} rows gave {len(choice)}. Rows may come "
                     "again in a batch that is larger than the data, or set repeats = False",
                 )
                 continue
             for step, batch in enumerate(self.play(config, staleness=2).chosen):
-                twice = sorted({row for row in batch if batch.count(row) > 1})
+                twins = sorted({row for row in batch if batch.count(row) > 1})
                 expect(
-                    not twice,
-                    f"{self.about(config)} chose {twice} twice for the batch of step {step}, refills included, though "
+                    not twins,
+                    f"{self.label(config)} chose {twins} twice for the batch of step {step}, refills included, though "
                     "repeats is False",
                 )
 
@@ -231,33 +231,33 @@ class CurriculumContract(Contract):
                 random.seed(1)
                 first = self.play(config, staleness=1)
                 random.seed(2)
-                again = self.play(config, staleness=1)
+                second = self.play(config, staleness=1)
             finally:
                 random.setstate(state)
             expect(
-                first.chosen == again.chosen,
-                f"{self.about(config)} chose other rows in a second run with the same seed: "
-                f"{_difference(first.chosen, again.chosen)}. Derive random choices from the seed and from counters",
+                first.chosen == second.chosen,
+                f"{self.label(config)} chose other rows in a second run with the same seed: "
+                f"{_difference(first.chosen, second.chosen)}. Derive random choices from the seed and from counters",
             )
 
     def test_resume(self) -> None:
         """The state between two batches is JSON, and a fresh instance that loads it chooses the same rows."""
         for config in self.grid():
             for staleness in (0, 2):
-                whole = self.play(config, staleness=staleness)
+                plain = self.play(config, staleness=staleness)
                 for step in (1, 5, 6):
                     stopped = self.play(config, step, staleness)
                     fresh = self.build(config)
-                    _restore(fresh, stopped.curriculum.state_dict(), self.about(config))
+                    _restore(fresh, stopped.curriculum.state_dict(), self.label(config))
                     resumed = self.go_on(config, stopped.resumed(fresh))
                     expect(
-                        resumed.chosen == whole.chosen,
-                        f"{self.about(config)} resumed after step {step} with staleness {staleness} it chose other "
-                        f"rows: {_difference(whole.chosen, resumed.chosen)}. state_dict() must hold what they need",
+                        resumed.chosen == plain.chosen,
+                        f"{self.label(config)} resumed after step {step} with staleness {staleness} it chose other "
+                        f"rows: {_difference(plain.chosen, resumed.chosen)}. state_dict() must hold what they need",
                     )
                     expect(
-                        resumed.metrics == whole.metrics,
-                        f"{self.about(config)} resumed after step {step} it reported other metrics than the "
+                        resumed.metrics == plain.metrics,
+                        f"{self.label(config)} resumed after step {step} it reported other metrics than the "
                         "uninterrupted run",
                     )
 
@@ -265,14 +265,14 @@ class CurriculumContract(Contract):
         """A continuous stream may save between two calls of ``choose`` for one step. A fresh instance that loads the
         state chooses the same rows of the rest."""
         for config in self.grid() if self.cls.repeats else ():  # others are refused there
-            whole = self.play(config, 5).curriculum
-            whole.choose(BATCH // 2, 5)
+            plain = self.play(config, 5).curriculum
+            plain.choose(BATCH // 2, 5)
             fresh = self.build(config)
-            _restore(fresh, whole.state_dict(), self.about(config))
-            rest, again = ([*map(position_of, curriculum.choose(BATCH // 2, 5))] for curriculum in (whole, fresh))
+            _restore(fresh, plain.state_dict(), self.label(config))
+            rest, resumed = ([*map(position_of, curriculum.choose(BATCH // 2, 5))] for curriculum in (plain, fresh))
             expect(
-                rest == again,
-                f"{self.about(config)} chose {again} for the rest of a batch in the middle of which it resumed, and "
+                rest == resumed,
+                f"{self.label(config)} chose {resumed} for the rest of a batch in the middle of which it resumed, and "
                 f"{rest} without the resume. state_dict() must hold what it knows of an unfinished batch",
             )
 
@@ -286,7 +286,7 @@ class CurriculumContract(Contract):
             other = self.play(config, score=lambda row, step, sample: 1.0 - made_up_score(row, step, sample)).chosen
             expect(
                 rows == other,
-                f"{self.about(config)} chose other rows for other scores: {_difference(rows, other)}. Set min_scores "
+                f"{self.label(config)} chose other rows for other scores: {_difference(rows, other)}. Set min_scores "
                 "= 1, so that runs without scores are refused",
             )
             self.go_on(config, Play(self.build(config)))  # an offline run
@@ -304,22 +304,22 @@ class CurriculumContract(Contract):
                 for name, value in metrics.items():
                     text = isinstance(name, str) and name != "" and not name.startswith("curriculum/")
                     expect(
-                        text, f"{self.about(config)} metrics() has the name {name!r}; `curriculum/` is put before it"
+                        text, f"{self.label(config)} metrics() has the name {name!r}; `curriculum/` is put before it"
                     )
                     wrong = no_number(value)
-                    expect(not wrong, f"{self.about(config)} metrics() has {name} = {wrong}")
+                    expect(not wrong, f"{self.label(config)} metrics() has {name} = {wrong}")
 
 
-def _restore(fresh: Curriculum, state: Any, about: str) -> None:
+def _restore(fresh: Curriculum, state: Any, label: str) -> None:
     """Load ``state``, by way of JSON."""
     try:
         text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise Nonconformance(f"{about} state_dict() must hold JSON values only: {error}") from error
+        raise Nonconformance(f"{label} state_dict() must hold JSON values only: {error}") from error
     fresh.load_state_dict(json.loads(text))
     expect(
         _has_text_keys(fresh.state_dict()) == _has_text_keys(state),
-        f"{about} state_dict() has a dict with keys that are no text. JSON makes text of them, and load_state_dict() "
+        f"{label} state_dict() has a dict with keys that are no text. JSON makes text of them, and load_state_dict() "
         "leaves them so: convert them there",
     )
 

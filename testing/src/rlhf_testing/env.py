@@ -50,7 +50,7 @@ class EnvContract(Contract):
         return fabricate.row(self.rows[index], index)
 
     def open(self, config: Any, index: int, seed: int) -> CheckedEpisode:
-        return CheckedEpisode(self, self.about(config), self.build(config), self.row(index), seed)
+        return CheckedEpisode(self, self.label(config), self.build(config), self.row(index), seed)
 
     def play(self, config: Any, index: int, seed: int, first: int = 0) -> Answers:
         """A whole episode: the first observation and every step; ``first`` is the action it begins with."""
@@ -66,13 +66,13 @@ class EnvContract(Contract):
 
     def test_methods(self) -> None:
         """``reset``, ``step`` and ``close`` are all ``async def`` or all plain ``def``."""
-        own = {n: getattr(self.cls, n) for n in ("reset", "step", "close")}
-        if own["close"] is Env.close:
-            del own["close"]  # the inherited close() does nothing and fits both
-        kinds = {n: inspect.iscoroutinefunction(f) for n, f in own.items()}
+        methods = {n: getattr(self.cls, n) for n in ("reset", "step", "close")}
+        if methods["close"] is Env.close:
+            del methods["close"]  # the inherited close() does nothing and fits both
+        kinds = {n: inspect.iscoroutinefunction(f) for n, f in methods.items()}
         expect(
             len(set(kinds.values())) <= 1,
-            f"{self.about()} mixes async and plain methods: {kinds}. Async ones run on the event loop, plain ones in a "
+            f"{self.label()} mixes async and plain methods: {kinds}. Async ones run on the event loop, plain ones in a "
             "worker process: choose one",
         )
 
@@ -95,20 +95,20 @@ class EnvContract(Contract):
                     random.seed(2)
                     random.random()
                     second = self.play(config, index, seed)
-                    why = (
+                    reason = (
                         "draw from random.Random(seed) of reset(), never from the module's generator or the clock, and "
                         "keep what an episode remembers on self, never on the class or the module"
                     )
                     expect(
                         first == second,
-                        f"{self.about(config)} row {index}, seed {seed}: two episodes with equal actions differ at "
-                        f"answer {_differs(first, second)}: {why}",
+                        f"{self.label(config)} row {index}, seed {seed}: two episodes with equal actions differ at "
+                        f"answer {_differs(first, second)}: {reason}",
                     )
-                    beside = self._interleaved(config, index, seed)
+                    interleaved = self._interleaved(config, index, seed)
                     expect(
-                        first == beside,
-                        f"{self.about(config)} row {index}, seed {seed}: another episode open beside it changes answer "
-                        f"{_differs(first, beside)}: keep state in the instance, not in the class or module",
+                        first == interleaved,
+                        f"{self.label(config)} row {index}, seed {seed}: another episode open beside it changes answer "
+                        f"{_differs(first, interleaved)}: keep state in the instance, not in the class or module",
                     )
 
     def _interleaved(self, config: Any, index: int, seed: int) -> Answers:
@@ -131,25 +131,25 @@ class EnvContract(Contract):
             try:
                 call(unused.close, limit=self.limit)
             except Exception as error:
-                raise Nonconformance(f"{self.about(config)} close() without reset() raises {error!r}") from error
+                raise Nonconformance(f"{self.label(config)} close() without reset() raises {error!r}") from error
 
     def test_gives_everything_back(self) -> None:
         """``close`` releases everything that an episode opened: files, connections, processes, threads. A run opens
         thousands of episodes, and the worker process of a plain environment serves many of them in turn."""
         ends = {"an episode that was played to its end": True, "one that was left at once": False}
-        played = [(config, when) for config in self.grid() for when in ends]
-        leftovers = leaks([partial(self._closed, config, ends[when]) for config, when in played])
-        for (config, when), left in zip(played, leftovers, strict=True):
+        played = [(config, point) for config in self.grid() for point in ends]
+        leftovers = leaks([partial(self._closed, config, ends[point]) for config, point in played])
+        for (config, point), left in zip(played, leftovers, strict=True):
             expect(
                 not left,
-                f"{self.about(config)} of {when} there is left after close(), every time, {'; '.join(left)}: "
+                f"{self.label(config)} of {point} there is left after close(), every time, {'; '.join(left)}: "
                 "close() gives back what reset() and step() opened",
             )
 
-    def _closed(self, config: Any, whole: bool) -> CheckedEpisode:
+    def _closed(self, config: Any, is_whole_episode: bool) -> CheckedEpisode:
         """An episode after its end. It is returned because a garbage-collected object may close its files by itself."""
         episode = self.open(config, 0, 0)
-        for turn in range(self.max_turns if whole else 0):
+        for turn in range(self.max_turns if is_whole_episode else 0):
             if episode.done:
                 break
             episode.act(self.actions[turn % len(self.actions)])
@@ -160,62 +160,62 @@ class EnvContract(Contract):
 class CheckedEpisode:
     """One environment instance, checked at every answer."""
 
-    def __init__(self, suite: EnvContract, about: str, env: Any, row: Any, seed: int) -> None:
-        self.suite, self.about, self.env, self.row = suite, about, env, row
+    def __init__(self, suite: EnvContract, label: str, env: Any, row: Any, seed: int) -> None:
+        self.suite, self.label, self.env, self.row = suite, label, env, row
         self.before = copy.deepcopy(row)
         self.done = False
         self.agents = tuple(type(env).agents(env.config))
         self.answers: Answers = [self._call(env.reset, row, seed)]
         first = self.answers[0]
         if not self.agents:
-            expect(isinstance(first, str), f"{about} reset() must return the first observation as text, got {first!r}")
+            expect(isinstance(first, str), f"{label} reset() must return the first observation as text, got {first!r}")
             return
-        own = isinstance(first, EnvStep) and first == EnvStep(
+        has_agent = isinstance(first, EnvStep) and first == EnvStep(
             first.observation, sampling=first.sampling, agent=first.agent
         )
-        expect(own, f"{about} with agents() reset() must return EnvStep(observation, agent=...), got {first!r}")
-        self._agent(about, first)
+        expect(has_agent, f"{label} with agents() reset() must return EnvStep(observation, agent=...), got {first!r}")
+        self._agent(label, first)
 
     def act(self, action: str) -> None:
         step = self._call(self.env.step, action)
-        about = f"{self.about} the answer to {action[:20]!r}"
-        expect(isinstance(step, EnvStep), f"{about} must be an EnvStep, got {step!r}")
-        expect(isinstance(step.observation, str), f"{about}: the observation is {step.observation!r}, not a text")
-        expect(not (wrong := no_number(step.reward)), f"{about}: the reward is {wrong}")
-        expect(isinstance(step.done, bool), f"{about}: done is {step.done!r}, not True or False. Write bool(...)")
+        label = f"{self.label} the answer to {action[:20]!r}"
+        expect(isinstance(step, EnvStep), f"{label} must be an EnvStep, got {step!r}")
+        expect(isinstance(step.observation, str), f"{label}: the observation is {step.observation!r}, not a text")
+        expect(not (wrong := no_number(step.reward)), f"{label}: the reward is {wrong}")
+        expect(isinstance(step.done, bool), f"{label}: done is {step.done!r}, not True or False. Write bool(...)")
         expect(
             step.sampling is None or isinstance(step.sampling, Sampling),
-            f"{about}: sampling is {step.sampling!r}; allowed is None, or a Sampling such as "
+            f"{label}: sampling is {step.sampling!r}; allowed is None, or a Sampling such as "
             "dataclasses.replace(self.sampling, max_new_tokens=8)",
         )
         try:
             json.dumps(dict(step.info))
         except (TypeError, ValueError) as error:
-            raise Nonconformance(f"{about}: info goes into the rollouts file and must be JSON: {error}") from error
-        self._agent(about, step)
+            raise Nonconformance(f"{label}: info goes into the rollouts file and must be JSON: {error}") from error
+        self._agent(label, step)
         self.done = step.done
         self.answers.append(step)
 
-    def _agent(self, about: str, step: EnvStep) -> None:
+    def _agent(self, label: str, step: EnvStep) -> None:
         """The agents that a step names are those of ``agents()``."""
         names = [*step.rewards, *([] if step.done or (step.agent == "" and not self.agents) else [step.agent])]
         strangers = [name for name in names if name not in self.agents]
-        expect(not strangers, f"{about}: the step names the agent {strangers[:1]}; agents() gives {self.agents}")
+        expect(not strangers, f"{label}: the step names the agent {strangers[:1]}; agents() gives {self.agents}")
         for agent, reward in step.rewards.items():
-            expect(not (wrong := no_number(reward)), f"{about}: the reward of {agent!r} is {wrong}")
+            expect(not (wrong := no_number(reward)), f"{label}: the reward of {agent!r} is {wrong}")
 
     def close(self) -> None:
         self._call(self.env.close)
-        expect(self.row == self.before, f"{self.about} the episode changed its data row, which other samples share")
+        expect(self.row == self.before, f"{self.label} the episode changed its data row, which other samples share")
 
     def _call(self, method: Any, *arguments: Any) -> Any:
         start = time.monotonic()
-        with knowing_columns(self.about, '"rows": [{EACH}]'):
+        with knowing_columns(self.label, '"rows": [{EACH}]'):
             result = call(method, *arguments, limit=self.suite.limit)
         took = time.monotonic() - start
         expect(
             took <= self.suite.limit,
-            f"{self.about} {method.__name__}() took {took:.1f} s, allowed {self.suite.limit} s",
+            f"{self.label} {method.__name__}() took {took:.1f} s, allowed {self.suite.limit} s",
         )
         return result
 

@@ -154,7 +154,7 @@ def examples(
         columns: further columns of every row; a pair's ``margin`` is in ``Example.values`` too, as ``data.margin`` puts
             it there.
     """
-    rng, further = random.Random(seed), dict(columns or {})
+    rng, extra_columns = random.Random(seed), dict(columns or {})
     example_list = []
     for index in range(count):
         prompt = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, 5))]
@@ -165,10 +165,10 @@ def examples(
             sequences.append(TokenSequence(prompt + answer, mask, role))
         values: dict[str, Any] = {"label": index % 2 == 0} if form == "labels" else {}
         if form == "pairs":
-            values = MadeUpColumns({"margin": float(further["margin"])} if "margin" in further else {})
+            values = MadeUpColumns({"margin": float(extra_columns["margin"])} if "margin" in extra_columns else {})
         if form == "steps":
             values["steps"] = [(len(sequences[0].ids) - 1, float(index % 2))]
-        example_list.append(Example(row(_usual(index) | further, index), sequences, values))
+        example_list.append(Example(row(_usual(index) | extra_columns, index), sequences, values))
     return example_list
 
 
@@ -197,12 +197,14 @@ def batch(
         roles = [0, 1] if form == "pairs" else [0, 0] if fresh and u % 3 == 1 else [0]
         sequences = []
         for role in roles:
-            own: list[bool] = [False] * rng.randint(1, 4)
+            mask_T: list[bool] = [False] * rng.randint(1, 4)
             for _ in range(rng.randint(1, 2)):
-                own += [not blank] * rng.randint(2, 6) + [False] * rng.randint(0, 2)
-            ids = [rng.randrange(1, VOCABULARY) for _ in own]
-            tok = dict.fromkeys({"loss_mask", mask}, own)
-            sequences.append(SequenceData(ids, {**tok, "temperature": [rng.choice((0.7, 1.0, 1.3))] * len(own)}, role))
+                mask_T += [not blank] * rng.randint(2, 6) + [False] * rng.randint(0, 2)
+            ids = [rng.randrange(1, VOCABULARY) for _ in mask_T]
+            tok = dict.fromkeys({"loss_mask", mask}, mask_T)
+            sequences.append(
+                SequenceData(ids, {**tok, "temperature": [rng.choice((0.7, 1.0, 1.3))] * len(mask_T)}, role)
+            )
         columns = {"label": u % 2 == 0} if form == "labels" else {}
         unit_data.append(UnitData(sequences, columns))
     return pack(unit_data)
@@ -256,8 +258,8 @@ def read(
             )
         prefixes = [list(sequence[: p + (head.at == "at")]) for p in places]
         outputs = [values(f"{role.name}/{prefix}", size, 0) for prefix in prefixes]
-        own = torch.tensor([sequence[p] for p in places])
-        rows.append(head.fn(torch.stack(outputs), own, {}, head.constants).tolist() if places else [])
+        ids_T = torch.tensor([sequence[p] for p in places])
+        rows.append(head.fn(torch.stack(outputs), ids_T, {}, head.constants).tolist() if places else [])
     return rows
 
 

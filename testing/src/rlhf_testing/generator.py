@@ -39,37 +39,37 @@ class SamplingChecks:
     make: Any
     requests: Any
     grid: Any
-    about: Any
+    label: Any
 
     def test_seeds(self) -> None:
         """Equal seeds give bit-equal samples in a fresh generator, whatever the global random state is. Different seeds
         give different samples."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             requests = self.requests(Sampling(10, ignore_eos=True))
             torch.manual_seed(1)
-            first = self.make(config).turns(requests, about)
+            first = self.make(config).turns(requests, label)
             torch.manual_seed(2)
-            second = self.make(config).turns(requests, about)
+            second = self.make(config).turns(requests, label)
             expect(
-                first == second, f"{about} two generators with equal seeds draw differently: seeds belong to requests"
+                first == second, f"{label} two generators with equal seeds draw differently: seeds belong to requests"
             )
             ids = [tuple(t.ids) for t in first]
-            expect(ids[0] != ids[2], f"{about} two samples of one prompt with different seeds are equal: {ids[0]}")
+            expect(ids[0] != ids[2], f"{label} two samples of one prompt with different seeds are equal: {ids[0]}")
 
     def test_neighbours(self) -> None:
         """A request draws the same tokens alone and at any position of a batch."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             requests = self.requests(Sampling(10, ignore_eos=True))
-            together = s.turns(requests, about)
-            back = s.turns(requests[::-1], about)[::-1]
+            batch = s.turns(requests, label)
+            reversed_batch = s.turns(requests[::-1], label)[::-1]
             for n, request in enumerate(requests):
-                alone = s.turns([request], about)[0]
-                for position, other in (("alone", alone), ("in reversed order", back[n])):
+                single = s.turns([request], label)[0]
+                for position, other in (("alone", single), ("in reversed order", reversed_batch[n])):
                     expect(
-                        other.ids == together[n].ids,
-                        f"{about} request {n} draws {other.ids} {position} and {together[n].ids} in the batch: a "
+                        other.ids == batch[n].ids,
+                        f"{label} request {n} draws {other.ids} {position} and {batch[n].ids} in the batch: a "
                         "sample is a function of its own tokens, seed and sampling",
                     )
 
@@ -77,11 +77,11 @@ class SamplingChecks:
         """An ``AnswersRequests`` samples requests that come one after another, and drops some, as
         :meth:`generate` samples them together."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             if not isinstance(s.generator, AnswersRequests):
                 continue
             requests = [replace(r, sampling=Sampling(3 + 3 * n)) for n, r in enumerate(self.requests(Sampling(3)))]
-            together = s.turns(requests, about)
+            batch = s.turns(requests, label)
             last = len(requests) - 1
             answers = s.generator.advance({last: requests[last]})
             answers += s.generator.advance({n: requests[n] for n in range(last)})
@@ -91,23 +91,23 @@ class SamplingChecks:
             numbers = [n for n in range(len(requests)) if n != last - 1]
             names = sorted(name for name, _ in answers)
             expect(
-                names == numbers, f"{about} advance() answers requests {names}; each of {numbers} once was asked for"
+                names == numbers, f"{label} advance() answers requests {names}; each of {numbers} once was asked for"
             )
             for name, turn in answers:
                 expect(
-                    turn.ids == together[name].ids,
-                    f"{about} request {name} draws {turn.ids} by advance() and {together[name].ids} by generate()",
+                    turn.ids == batch[name].ids,
+                    f"{label} request {name} draws {turn.ids} by advance() and {batch[name].ids} by generate()",
                 )
 
     def test_distribution(self) -> None:
         """First tokens follow the reference's softmax at the temperature (chi-square over eight bins of similar
         mass)."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             for temperature in (0.7, 1.3):
                 sampling = Sampling(1, temperature, ignore_eos=True)
                 requests = [GenerationRequest(PROMPT, seed, sampling) for seed in range(400)]
-                tokens = [t.ids[0] for t in s.turns(requests, about)]
+                tokens = [t.ids[0] for t in s.turns(requests, label)]
                 p_V = s.logprobs(PROMPT, [0], temperature)[0].exp().double()
                 order = p_V.argsort(descending=True)
                 bin_V = torch.zeros_like(order)
@@ -118,7 +118,7 @@ class SamplingChecks:
                 chi = float(((counts - want)[filled].square() / want[filled]).sum())
                 expect(
                     chi < 40.0,
-                    f"{about} temperature {temperature}: first tokens do not follow the softmax, chi-square {chi:.0f} "
+                    f"{label} temperature {temperature}: first tokens do not follow the softmax, chi-square {chi:.0f} "
                     f"of 7 degrees of freedom (allowed 40; chance 1e-6): drawn {counts.tolist()}, "
                     f"expected {want.round().tolist()}",
                 )
@@ -126,61 +126,61 @@ class SamplingChecks:
     def test_greedy(self) -> None:
         """Temperature 0 takes the most likely token each time."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             for request, turn in zip(
                 self.requests(Sampling(8)),
-                s.turns(self.requests(Sampling(8, 0.0, ignore_eos=True)), about),
+                s.turns(self.requests(Sampling(8, 0.0, ignore_eos=True)), label),
                 strict=True,
             ):
                 rows = s.logprobs(request.ids, turn.ids, 1.0)
                 short = rows.max(1).values - rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
                 expect(
-                    float(short.max()) <= 1e-5, f"{about} temperature 0 takes a token that is not the most likely one"
+                    float(short.max()) <= 1e-5, f"{label} temperature 0 takes a token that is not the most likely one"
                 )
 
     def test_budgets(self) -> None:
         """``max_new_tokens`` applies to each request by itself, and a turn that reaches it finishes as ``length``."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             sampling = Sampling(1, ignore_eos=True)
             budgets = (1, 5, 2, 9, 3)
             requests = [
                 replace(r, sampling=replace(sampling, max_new_tokens=n))
                 for r, n in zip(self.requests(sampling), budgets, strict=True)
             ]
-            for budget, turn in zip(budgets, s.turns(requests, about), strict=True):
+            for budget, turn in zip(budgets, s.turns(requests, label), strict=True):
                 tokens, finish = len(turn.ids), turn.finish
                 expect(
                     (tokens, finish) == (budget, "length"),
-                    f"{about} max_new_tokens = {budget} gives {tokens} tokens, finish {finish!r}",
+                    f"{label} max_new_tokens = {budget} gives {tokens} tokens, finish {finish!r}",
                 )
 
     def test_stops(self) -> None:
         """End tokens, stop tokens and stop strings end a turn where they first appear, and are part of the turn."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
-            free = s.turns([GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True))], about)[0]
+            label, s = self.label(config), self.make(config)
+            free = s.turns([GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True))], label)[0]
             stop = free.ids[4]
-            until = free.ids[: free.ids.index(stop) + 1]
+            ids = free.ids[: free.ids.index(stop) + 1]
             request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop_token_ids=(stop,)))
-            self._ended(s.turns([request], about)[0], until, f"{about} stop_token_ids = ({stop},)")
+            self._ended(s.turns([request], label)[0], ids, f"{label} stop_token_ids = ({stop},)")
             request = GenerationRequest(PROMPT, 7, Sampling(12))
             ender = self.make(config, eos=(stop,))
-            self._ended(ender.turns([request], about)[0], until, f"{about} end token {stop}")
-            ignored = ender.turns([replace(request, sampling=Sampling(12, ignore_eos=True))], about)[0]
-            expect(ignored.ids == free.ids, f"{about} ignore_eos: the end token {stop} ended the turn: {ignored.ids}")
+            self._ended(ender.turns([request], label)[0], ids, f"{label} end token {stop}")
+            ignored = ender.turns([replace(request, sampling=Sampling(12, ignore_eos=True))], label)[0]
+            expect(ignored.ids == free.ids, f"{label} ignore_eos: the end token {stop} ended the turn: {ignored.ids}")
             text = next((t for t in (s.decode([i]) for i in free.ids[2:]) if t.strip()), "")
             if text:
                 count = next(n for n in range(1, 13) if text in s.decode(free.ids[:n]))
                 request = GenerationRequest(PROMPT, 7, Sampling(12, ignore_eos=True, stop=(text,)))
-                self._ended(s.turns([request], about)[0], free.ids[:count], f"{about} stop = ({text!r},)")
+                self._ended(s.turns([request], label)[0], free.ids[:count], f"{label} stop = ({text!r},)")
 
-    def _ended(self, turn: Turn, ids: list[int], about: str) -> None:
-        expect(turn.ids == ids, f"{about} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
-        expect(turn.finish == "stop", f"{about} finishes as {turn.finish!r}, not 'stop'")
+    def _ended(self, turn: Turn, ids: list[int], label: str) -> None:
+        expect(turn.ids == ids, f"{label} must end the turn as {ids} (it belongs to the turn), got {turn.ids}")
+        expect(turn.finish == "stop", f"{label} finishes as {turn.finish!r}, not 'stop'")
         expect(
             turn.logprobs is not None and len(turn.logprobs) == len(ids),
-            f"{about} loses the log-prob of its last token",
+            f"{label} loses the log-prob of its last token",
         )
 
 
@@ -201,12 +201,12 @@ class Sampled:
     def __init__(self, generator: Any, source: PlainTrainer, decode: Any) -> None:
         self.generator, self.source, self.decode = generator, source, decode
 
-    def turns(self, requests: Sequence[GenerationRequest], about: str) -> list[Turn]:
+    def turns(self, requests: Sequence[GenerationRequest], label: str) -> list[Turn]:
         """One turn per request, in request order. Fails unless each request is answered exactly once."""
         answers = list(self.generator.generate(requests))
         order = sorted(n for n, _ in answers)
         expect(
-            order == list(range(len(requests))), f"{about} {len(requests)} requests are answered as {order}, each once"
+            order == list(range(len(requests))), f"{label} {len(requests)} requests are answered as {order}, each once"
         )
         return [turn for _, turn in sorted(answers, key=lambda pair: pair[0])]
 
@@ -273,11 +273,11 @@ class GeneratorContract(SamplingChecks, Contract):
     def test_turns(self) -> None:
         """Each request is answered once, by a complete sampled turn that names the version of its weights."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            s = self.make(config)
             sampling = Sampling(max_new_tokens=7, temperature=0.9)
             requests = self.requests(sampling)
-            for n, turn in enumerate(s.turns(requests, about)):
-                label = f"{about} request {n}"
+            for n, turn in enumerate(s.turns(requests, self.label(config))):
+                label = f"{self.label(config)} request {n}"
                 if n == 0 and "seeds" in self.cls.capabilities:
                     streamed = [token for piece in s.generator.stream(requests[0]) for token in piece]
                     expect(streamed == list(turn.ids), f"{label}: stream() gives {streamed}, generate() {turn.ids}")
@@ -304,10 +304,10 @@ class GeneratorContract(SamplingChecks, Contract):
         """Log-probs equal those of the reference forward pass at temperatures 0.7, 1 and 1.3."""
         for config in self.grid():
             for architecture in self.architectures:
-                about, s = f"{self.about(config)} {architecture}:", self.make(config, architecture=architecture)
+                label, s = f"{self.label(config)} {architecture}:", self.make(config, architecture=architecture)
                 for temperature in TEMPERATURES:
                     self._same_logprobs(
-                        s, Sampling(12, temperature, ignore_eos=True), f"{about} temperature {temperature}:"
+                        s, Sampling(12, temperature, ignore_eos=True), f"{label} temperature {temperature}:"
                     )
 
     def test_truncated_sampling(self) -> None:
@@ -315,36 +315,36 @@ class GeneratorContract(SamplingChecks, Contract):
         distribution that the tokens were drawn from."""
         capabilities = self.cls.capabilities
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             for name, value in (("top_k", 3), ("top_p", 0.5), ("min_p", 0.5)):
                 if name not in capabilities:
                     continue
                 sampling = Sampling(12, 1.3, ignore_eos=True, **{name: value})  # type: ignore[arg-type]
                 keep = partial(allowed, name=name, value=value)
-                for request, turn in self._same_logprobs(s, sampling, f"{about} {name} = {value}:", keep):
+                for request, turn in self._same_logprobs(s, sampling, f"{label} {name} = {value}:", keep):
                     for position, row in enumerate(s.logprobs(request.ids, turn.ids, 1.3)):
                         token = turn.ids[position]
                         expect(
                             allowed(row, token, name, value),
-                            f"{about} {name} = {value} drew token {token}, outside of it",
+                            f"{label} {name} = {value} drew token {token}, outside of it",
                         )
 
     def _same_logprobs(
-        self, s: Sampled, sampling: Sampling, about: str, keep: Callable[..., bool] | None = None
+        self, s: Sampled, sampling: Sampling, label: str, keep: Callable[..., bool] | None = None
     ) -> list[tuple[GenerationRequest, Turn]]:
         requests = self.requests(sampling)
-        turns = s.turns(requests, about)
+        turns = s.turns(requests, label)
         for request, turn in zip(requests, turns, strict=True):
             rows = s.logprobs(request.ids, turn.ids, sampling.temperature)
             want = rows[torch.arange(len(turn.ids)), torch.tensor(turn.ids)]
             logprobs = torch.tensor(turn.logprobs)
-            apart = float((logprobs - want).abs().max())
+            delta = float((logprobs - want).abs().max())
             if keep is not None:  # rounding decides at the edge of a truncation, so the mass has two bounds
-                most, least = (_log_mass(rows, partial(keep, margin=m)) for m in (1.0, -1.0))
-                apart = float(torch.maximum(want - most - logprobs, logprobs - want + least).max())
+                largest_mass, smallest_mass = (_log_mass(rows, partial(keep, margin=m)) for m in (1.0, -1.0))
+                delta = float(torch.maximum(want - largest_mass - logprobs, logprobs - want + smallest_mass).max())
             expect(
-                apart <= LOGPROB,
-                f"{about} log-probs differ from the reference forward pass by {apart:.1e} (allowed {LOGPROB:.0e}). "
+                delta <= LOGPROB,
+                f"{label} log-probs differ from the reference forward pass by {delta:.1e} (allowed {LOGPROB:.0e}). "
                 "They are of the distribution that the token was drawn from: after temperature and truncation",
             )
         return list(zip(requests, turns, strict=True))
@@ -352,16 +352,16 @@ class GeneratorContract(SamplingChecks, Contract):
     def test_new_weights(self) -> None:
         """After new weights are loaded, samples come from them only. ``load`` proves its version."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             sampling = Sampling(8, ignore_eos=True)
-            s.turns(self.requests(sampling), about)
+            s.turns(self.requests(sampling), label)
             other = PlainTrainer(None, ModelSpec(RoleSpec("policy"), str(self.path(seed=5))))
             s.source.load_weights(other.weights())
             proof = self.load(s, 3)
-            expect(proof.version == 3, f"{about} load(..., 3) proves version {proof.version}")
-            expect(s.generator.version == 3, f"{about} after load(..., 3) its version is {s.generator.version}")
-            for _, turn in self._same_logprobs(s, sampling, f"{about} after new weights:"):
-                expect(turn.versions == ((0, 3),), f"{about} after load(..., 3) a turn says versions {turn.versions}")
+            expect(proof.version == 3, f"{label} load(..., 3) proves version {proof.version}")
+            expect(s.generator.version == 3, f"{label} after load(..., 3) its version is {s.generator.version}")
+            for _, turn in self._same_logprobs(s, sampling, f"{label} after new weights:"):
+                expect(turn.versions == ((0, 3),), f"{label} after load(..., 3) a turn says versions {turn.versions}")
 
     def test_links(self) -> None:
         """With ``ReceivesOverLinks``, weights that come over a link are proven and sampled from, and a second
@@ -373,7 +373,7 @@ class GeneratorContract(SamplingChecks, Contract):
         from rlhf_workers.links.receiving import receives_over_links
 
         config = next(iter(self.grid()))
-        about, s = self.about(config), self.make(config)
+        label, s = self.label(config), self.make(config)
         generator = s.generator
         if not receives_over_links(type(generator)) or torch.cuda.is_available():
             return
@@ -392,18 +392,18 @@ class GeneratorContract(SamplingChecks, Contract):
             for proof in generator.end_load():
                 expect(
                     proof.version == version and dict(proof.received) == s.source.sent(),
-                    f"{about} version {version} came over a link; {proof.who} proves version {proof.version} and "
+                    f"{label} version {version} came over a link; {proof.who} proves version {proof.version} and "
                     f"{len(proof.received)} tensors, {len(s.source.sent())} were sent: fingerprints must be equal",
                 )
-            self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{about} after weights came over a link:")
+            self._same_logprobs(s, Sampling(8, ignore_eos=True), f"{label} after weights came over a link:")
             stale = [name for header in trainer.send_buckets("live", BUCKET_BYTES) for name in generator.stale(header)]
-            expect(not stale, f"{about} stale() names {stale} of the weights that it samples from")
+            expect(not stale, f"{label} stale() names {stale} of the weights that it samples from")
             trainer.close()
 
     def test_source_untouched(self) -> None:
         """Generating does not change the trainer's weights, modes and gradients or the global random state."""
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             module = s.source.module
             module.train()
             for p in module.parameters():
@@ -414,45 +414,45 @@ class GeneratorContract(SamplingChecks, Contract):
             hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
             attention = module.config._attn_implementation
             state = torch.get_rng_state()
-            s.turns(self.requests(Sampling(6)), about)
+            s.turns(self.requests(Sampling(6)), label)
             for name, values in module.state_dict().items():
-                expect(same_bits(values, weights[name]), f"{about} generating changed the weight {name!r}")
-            expect(modes == [m.training for m in module.modules()], f"{about} generating changed train / eval modes")
-            expect(needs == [p.requires_grad for p in module.parameters()], f"{about} generating changed requires_grad")
-            now = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
-            expect(hooks == now, f"{about} generating left hooks on the module")
-            expect(module.config._attn_implementation == attention, f"{about} generating left another attention behind")
+                expect(same_bits(values, weights[name]), f"{label} generating changed the weight {name!r}")
+            expect(modes == [m.training for m in module.modules()], f"{label} generating changed train / eval modes")
+            expect(needs == [p.requires_grad for p in module.parameters()], f"{label} generating changed requires_grad")
+            counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+            expect(hooks == counts, f"{label} generating left hooks on the module")
+            expect(module.config._attn_implementation == attention, f"{label} generating left another attention behind")
             grads = all(p.grad is not None and bool((p.grad == 1).all()) for p in module.parameters())
-            expect(grads, f"{about} generating changed accumulated gradients")
-            same = torch.equal(state, torch.get_rng_state())
-            expect(same, f"{about} generating draws from torch's global random state: use the request's seed")
+            expect(grads, f"{label} generating changed accumulated gradients")
+            equal = torch.equal(state, torch.get_rng_state())
+            expect(equal, f"{label} generating draws from torch's global random state: use the request's seed")
 
     def test_sleep(self) -> None:
         """With ``Sleeps``, the samples after ``sleep`` and ``wake`` are the same as before."""
         if not issubclass(self.cls, Sleeps):
             return
         for config in self.grid():
-            about, s = self.about(config), self.make(config)
+            label, s = self.label(config), self.make(config)
             requests = self.requests(Sampling(6))
-            before = [t.ids for t in s.turns(requests, about)]
+            first = [t.ids for t in s.turns(requests, label)]
             s.generator.sleep()
             s.generator.wake()
             expect(
-                [t.ids for t in s.turns(requests, about)] == before, f"{about} samples differ after sleep() and wake()"
+                [t.ids for t in s.turns(requests, label)] == first, f"{label} samples differ after sleep() and wake()"
             )
 
 
 def allowed(logprobs_V: Tensor, token: int, name: str, value: float, margin: float = 1.0) -> bool:
     """Whether the truncation allows the token. ``margin`` 1 also allows tokens at the edge that rounding may allow, -1
     only tokens that are allowed in spite of rounding."""
-    p_V, mine = logprobs_V.exp(), float(logprobs_V[token].exp())
-    above = p_V > mine * (1 + 1e-4 * margin)
-    above[token] = False
+    p_V, probability = logprobs_V.exp(), float(logprobs_V[token].exp())
+    above_V = p_V > probability * (1 + 1e-4 * margin)
+    above_V[token] = False
     if name == "top_k":
-        return int(above.sum()) < value
+        return int(above_V.sum()) < value
     if name == "min_p":
-        return mine >= value * float(p_V.max()) * (1 - 1e-3 * margin)
-    return float(p_V[above].sum()) < value + 1e-4 * margin
+        return probability >= value * float(p_V.max()) * (1 - 1e-3 * margin)
+    return float(p_V[above_V].sum()) < value + 1e-4 * margin
 
 
 def _log_mass(rows: Tensor, keep: Callable[[Tensor, int], bool]) -> Tensor:

@@ -123,18 +123,18 @@ class LauncherContract(Contract):
         """``call`` passes every rank its own arguments and returns results in rank order. Workers keep their state."""
         for config in self.grid():
             for size in self.world_sizes:
-                about = self.about(config)
+                label = self.label(config)
                 launcher, group = self.launched(config, size)
-                expect(group.size == size, f"{about} a group of {size} ranks says its size is {group.size}")
+                expect(group.size == size, f"{label} a group of {size} ranks says its size is {group.size}")
                 for round_ in (1, 2):
                     answers = [tuple(r) for r in group.call("echo", [(f"for {rank}",) for rank in range(size)])]
                     want = [(rank, round_, f"for {rank}") for rank in range(size)]
                     expect(
                         answers == want,
-                        f"{about} call {round_} of {size} ranks must give {want} (rank, calls, value), got {answers}",
+                        f"{label} call {round_} of {size} ranks must give {want} (rank, calls, value), got {answers}",
                     )
                 sizes = group.call("nothing", [()] * size)
-                expect(sizes == [size] * size, f"{about} the workers see world sizes {sizes}, not {size}")
+                expect(sizes == [size] * size, f"{label} the workers see world sizes {sizes}, not {size}")
                 group.shutdown()
                 launcher.shutdown()
 
@@ -148,14 +148,14 @@ class LauncherContract(Contract):
                         group.call("echo", [(n,) for n in range(wrong)])
                     except Exception:
                         continue
-                    raise Nonconformance(f"{self.about(config)} call() takes arguments for {wrong} of {size} ranks")
+                    raise Nonconformance(f"{self.label(config)} call() takes arguments for {wrong} of {size} ranks")
                 launcher.shutdown()
 
     def test_first_cause(self) -> None:
         """An exception of a worker reaches the caller with its message, and the group can be called again."""
         for config in self.grid():
             for size in self.world_sizes:
-                about = self.about(config)
+                label = self.label(config)
                 launcher, group = self.launched(config, size)
                 try:
                     group.call("fail", [(f"first cause on {rank}",) for rank in range(size)])
@@ -163,9 +163,9 @@ class LauncherContract(Contract):
                     chain, cause = "", error
                     while cause is not None:
                         chain, cause = f"{chain}{cause}", cause.__cause__  # type: ignore[assignment]
-                    expect("first cause on" in chain, f"{about} the worker's message is lost: {chain}")
+                    expect("first cause on" in chain, f"{label} the worker's message is lost: {chain}")
                 else:
-                    raise Nonconformance(f"{about} an exception in a worker does not reach the caller")
+                    raise Nonconformance(f"{label} an exception in a worker does not reach the caller")
                 launcher.shutdown()
 
     def test_groups_are_apart(self) -> None:
@@ -178,7 +178,7 @@ class LauncherContract(Contract):
             )
             policy.call("echo", [(0,)])
             calls = critic.call("echo", [(0,)])[0][1]
-            expect(calls == 1, f"{self.about(config)} two groups share a worker")
+            expect(calls == 1, f"{self.label(config)} two groups share a worker")
             launcher.shutdown()
 
     def test_worker_in_this_process(self) -> None:
@@ -190,7 +190,7 @@ class LauncherContract(Contract):
             launcher, group = self.launched(config, 1)
             expect(
                 isinstance(group.worker, CountingTrainer),
-                f"{self.about(config)} has the capability 'export:module', and `worker` of a group of one rank is "
+                f"{self.label(config)} has the capability 'export:module', and `worker` of a group of one rank is "
                 f"{group.worker!r}: set it to the trainer, or remove the capability",
             )
             launcher.shutdown()
@@ -198,12 +198,12 @@ class LauncherContract(Contract):
     def test_generator(self) -> None:
         """``launch_generator`` returns a generator that accepts a trainer's weight stream and answers every request."""
         for config in self.grid():
-            about, launcher = self.about(config), self.build(config)
+            label, launcher = self.label(config), self.build(config)
             launcher.place({"policy": Place(), GENERATOR: Place(share="policy")})
             policy = launcher.launch_trainer(CountingTrainer, None, self.spec("policy"))
             spec = GeneratorSpec((0,), str)
             generator = launcher.launch_generator(CountingGenerator, None, spec, policy, lambda: None)
-            expect(isinstance(generator, Generator), f"{about} launch_generator() gives a {type(generator).__name__}")
+            expect(isinstance(generator, Generator), f"{label} launch_generator() gives a {type(generator).__name__}")
             generator.begin_load(5)
             for bucket in policy.stream("buckets", "live", 24):  # two tensors of 12 bytes each
                 generator.take(bucket)
@@ -212,13 +212,13 @@ class LauncherContract(Contract):
                 len(fingerprints) == 4
                 and all(p.version == 5 and p.received == fingerprints for p in proofs)
                 and generator.version == 5,
-                f"{about} four tensors of version 5 were sent, {fingerprints}; the proof is {proofs}",
+                f"{label} four tensors of version 5 were sent, {fingerprints}; the proof is {proofs}",
             )
             requests = [GenerationRequest((n + 1, 7), n, Sampling()) for n in range(5)]
             answers = {n: turn.ids for n, turn in generator.generate(requests)}
             expect(
                 answers == {n: r.ids for n, r in enumerate(requests)},
-                f"{about} requests and answers do not match: {answers}",
+                f"{label} requests and answers do not match: {answers}",
             )
             launcher.shutdown()
 
@@ -229,7 +229,7 @@ class LauncherContract(Contract):
             buckets = [group.value(item) for item in group.stream("buckets", "live", 24)]
             tensors = {name: tensor.tolist() for bucket in buckets for name, tensor in bucket.tensors}
             want = {f"w{n}": [float(n)] * 3 for n in range(4)}
-            expect(tensors == want, f"{self.about(config)} value() of a stream's items must give {want}, got {tensors}")
+            expect(tensors == want, f"{self.label(config)} value() of a stream's items must give {want}, got {tensors}")
             launcher.shutdown()
 
     def test_shutdown_twice(self) -> None:

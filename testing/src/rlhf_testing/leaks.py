@@ -25,8 +25,8 @@ def held() -> Held:
     """The held objects by ``open files``, ``child processes`` and ``threads``. A kind that this system does not report
     is left out."""
     objects: Held = {"threads": {thread.ident: thread.name for thread in threading.enumerate()}}
-    for kind, of in (("open files", _files), ("child processes", _children)):
-        if (items := of()) is not None:
+    for kind, read in (("open files", _files), ("child processes", _children)):
+        if (items := read()) is not None:
             objects[kind] = items
     return objects
 
@@ -48,15 +48,15 @@ def _leaks(use: Callable[[], object], results: list[object]) -> list[str]:
     left: dict[str, list[list[str]]] = {}
     for _ in range(USES):
         results.append(use())
-        now = held()
-        for kind in now:
-            more = [words for key, words in now[kind].items() if key not in last.get(kind, {})]
-            fewer = [key for key in last.get(kind, {}) if key not in now[kind]]
-            left.setdefault(kind, []).append(more if len(more) > len(fewer) else [])
-        if not any(all(each) for each in left.values()):
+        current = held()
+        for kind in current:
+            opened = [words for key, words in current[kind].items() if key not in last.get(kind, {})]
+            fewer = [key for key in last.get(kind, {}) if key not in current[kind]]
+            left.setdefault(kind, []).append(opened if len(opened) > len(fewer) else [])
+        if not any(all(records) for records in left.values()):
             return []
-        last = now
-    return [f"{kind}: {', '.join(each[-1])}" for kind, each in left.items() if all(each)]
+        last = current
+    return [f"{kind}: {', '.join(records[-1])}" for kind, records in left.items() if all(records)]
 
 
 def _files() -> dict[Any, str] | None:
@@ -84,7 +84,7 @@ def _target(link: Path) -> str:
 
 def _children() -> dict[Any, str] | None:
     """Child processes, including those that ended and were not waited for."""
-    own, processes = os.getpid(), dict[Any, str]()
+    parent_id, processes = os.getpid(), dict[Any, str]()
     try:
         numbers = [name for name in os.listdir("/proc") if name.isdigit()]
     except OSError:
@@ -95,7 +95,7 @@ def _children() -> dict[Any, str] | None:
         except (OSError, ValueError):
             continue
         state, parent = rest.split()[:2]
-        if int(parent) == own:
-            ended = " (ended, not waited for)" if state == "Z" else ""
-            processes[int(number)] = f"{name.split('(', 1)[-1]} {number}{ended}"
+        if int(parent) == parent_id:
+            status = " (ended, not waited for)" if state == "Z" else ""
+            processes[int(number)] = f"{name.split('(', 1)[-1]} {number}{status}"
     return processes

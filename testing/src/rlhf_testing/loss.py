@@ -65,38 +65,38 @@ class Declared(dict[str, Any]):
         )
 
 
-def check_declared(about: str, loss: Loss, again: Loss) -> None:
+def check_declared(label: str, loss: Loss, second: Loss) -> None:
     """Checks that the declarations are tuples of names and Heads, each once, and equal in another instance."""
     for method in ("outputs", "columns"):
         declaration = getattr(loss, method)()
         expect(
             isinstance(declaration, tuple | list),
-            f'{about} {method}() returns {declaration!r:.60}; it must be a tuple, of one name too: ("logprobs",)',
+            f'{label} {method}() returns {declaration!r:.60}; it must be a tuple, of one name too: ("logprobs",)',
         )
     heads = [output for output in loss.outputs() if isinstance(output, Head)]
     names = Counter(output.name if isinstance(output, Head) else output for output in loss.outputs())
     for name, count in names.items():
-        expect(count == 1, f"{about} outputs() names {name!r} {count} times: x[{name!r}] is one of them")
+        expect(count == 1, f"{label} outputs() names {name!r} {count} times: x[{name!r}] is one of them")
     for head in heads:
-        own = head.name not in BUILTIN or head.fn is BUILTIN[head.name].fn
-        expect(own, f"{about} a head of its own is called {head.name!r}, as a built-in one: choose another name")
-    fns = {output.name: output.fn for output in again.outputs() if isinstance(output, Head)}
+        is_new = head.name not in BUILTIN or head.fn is BUILTIN[head.name].fn
+        expect(is_new, f"{label} a head of its own is called {head.name!r}, as a built-in one: choose another name")
+    fns = {output.name: output.fn for output in second.outputs() if isinstance(output, Head)}
     for head in heads:
         expect(
             fns.get(head.name) is head.fn or fns.get(head.name) == head.fn,
-            f"{about} the function of head {head.name!r} is another one in each call of outputs(): define it once, "
+            f"{label} the function of head {head.name!r} is another one in each call of outputs(): define it once, "
             "outside of outputs() (a function made inside is new in every call and cannot be pickled)",
         )
-    declared, other = ([f(each) for f in _PARTS] for each in (loss, again))
-    expect(declared == other, f"{about} outputs(), columns() and reduce() must be functions of the config alone")
+    declared, other = ([f(instance) for f in _PARTS] for instance in (loss, second))
+    expect(declared == other, f"{label} outputs(), columns() and reduce() must be functions of the config alone")
 
 
 _PARTS = (lambda loss: loss.outputs(), lambda loss: loss.columns(), lambda loss: loss.reduce())
 
 
-def check_head(about: str, case: LossCase, head: Head) -> None:
+def check_head(label: str, case: LossCase, head: Head) -> None:
     """Checks a head of the loss's own: one row of float32 values per token, which depends on that token alone."""
-    label = f"{about} head {head.name!r}"
+    label = f"{label} head {head.name!r}"
     try:
         inspect.signature(head.fn).bind(None, None, None, None)
     except (TypeError, ValueError) as error:
@@ -108,10 +108,10 @@ def check_head(about: str, case: LossCase, head: Head) -> None:
     constants = {**head.constants, **{role: fabricate.output_head(role, case.seed) for role in head.lent}}
 
     def values(rows: Sequence[int]) -> Tensor:
-        at = torch.tensor(rows)
-        chunk = inputs[at]
-        version, declared = chunk._version, Declared(head, {k: v[at] for k, v in columns.items()})
-        chunk_values = head.fn(chunk, ids[at], declared, constants)
+        rows_T = torch.tensor(rows)
+        chunk = inputs[rows_T]
+        version, declared = chunk._version, Declared(head, {k: v[rows_T] for k, v in columns.items()})
+        chunk_values = head.fn(chunk, ids[rows_T], declared, constants)
         right = isinstance(chunk_values, Tensor) and chunk_values.ndim >= 1 and chunk_values.shape[0] == len(rows)
         shape = tuple(chunk_values.shape) if isinstance(chunk_values, Tensor) else type(chunk_values).__name__
         expect(
@@ -121,17 +121,17 @@ def check_head(about: str, case: LossCase, head: Head) -> None:
         return chunk_values
 
     order = list(range(len(ids)))
-    whole = values(order)
-    low = whole.is_floating_point() and torch.finfo(whole.dtype).bits < 32
-    expect(not low, f"{label} gives {whole.dtype}: what it reads is float32, and so are its values")
-    bad = int((~torch.isfinite(whole.float())).sum())
+    values_N = values(order)
+    low = values_N.is_floating_point() and torch.finfo(values_N.dtype).bits < 32
+    expect(not low, f"{label} gives {values_N.dtype}: what it reads is float32, and so are its values")
+    bad = int((~torch.isfinite(values_N.float())).sum())
     expect(not bad, f"{label} gives {bad} values that are not finite, for ordinary input between -3 and 3")
-    expect(same_bits(whole, values(order)), f"{label} gives other values on the second call: keep it pure")
+    expect(same_bits(values_N, values(order)), f"{label} gives other values on the second call: keep it pure")
     chunks = torch.cat([values(order[i : i + CHUNK]) for i in range(0, len(order), CHUNK)])
-    apart = float((chunks.double() - whole.double()).abs().max())
+    delta = float((chunks.double() - values_N.double()).abs().max())
     expect(
-        apart <= TOLERANCE * max(1e-12, float(whole.double().abs().max())),
-        f"{label} depends on which tokens share a chunk (by {apart:.1e}): it is called chunk by chunk, so a value may "
+        delta <= TOLERANCE * max(1e-12, float(values_N.double().abs().max())),
+        f"{label} depends on which tokens share a chunk (by {delta:.1e}): it is called chunk by chunk, so a value may "
         "depend on its own token only; put what depends on the batch into a column (Loss.prepare)",
     )
 
@@ -145,7 +145,7 @@ class LossContract(LossSubject):
         try:
             return LossCase(self, self.build(config), seed, **options)
         except Exception as error:
-            raise Nonconformance(f"{self.about(config)} {type(error).__name__}: {error}") from error
+            raise Nonconformance(f"{self.label(config)} {type(error).__name__}: {error}") from error
 
     def cases(self) -> Iterable[tuple[Any, LossCase]]:
         for config in self.grid():
@@ -156,84 +156,84 @@ class LossContract(LossSubject):
     def test_declared_needs(self) -> None:
         """The declared outputs, columns and terms suffice for every config, and the call is pure."""
         for config, case in self.cases():
-            about = self.about(config)
-            before = {k: v.clone() for k, v in case.batch.tok.items()}
+            label = self.label(config)
+            columns_before = {k: v.clone() for k, v in case.batch.tok.items()}
             state = copy.deepcopy(case.loss.state_dict())
-            with generators_left_alone(about):
+            with generators_left_alone(label):
                 first, second = case.run(case.whole()), case.run(case.whole())
-            expect(math.isfinite(first.total), f"{about} the loss is {first.total} on ordinary values")
-            expect(first.total == second.total, f"{about} two calls on the same input give different values")
-            expect(state == case.loss.state_dict(), f"{about} calling the loss changed its state: __call__ is pure")
-            for name, old in before.items():
-                expect(same_bits(old, case.batch.tok[name]), f"{about} the call changed the column {name!r} in place")
+            expect(math.isfinite(first.total), f"{label} the loss is {first.total} on ordinary values")
+            expect(first.total == second.total, f"{label} two calls on the same input give different values")
+            expect(state == case.loss.state_dict(), f"{label} calling the loss changed its state: __call__ is pure")
+            for name, old in columns_before.items():
+                expect(same_bits(old, case.batch.tok[name]), f"{label} the call changed the column {name!r} in place")
 
     def test_heads(self) -> None:
         """Outputs and columns are tuples that name each item once. A head of the loss's own returns float32 values, and
         each value depends on its own token only."""
         for config in self.grid():
-            about, loss = self.about(config), self.build(config)
-            check_declared(about, loss, self.build(config))
+            label, loss = self.label(config), self.build(config)
+            check_declared(label, loss, self.build(config))
             case = self.case(config)
             for head in case.heads:
                 if head.name not in BUILTIN and head.over != "last_token":
-                    check_head(about, case, head)
+                    check_head(label, case, head)
 
     def test_masked_positions(self) -> None:
         """NaN and changed token ids at masked positions change no result, bit for bit."""
         for config, case in self.cases():
-            about = self.about(config)
+            label = self.label(config)
             clean, poisoned = case.run(case.whole()), case.run(case.whole(), poison=True)
             expect(
                 same_bits(torch.tensor(clean.total), torch.tensor(poisoned.total)),
-                f"{about} NaN at masked positions changes the loss from {clean.total!r} to {poisoned.total!r}: "
+                f"{label} NaN at masked positions changes the loss from {clean.total!r} to {poisoned.total!r}: "
                 "read tokens through x[...], which holds only those under the mask",
             )
             for name, gradient in clean.gradients.items():
                 expect(
                     same_bits(gradient, poisoned.gradients[name]),
-                    f"{about} NaN at masked positions changes the gradient of {name!r}",
+                    f"{label} NaN at masked positions changes the gradient of {name!r}",
                 )
             prepared = case.prepare(poison=True)
             for name, values in case.batch.tok.items():
                 expect(
                     same_bits(values, prepared.tok[name]),
-                    f"{about} prepare() reads masked positions: column {name!r} depends on what stands there",
+                    f"{label} prepare() reads masked positions: column {name!r} depends on what stands there",
                 )
 
     def test_split_invariance(self) -> None:
         """Loss, gradients and metrics do not depend on micro-batches, packing order or ranks."""
         for config in self.grid():
-            about, case = self.about(config), self.case(config)
-            whole = case.run(case.whole())
+            label, case = self.label(config), self.case(config)
+            one_call = case.run(case.whole())
             for layout, parts in layouts(case.batch.units).items():
                 if layout == "reversed packing order":
                     other = self.case(config, order=parts[0]).run(case.whole())
                 else:
                     other = case.run(parts)
-                difference = abs(whole.total - other.total)
+                difference = abs(one_call.total - other.total)
                 expect(
-                    difference <= LOSS * whole.size,
-                    f"{about} split as {layout!r} changes the loss from {whole.total:.9g} to {other.total:.9g} "
-                    f"({difference / max(whole.size, 1e-30):.1e} of sum |w x|, allowed {LOSS:.0e}). A loss returns "
+                    difference <= LOSS * one_call.size,
+                    f"{label} split as {layout!r} changes the loss from {one_call.total:.9g} to {other.total:.9g} "
+                    f"({difference / max(one_call.size, 1e-30):.1e} of sum |w x|, allowed {LOSS:.0e}). A loss returns "
                     "plain values: no mean, no count of this micro-batch; declare reduce() instead",
                 )
-                apart = distance(whole.gradients, other.gradients)
+                delta = distance(one_call.gradients, other.gradients)
                 expect(
-                    apart <= GRADIENT,
-                    f"{about} split as {layout!r} changes the gradient by {apart:.1e}, allowed {GRADIENT:.0e}",
+                    delta <= GRADIENT,
+                    f"{label} split as {layout!r} changes the gradient by {delta:.1e}, allowed {GRADIENT:.0e}",
                 )
-                self._same_metrics(about, layout, whole.sums, other.sums)
+                self._same_metrics(label, layout, one_call.sums, other.sums)
 
-    def _same_metrics(self, about: str, layout: str, a: Any, b: Any) -> None:
-        expect(set(a) == set(b), f"{about} split as {layout!r} reports other metrics: {sorted(set(a) ^ set(b))}")
-        whole, split = finish_sums(a), finish_sums(b)
-        for name in whole:
+    def _same_metrics(self, label: str, layout: str, a: Any, b: Any) -> None:
+        expect(set(a) == set(b), f"{label} split as {layout!r} reports other metrics: {sorted(set(a) ^ set(b))}")
+        values, split = finish_sums(a), finish_sums(b)
+        for name in values:
             if name == "loss" or name.startswith("loss/"):
                 continue
-            allowed = 1e-4 * max(abs(whole[name]), abs(split[name]), 1e-3)
+            allowed = 1e-4 * max(abs(values[name]), abs(split[name]), 1e-3)
             expect(
-                abs(whole[name] - split[name]) <= allowed,
-                f"{about} metric {name!r} is {whole[name]:.6g} for the whole batch and {split[name]:.6g} split as "
+                abs(values[name] - split[name]) <= allowed,
+                f"{label} metric {name!r} is {values[name]:.6g} for the whole batch and {split[name]:.6g} split as "
                 f"{layout!r}: return values per token, sequence or unit",
             )
 
@@ -241,24 +241,24 @@ class LossContract(LossSubject):
         """Log-ratios of +-1e4, huge values and sequences without tokens give finite losses, gradients and metrics."""
         for config in self.grid():
             for name, extreme in EXTREME.items():
-                about = f"{self.about(config)} with {name}"
+                label = f"{self.label(config)} with {name}"
                 case = self.case(config, extreme=extreme)
                 run = case.run(case.whole())
-                expect(run.total == run.total and abs(run.total) != float("inf"), f"{about} the loss is {run.total}")
+                expect(run.total == run.total and abs(run.total) != float("inf"), f"{label} the loss is {run.total}")
                 bad = finite(run.gradients)
-                expect(not bad, f"{about} the gradient of {bad} is not finite: bound the log-ratio before exp()")
+                expect(not bad, f"{label} the gradient of {bad} is not finite: bound the log-ratio before exp()")
                 wrong = [k for k, v in finish_sums(run.sums).items() if not abs(v) < float("inf")]
-                expect(not wrong, f"{about} the metrics {wrong} are not finite")
+                expect(not wrong, f"{label} the metrics {wrong} are not finite")
             self._empty(config)
 
     def _empty(self, config: Any) -> None:
         """A micro-batch in which no token is under the mask: zero loss, zero gradient, nothing divided by zero."""
-        about, case = self.about(config), self.case(config)
+        label, case = self.label(config), self.case(config)
         run = case.run([[case.batch.units - 1]])
-        expect(run.total == 0.0, f"{about} a micro-batch without tokens under the mask has loss {run.total}, not 0")
+        expect(run.total == 0.0, f"{label} a micro-batch without tokens under the mask has loss {run.total}, not 0")
         bad = finite(run.gradients)
         expect(
-            not bad, f"{about} a micro-batch without tokens under the mask gives a gradient that is not finite: {bad}"
+            not bad, f"{label} a micro-batch without tokens under the mask gives a gradient that is not finite: {bad}"
         )
 
     def test_gradient_reaches(self) -> None:
@@ -268,7 +268,7 @@ class LossContract(LossSubject):
         runs = [case.run(case.whole()) for _, case in cases]
         expect(
             any(norm(run.gradients) > 0 for run in runs),
-            f"{self.about()} no gradient reaches any model output: is something detached?",
+            f"{self.label()} no gradient reaches any model output: is something detached?",
         )
         for (config, case), run in zip(cases, runs, strict=True):
             for unit in case.units_without(run.gradients) if norm(run.gradients) > 0 else ():
@@ -276,26 +276,26 @@ class LossContract(LossSubject):
                     change = abs(case.run(case.whole()).total - run.total)
                 expect(
                     change <= 10 * LOSS * run.size,
-                    f"{self.about(config)} other outputs of the model in one unit change the loss by {change:.2g}, but "
+                    f"{self.label(config)} other outputs of the model in one unit change the loss by {change:.2g}, but "
                     "no gradient reaches them: is a part of the loss detached?",
                 )
 
     def test_signal(self) -> None:
         """Without the columns of ``signal()`` no unit has a value or a gradient: such units are not computed."""
         for config in self.grid():
-            about, case = self.about(config), self.case(config)
+            label, case = self.label(config), self.case(config)
             names = case.loss.signal()
             if not names:
                 continue
             unknown = [name for name in names if name not in case.loss.columns()]
-            expect(not unknown, f"{about} signal() names {unknown}, which columns() does not: {case.loss.columns()}")
+            expect(not unknown, f"{label} signal() names {unknown}, which columns() does not: {case.loss.columns()}")
             for name in names:
                 case.batch = case.batch.with_column(case.level(name), name, torch.zeros_like(case.batch.column(name)))
             run = case.run(case.whole())
             reached = sorted(output for output, gradient in run.gradients.items() if bool(gradient.any()))
             expect(
                 run.size == 0 and not reached,
-                f"{about} signal() says {', '.join(names)}, but where these columns are 0 the loss is {run.total:.6g}, "
+                f"{label} signal() says {', '.join(names)}, but where these columns are 0 the loss is {run.total:.6g}, "
                 f"with a gradient of {', '.join(reached) or 'nothing'}: it needs every unit, so signal() must give ()",
             )
 
@@ -317,20 +317,20 @@ class LossContract(LossSubject):
                 "wrong formula, or a factor that should be detached and is not"
             )
         for config in self.grid():
-            about, case = self.about(config), self.case(config, fresh=False)
+            label, case = self.label(config), self.case(config, fresh=False)
             run = case.run(case.whole())
             x_BT = Padded(case, config)
-            stated = self.statement(x_BT)
-            gradients = case.gradients_of(stated)
-            apart = distance(run.gradients, gradients)
-            difference = abs(run.total - float(stated.detach()))
+            expected = self.statement(x_BT)
+            gradients = case.gradients_of(expected)
+            delta = distance(run.gradients, gradients)
+            difference = abs(run.total - float(expected.detach()))
             expect(
                 difference <= 10 * LOSS * max(run.size, 1e-12),
-                f"{about} the loss is {run.total:.9g}, the statement says {float(stated.detach()):.9g}",
+                f"{label} the loss is {run.total:.9g}, the statement says {float(expected.detach()):.9g}",
             )
             expect(
-                apart <= GRADIENT,
-                f"{about} the gradient differs from the statement's by {apart:.1e} (allowed {GRADIENT:.0e})",
+                delta <= GRADIENT,
+                f"{label} the gradient differs from the statement's by {delta:.1e} (allowed {GRADIENT:.0e})",
             )
 
     def statement(self, x_BT: Padded) -> Tensor:

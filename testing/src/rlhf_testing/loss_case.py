@@ -188,8 +188,8 @@ class LossCase:
             except (RuntimeError, IndexError) as error:
                 self._suggest_levels(error)
                 raise
-            changed = [name for name, version in versions.items() if watched[name]._version != version]
-            expect(not changed, f"{self.suite.about()} the call changes {changed} in place, which others read too")
+            columns = [name for name, version in versions.items() if watched[name]._version != version]
+            expect(not columns, f"{self.suite.label()} the call changes {columns} in place, which others read too")
             for name, gradient in self.gradients_of(value).items():
                 gradients[name] += gradient
             total += float(value.detach())
@@ -217,8 +217,8 @@ class LossCase:
             leaf = micro.tok[LEAF + head.name][mask_N]
             if head.name not in BUILTIN:
                 columns = {c: micro.tok[c][mask_N] for c in head.columns}
-                lent = {role: fabricate.output_head(role, self.seed) for role in head.lent}
-                leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **lent})
+                heads = {role: fabricate.output_head(role, self.seed) for role in head.lent}
+                leaf = head.fn(leaf, micro.ids_N[mask_N], columns, {**head.constants, **heads})
             outputs[head.name] = leaf
         return outputs
 
@@ -234,14 +234,14 @@ class LossCase:
     @contextlib.contextmanager
     def moved(self, unit: int, step: float) -> Iterator[None]:
         """All model outputs of a unit, larger by ``step``."""
-        before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
+        original = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
         with torch.no_grad():
             for name, leaf in self.leaves.items():
                 leaf[self._unit_of(name) == unit] += step
         yield
         with torch.no_grad():
             for name, leaf in self.leaves.items():
-                leaf.copy_(before[name])
+                leaf.copy_(original[name])
 
     def _unit_of(self, name: str) -> Tensor:
         """int64: the unit of each row of a leaf."""

@@ -87,7 +87,7 @@ class ObserverContract(Contract):
         """The events of a run, in the runtime's order. Fails where the observer changes their arguments."""
         groups = fabricate.groups(count=2) if online else []
         metrics = dict(METRICS) if online else {k: v for k, v in METRICS.items() if not k.startswith("reward")}
-        before = copy.deepcopy((groups, metrics))
+        copies = copy.deepcopy((groups, metrics))
         info = self.info(output, first)
         self.call(observer, "run_started", info)
         for step in range(first + 1, first + steps + 1):
@@ -99,31 +99,33 @@ class ObserverContract(Contract):
         requests = list(info.control.requests)  # type: ignore[attr-defined]
         self.call(observer, "run_ended", end)
         late = info.control.requests[len(requests) :]  # type: ignore[attr-defined]
-        expect(not late, f"{self.about()} run_ended() asks the control for {late}, and the run is over")
+        expect(not late, f"{self.label()} run_ended() asks the control for {late}, and the run is over")
         expect(
-            (groups, metrics) == before,
-            f"{self.about()} changed the metrics or rollouts it was shown: only the control changes a run",
+            (groups, metrics) == copies,
+            f"{self.label()} changed the metrics or rollouts it was shown: only the control changes a run",
         )
 
     def call(self, observer: Any, event: str, *arguments: Any) -> None:
         try:
             result = getattr(observer, event)(*arguments)
         except Exception as error:
-            raise Nonconformance(f"{self.about()} {event}() raised {type(error).__name__}: {error}") from error
+            raise Nonconformance(f"{self.label()} {event}() raised {type(error).__name__}: {error}") from error
         if inspect.iscoroutine(result):
             result.close()
-            raise Nonconformance(f"{self.about()} {event}() is `async def`, which is never awaited: write plain `def`")
-        expect(result is None, f"{self.about()} {event}() returned {result!r}; return values of events are not read")
+            raise Nonconformance(f"{self.label()} {event}() is `async def`, which is never awaited: write plain `def`")
+        expect(result is None, f"{self.label()} {event}() returned {result!r}; return values of events are not read")
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_listens(self) -> None:
         """At least one method is an event of observers; otherwise the observer is never called."""
-        own = sorted(n for n, member in vars(self.cls).items() if not n.startswith("_") and inspect.isfunction(member))
+        methods = sorted(
+            n for n, member in vars(self.cls).items() if not n.startswith("_") and inspect.isfunction(member)
+        )
         hears = any(getattr(self.cls, event) is not getattr(Observer, event) for event in EVENTS)
         expect(
-            hears or not own,
-            f"{self.about()} listens to nothing: nobody calls {', '.join(own)}; events are {', '.join(EVENTS)}",
+            hears or not methods,
+            f"{self.label()} listens to nothing: nobody calls {', '.join(methods)}; events are {', '.join(EVENTS)}",
         )
 
     def test_runs(self) -> None:
@@ -157,15 +159,16 @@ class ObserverContract(Contract):
                     text = json.dumps(state)
                 except (TypeError, ValueError) as error:
                     raise Nonconformance(
-                        f"{self.about(config)} state_dict() must be JSON: {error}; got {state!r}"
+                        f"{self.label(config)} state_dict() must be JSON: {error}; got {state!r}"
                     ) from error
                 self.call(first, "run_ended", "stopped")
                 second = self.build(config)
                 second.load_state_dict(json.loads(text))
                 self.play(second, output, online=True, first=1)
                 for key, value in state.items():
-                    now = second.state_dict().get(key)
-                    unchanged = not isinstance(value, str) or now == value
+                    resumed = second.state_dict().get(key)
+                    unchanged = not isinstance(value, str) or resumed == value
                     expect(
-                        unchanged, f"{self.about(config)} {key} was {value!r} before the resume and is {now!r} after it"
+                        unchanged,
+                        f"{self.label(config)} {key} was {value!r} before the resume and is {resumed!r} after it",
                     )

@@ -32,7 +32,7 @@ def check_options(contract: Contract, effect: Callable[[Any], Any]) -> None:
                 plain = without(config, [p for p in set_options(config) if p.partition(".")[0] == section])
             expect(
                 plain is None or not alike(effect_of_config, _effect_or_none(effect, plain)),
-                f"{contract.about(config)} {path} changes nothing: credit, gradients and what is trained are those of "
+                f"{contract.label(config)} {path} changes nothing: credit, gradients and what is trained are those of "
                 f"its default. Read it, or refuse it in Config where it cannot matter. If it acts elsewhere, or on "
                 f"other data than the suite's, say so: without_effect = {{{path!r}: 'why'}}",
             )
@@ -73,8 +73,8 @@ def _at(config: BaseModel, path: str) -> Any:
 def alike(a: Any, b: Any) -> bool:
     """Whether two effects are the same, tensors bit for bit."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        same = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-        return same and torch.equal(a, b)
+        same_kind = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        return same_kind and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):

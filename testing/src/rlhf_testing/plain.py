@@ -102,16 +102,16 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
                 inputs["hidden"] = self.hidden(ids_T)
             for head in heads:
                 if head.over == "last_token":
-                    at = torch.tensor([len(index) - 1])
+                    positions = torch.tensor([len(index) - 1])
                 else:
-                    at = micro.tok[head.over][index].nonzero()[:, 0]
-                source = inputs[head.reads][at - 1 if head.at == "before" else at]
+                    positions = micro.tok[head.over][index].nonzero()[:, 0]
+                source = inputs[head.reads][positions - 1 if head.at == "before" else positions]
                 tempered = self.language_model and head.reads == "logits" and head.at == "before"
                 if tempered and "temperature" in micro.tok:
-                    source = source / micro.tok["temperature"][index][at][:, None]
-                columns = {c: micro.tok[c][index][at] for c in head.columns}
+                    source = source / micro.tok["temperature"][index][positions][:, None]
+                columns = {c: micro.tok[c][index][positions] for c in head.columns}
                 constants = {**head.constants, **{role: self.borrowed[role] for role in head.lent}}
-                parts[head.name].append(head.fn(source, ids_T[at], columns, constants))
+                parts[head.name].append(head.fn(source, ids_T[positions], columns, constants))
         return {name: torch.cat(values) for name, values in parts.items()}
 
     # ------------------------------------------------------------------------- the interface
@@ -170,9 +170,9 @@ class PlainTrainer(SharesModule, SendsWeights, TakesWeights, LendsHead, Trainer)
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         with torch.no_grad():
-            own = dict(self.module.named_parameters())
+            parameters = dict(self.module.named_parameters())
             for name, values in weights:
-                own[name].copy_(values)
+                parameters[name].copy_(values)
 
     def export(self, path: Path, view: str = "live") -> None:
         from transformers import AutoTokenizer

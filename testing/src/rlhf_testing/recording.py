@@ -51,10 +51,10 @@ class Recording:
                     f"the term {term!r} comes in {values.dtype}: what the loss reads is float32, and so are its terms"
                 )
             weight = batch.column(WEIGHT + term)
-            how = reduces[term].how
-            if how == "seq_mean":
+            reduction = reduces[term].how
+            if reduction == "seq_mean":
                 weight = weight.new_zeros(x.sequences).index_add(0, x.answer_B, weight)
-            elif how != "unit_mean":
+            elif reduction != "unit_mean":
                 weight = weight[batch.tok[reduces[term].over]]
             if weight.shape == values.shape:  # otherwise evaluate() refuses it with the reason
                 self.size += float((weight * values.detach()).abs().sum())

@@ -53,11 +53,11 @@ class RewardContract(Contract):
     def groups(self) -> list[Group]:
         """The fabricated groups: single-turn answers, and one with an observation between two answers."""
         single = fabricate.text_group(self.columns, self.answers)
-        several = fabricate.text_group(self.columns, self.answers, number=1)
-        for trajectory in several.trajectories:
+        group = fabricate.text_group(self.columns, self.answers, number=1)
+        for trajectory in group.trajectories:
             observation = fabricate.text_group({"prompt": "try again"}, [""]).trajectories[0].turns[0]
             trajectory.turns += [observation, replace(trajectory.turns[1])]
-        return [single, several]
+        return [single, group]
 
     def ready(self, config: Any) -> Any:
         """An instance after ``setup``. Where ``score`` is plain ``def``, ``setup`` is not called, as in a worker. Roles
@@ -70,12 +70,12 @@ class RewardContract(Contract):
 
         def declared(role: str) -> RoleSpec:
             names = sorted(roles)
-            expect(role in roles, f"{self.about(config)} asks role {role!r}, which roles() does not declare: {names}")
+            expect(role in roles, f"{self.label(config)} asks role {role!r}, which roles() does not declare: {names}")
             return roles[role]
 
         async def score(role: str, ids: Sequence[Sequence[int]], images: Images = ()) -> list[float]:
             tokens = all(not isinstance(sequence, str) and all(type(i) is int for i in sequence) for sequence in ids)
-            expect(tokens, f"{self.about(config)} gives role {role!r} {ids!r:.80}, not lists of token ids (Turn.ids)")
+            expect(tokens, f"{self.label(config)} gives role {role!r} {ids!r:.80}, not lists of token ids (Turn.ids)")
             return [_number(declared(role).name, sequence) for sequence in ids]
 
         async def read(
@@ -99,143 +99,147 @@ class RewardContract(Contract):
 
     def score(self, reward: Any, group: Group) -> list[RewardResult]:
         try:
-            with knowing_columns(self.about(), '"columns": {EACH}'):
+            with knowing_columns(self.label(), '"columns": {EACH}'):
                 return call(reward.score, group, limit=self.limit)
         except (AttributeError, TypeError) as error:
             if self.in_worker and isinstance(error, AttributeError) and self.cls.setup is not Reward.setup:
-                why = "score() is plain `def` and runs in a worker process, where setup() is not called"
+                reason = "score() is plain `def` and runs in a worker process, where setup() is not called"
             elif not reward.roles() and "'NoneType' object is not callable" in str(error):
-                why = "roles() declares none, and without one RewardContext has neither score_with_role nor read_role"
+                reason = (
+                    "roles() declares none, and without one RewardContext has neither score_with_role nor read_role"
+                )
             else:
                 raise
-            raise Nonconformance(f"{self.about()} score() raises {type(error).__name__}: {error}. {why}") from error
+            raise Nonconformance(f"{self.label()} score() raises {type(error).__name__}: {error}. {reason}") from error
 
     # ------------------------------------------------------------------------------------- checks
 
     def test_results(self) -> None:
         """Each trajectory gets one RewardResult, in order; values are finite or None; steps are at sampled tokens."""
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             for group in self.groups():
                 results = self.score(reward, group)
                 expect(
                     isinstance(results, (list, tuple)) and len(results) == len(group.trajectories),
-                    f"{about} score() must return {len(group.trajectories)} results for that many trajectories, got "
+                    f"{label} score() must return {len(group.trajectories)} results for that many trajectories, got "
                     f"{len(results) if isinstance(results, (list, tuple)) else results!r}",
                 )
                 for n, result in enumerate(results):
-                    self._check(f"{about} result {n}", result, group, n)
+                    self._check(f"{label} result {n}", result, group, n)
 
-    def _check(self, about: str, result: Any, group: Group, n: int) -> None:
-        expect(isinstance(result, RewardResult), f"{about} must be a RewardResult, got {result!r}")
+    def _check(self, label: str, result: Any, group: Group, n: int) -> None:
+        expect(isinstance(result, RewardResult), f"{label} must be a RewardResult, got {result!r}")
         for name in ("value", "score"):
             value = getattr(result, name)
             wrong = "" if value is None else no_number(value)
-            expect(not wrong, f"{about}: {name} is {wrong} None says 'not applicable'")
+            expect(not wrong, f"{label}: {name} is {wrong} None says 'not applicable'")
         turns = group.trajectories[n].turns
         for turn, token, value in result.steps:
             is_sampled = 0 <= turn < len(turns) and turns[turn].sampled and 0 <= token < len(turns[turn].ids)
-            expect(is_sampled, f"{about}: a step reward at turn {turn}, token {token}, which the policy did not sample")
-            expect(math.isfinite(value), f"{about}: the step reward at turn {turn}, token {token} is {value!r}")
+            expect(is_sampled, f"{label}: a step reward at turn {turn}, token {token}, which the policy did not sample")
+            expect(math.isfinite(value), f"{label}: the step reward at turn {turn}, token {token} is {value!r}")
         try:
             json.dumps(result.info)
         except (TypeError, ValueError) as error:
-            expect(False, f"{about}: info goes into the rollouts file and must be JSON: {error}")
+            expect(False, f"{label}: info goes into the rollouts file and must be JSON: {error}")
 
     def test_place(self) -> None:
         """A plain ``def score``, which runs in worker processes, needs no model and keeps no state."""
         if not self.in_worker:
             return
-        why = "but its score() is plain `def`, which runs in several worker processes that have no models and share "
-        why += "nothing; write `async def score`"
+        reason = "but its score() is plain `def`, which runs in several worker processes that have no models and share "
+        reason += "nothing; write `async def score`"
         for config in self.grid():
-            expect(not self.build(config).roles(), f"{self.about(config)} declares roles, {why}")
-        expect(self.cls.state_dict is Component.state_dict, f"{self.about()} has a state_dict, {why}")
+            expect(not self.build(config).roles(), f"{self.label(config)} declares roles, {reason}")
+        expect(self.cls.state_dict is Component.state_dict, f"{self.label()} has a state_dict, {reason}")
 
     def test_leaves_the_group_alone(self) -> None:
         """Scoring changes neither the group nor its row."""
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             for group in self.groups():
-                before = copy.deepcopy(group)
+                original = copy.deepcopy(group)
                 self.score(reward, group)
-                expect(group == before, f"{about} score() changed the group it was given: rewards only look")
+                expect(group == original, f"{label} score() changed the group it was given: rewards only look")
 
     def test_repeatable(self) -> None:
         """Equal groups get equal results, also from a new instance. Permuting the samples permutes the results."""
         if not self.deterministic:
             return
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             for group in self.groups():
                 first = self.score(reward, group)
                 expect(
                     first == self.score(reward, group) == self.score(self.ready(config), group),
-                    f"{about} two calls or instances score one group differently (a judge: deterministic = False)",
+                    f"{label} two calls or instances score one group differently (a judge: deterministic = False)",
                 )
-                back = replace(group, trajectories=group.trajectories[::-1])
+                reverse = replace(group, trajectories=group.trajectories[::-1])
                 expect(
-                    self.score(reward, back)[::-1] == first,
-                    f"{about} reversing the samples does not reverse the results: one result per trajectory, in order; "
+                    self.score(reward, reverse)[::-1] == first,
+                    f"{label} reversing the samples does not reverse the results: one result per trajectory, in order; "
                     "and among samples that are equally good or equally frequent, the first is not better",
                 )
 
     def test_every_answer_alone(self) -> None:
         """A group of one works, whatever the answer (the empty one included)."""
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             for answer in self.answers:
                 group = fabricate.text_group(self.columns, [answer])
                 count = len(self.score(reward, group))
-                expect(count == 1, f"{about} a group of one ({answer[:20]!r}) gets {count} results")
+                expect(count == 1, f"{label} a group of one ({answer[:20]!r}) gets {count} results")
 
     def test_roles(self) -> None:
         """Roles are untrained RoleSpecs with a head, and depend on the config only."""
         for config in self.grid():
-            about, roles = self.about(config), self.build(config).roles()
-            expect(roles == self.build(config).roles(), f"{about} roles() must be a function of the config")
+            label, roles = self.label(config), self.build(config).roles()
+            expect(roles == self.build(config).roles(), f"{label} roles() must be a function of the config")
             for role in roles:
-                expect(isinstance(role, RoleSpec), f"{about} roles() must hold RoleSpecs, got {role!r}")
-                expect(not role.trained, f"{about} role {role.name!r} of a reward cannot be trained")
+                expect(isinstance(role, RoleSpec), f"{label} roles() must hold RoleSpecs, got {role!r}")
+                expect(not role.trained, f"{label} role {role.name!r} of a reward cannot be trained")
 
     def test_columns(self) -> None:
         """``columns()`` gives names of columns, and ``score`` fails on a row without one of them."""
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             names = reward.columns()
-            listed = isinstance(names, Collection) and not isinstance(names, str)
+            is_list = isinstance(names, Collection) and not isinstance(names, str)
             expect(
-                listed and all(isinstance(name, str) and name for name in names),
-                f"{about} columns() must give a list or tuple of texts that are not empty, got {names!r}",
+                is_list and all(isinstance(name, str) and name for name in names),
+                f"{label} columns() must give a list or tuple of texts that are not empty, got {names!r}",
             )
             for name in names:
-                without = {column: value for column, value in self.columns.items() if column != name}
+                rest = {column: value for column, value in self.columns.items() if column != name}
                 expect(
-                    len(without) < len(self.columns),
-                    f"{about} columns() names {name!r}; this suite's row has {sorted(self.columns)}. Give the row that "
+                    len(rest) < len(self.columns),
+                    f"{label} columns() names {name!r}; this suite's row has {sorted(self.columns)}. Give the row that "
                     'column: conformance = {"columns": {...}}, or `columns` of the suite',
                 )
                 try:
-                    self.score(reward, fabricate.text_group(without, self.answers))
+                    self.score(reward, fabricate.text_group(rest, self.answers))
                 except Exception:  # a reward may raise anything; with the whole row it scores (the other checks)
                     continue
-                expect(False, f"{about} columns() names {name!r}, but score() works on a row without it. Leave it out")
+                expect(False, f"{label} columns() names {name!r}, but score() works on a row without it. Leave it out")
 
     def test_reads(self) -> None:
         """A reward that reads texts only needs no tokenizer: without token ids its results are the same."""
         for config in self.grid():
-            about, reward = self.about(config), self.ready(config)
+            label, reward = self.label(config), self.ready(config)
             allowed = ("text", "tokens")
-            expect(reward.reads in allowed, f"{about} reads is {reward.reads!r}; allowed: 'text', 'tokens'")
+            expect(reward.reads in allowed, f"{label} reads is {reward.reads!r}; allowed: 'text', 'tokens'")
             if reward.reads == "tokens":
                 continue
-            expect(not reward.roles(), f"{about} reads = 'text', but it declares roles, whose models read tokens")
+            expect(not reward.roles(), f"{label} reads = 'text', but it declares roles, whose models read tokens")
             for group in self.groups():
-                without = copy.deepcopy(group)
-                for turn in (turn for trajectory in without.trajectories for turn in trajectory.turns):
+                texts = copy.deepcopy(group)
+                for turn in (turn for trajectory in texts.trajectories for turn in trajectory.turns):
                     turn.ids, turn.logprobs = array("i"), None
-                same = self.score(reward, without) == self.score(reward, group) or not self.deterministic
-                expect(same, f"{about} reads = 'text', but without token ids it scores otherwise: set reads = 'tokens'")
+                equal = self.score(reward, texts) == self.score(reward, group) or not self.deterministic
+                expect(
+                    equal, f"{label} reads = 'text', but without token ids it scores otherwise: set reads = 'tokens'"
+                )
 
     def test_cases(self) -> None:
         """The author's cases get their expected values."""
@@ -249,8 +253,8 @@ class RewardContract(Contract):
                 results = self.score(reward, fabricate.text_group({**self.columns, **columns}, answers))
                 for text, result, value in zip(answers, results, values, strict=True):
                     score, is_none = result.value, value is None or result.value is None
-                    same = score == value if is_none else math.isclose(score, value, abs_tol=1e-6)  # type: ignore[arg-type]
-                    expect(same, f"{self.about(config)} {text!r} gets {score!r}, the case says {value!r} ({columns})")
+                    equal = score == value if is_none else math.isclose(score, value, abs_tol=1e-6)  # type: ignore[arg-type]
+                    expect(equal, f"{self.label(config)} {text!r} gets {score!r}, the case says {value!r} ({columns})")
 
 
 def _number(role: str, ids: Sequence[int]) -> float:

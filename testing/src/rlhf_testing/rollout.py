@@ -53,15 +53,15 @@ class RolloutContract(Contract):
 
         turns, error = asyncio.run(sample())
         if isinstance(error, Nonconformance):
-            raise Nonconformance(f"{self.about(config)} {error}") from error
+            raise Nonconformance(f"{self.label(config)} {error}") from error
         if isinstance(error, TimeoutError):
-            raise Nonconformance(f"{self.about(config)} one scripted sample took longer than {self.limit} s")
+            raise Nonconformance(f"{self.label(config)} one scripted sample took longer than {self.limit} s")
         return context, turns, error
 
     def good(self, config: Any, **options: Any) -> tuple[ScriptedContext, list[Turn]]:
         context, turns, error = self.run(config, **options)
         if turns is None:
-            raise Nonconformance(f"{self.about(config)} raised {type(error).__name__}: {error}") from error
+            raise Nonconformance(f"{self.label(config)} raised {type(error).__name__}: {error}") from error
         return context, turns
 
     # ------------------------------------------------------------------------------------- checks
@@ -69,31 +69,31 @@ class RolloutContract(Contract):
     def test_turns(self) -> None:
         """The first turn is a prompt. Sampled turns have one log-prob per token, other turns have none."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             _, turns = self.good(config)
             expect(
-                bool(turns) and not turns[0].sampled and bool(turns[0].ids), f"{about} the first turn must be a prompt"
+                bool(turns) and not turns[0].sampled and bool(turns[0].ids), f"{label} the first turn must be a prompt"
             )
-            expect(any(t.sampled for t in turns), f"{about} no turn is sampled: there is nothing to learn from")
+            expect(any(t.sampled for t in turns), f"{label} no turn is sampled: there is nothing to learn from")
             for n, turn in enumerate(turns):
                 if turn.sampled:
                     count = None if turn.logprobs is None else len(turn.logprobs)
-                    expect(count == len(turn.ids), f"{about} turn {n} has {len(turn.ids)} tokens and {count} log-probs")
+                    expect(count == len(turn.ids), f"{label} turn {n} has {len(turn.ids)} tokens and {count} log-probs")
                 else:
-                    expect(turn.logprobs is None, f"{about} turn {n} was not sampled, yet has log-probs")
+                    expect(turn.logprobs is None, f"{label} turn {n} was not sampled, yet has log-probs")
 
     def test_token_in_token_out(self) -> None:
         """Sampled turns equal the generator's output, and each was generated after exactly the tokens that precede it
         in the trajectory of its agent."""
         for config, context, turns in self._conversations():
-            about = self.about(config)
+            label = self.label(config)
             if not self.build(config).needs_generator:
-                expect(not context.calls, f"{about} needs_generator is False, but it generated")
+                expect(not context.calls, f"{label} needs_generator is False, but it generated")
                 continue
             sampled = [n for n, t in enumerate(turns) if t.sampled]
             expect(
                 self.discards or len(sampled) == len(context.calls),
-                f"{about} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory: the "
+                f"{label} {len(context.calls)} turns were generated, {len(sampled)} are in the trajectory: the "
                 "others are neither trained on nor recorded. A rollout that means it (best of n) says so: "
                 'conformance = {"discards": True} in its class, or discards = True in its suite',
             )
@@ -103,20 +103,20 @@ class RolloutContract(Contract):
                     value, want = getattr(turn, name), getattr(call.turn, name)
                     expect(
                         value == want,
-                        f"{about} turn {n}: {name} is {value!r}, the generator gave {want!r}: "
+                        f"{label} turn {n}: {name} is {value!r}, the generator gave {want!r}: "
                         "sampled text is never tokenised again",
                     )
                 start = max((i for i in range(n) if turns[i].fresh), default=0)
                 stands = tuple(i for t in turns[start:n] for i in t.ids)
                 expect(
                     stands == call.context,
-                    f"{about} turn {n} was generated after {len(call.context)} tokens, but {len(stands)} others "
+                    f"{label} turn {n} was generated after {len(call.context)} tokens, but {len(stands)} others "
                     "precede it in the trajectory: mark a rewritten context with fresh=True",
                 )
             numbers = [c.number for c in context.calls]
             expect(
                 len(set(numbers)) == len(numbers),
-                f"{about} turn numbers {numbers} repeat, so turns share their seed: "
+                f"{label} turn numbers {numbers} repeat, so turns share their seed: "
                 "ctx.generate(turns, sampling, number)",
             )
 
@@ -128,7 +128,7 @@ class RolloutContract(Contract):
                 continue
             context, turns = self.good(config, agents=AGENTS)
             strangers = sorted({turn.agent for turn in turns} - {*AGENTS})
-            expect(not strangers, f"{self.about(config)} turns name the agents {strangers}, not {list(AGENTS)}")
+            expect(not strangers, f"{self.label(config)} turns name the agents {strangers}, not {list(AGENTS)}")
             ordered = sorted(context.calls, key=lambda call: call.number)
             for n, agent in enumerate(AGENTS):
                 calls = replace(context, calls=ordered[n :: len(AGENTS)])
@@ -142,54 +142,54 @@ class RolloutContract(Contract):
         """Equal rows, seeds and answers give equal turns."""
         for config in self.grid():
             first, second = self.good(config)[1], self.good(config)[1]
-            expect(first == second, f"{self.about(config)} two runs with equal answers give other turns")
+            expect(first == second, f"{self.label(config)} two runs with equal answers give other turns")
 
     def test_budget(self) -> None:
         """The rollout ends at its token budget: it neither hangs nor exceeds ``max_tokens``."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             context, turns, error = self.run(config, max_tokens=24, env_turns=50)
             if turns is None:
                 expect(
-                    isinstance(error, RolloutError), f"{about} out of tokens it raised {error!r}, not a RolloutError"
+                    isinstance(error, RolloutError), f"{label} out of tokens it raised {error!r}, not a RolloutError"
                 )
                 continue
             longest = max((len(c.context) + len(c.turn.ids) for c in context.calls), default=0)
-            expect(longest <= 24, f"{about} {longest} tokens in a context of at most 24")
+            expect(longest <= 24, f"{label} {longest} tokens in a context of at most 24")
 
     def test_env_is_closed_once(self) -> None:
         """The environment is closed exactly once, by the core, also after an error. The rollout passes the error on."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             for fails_at in (None, 1):
                 context, _, error = self.run(config, fails_at=fails_at)
                 for env in context.envs:
-                    when = " after an error" if fails_at else ""
+                    moment = " after an error" if fails_at else ""
                     expect(
                         env.closed == 1,
-                        f"{about} the environment was closed {env.closed} times{when}: leave closing to the core",
+                        f"{label} the environment was closed {env.closed} times{moment}: leave closing to the core",
                     )
                     reached = fails_at is not None and env.steps >= fails_at
-                    expect(not reached or error is not None, f"{about} swallowed an error of the environment")
+                    expect(not reached or error is not None, f"{label} swallowed an error of the environment")
             used = bool(self.run(config)[0].envs)
             declared = bool(self.build(config).needs_env)
             expect(
-                used == declared, f"{about} needs_env is {declared}, but it {'opens' if used else 'never opens'} one"
+                used == declared, f"{label} needs_env is {declared}, but it {'opens' if used else 'never opens'} one"
             )
 
     def test_env_rewards(self) -> None:
         """The environment's reward for a turn is on that sampled turn, and on no other."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             context, turns = self.good(config)
             if not context.envs:
                 continue
-            expect(all(t.reward is None for t in turns if not t.sampled), f"{about} a turn not sampled has a reward")
+            expect(all(t.reward is None for t in turns if not t.sampled), f"{label} a turn not sampled has a reward")
             total = sum(t.reward or 0.0 for t in turns)
             want = sum(0.25 * n for n in range(1, context.envs[0].steps + 1))
             expect(
                 abs(total - want) < 1e-9,
-                f"{about} the environment gave {want} in all, the turns hold {total}: "
+                f"{label} the environment gave {want} in all, the turns hold {total}: "
                 "turn.reward = step.reward, on the turn that was answered",
             )
             if self._plays_agents(config):
@@ -197,7 +197,7 @@ class RolloutContract(Contract):
                 totals = [sum(t.reward or 0.0 for t in turns if t.agent == agent) for agent in AGENTS]
                 expect(
                     totals == [4.0, 3.5],
-                    f"{about} the environment gave the agents 4 and 3.5 in all, their turns hold {totals}: step.reward "
+                    f"{label} the environment gave the agents 4 and 3.5 in all, their turns hold {totals}: step.reward "
                     "is of the agent that acted, step.rewards[agent] of each, from its first turn on",
                 )
 
@@ -221,7 +221,7 @@ def _kept(turns: Sequence[Turn], sampled: Sequence[int], calls: Sequence[Call]) 
     """The call that produced each sampled turn: the first remaining call, in order, with the turn's tokens."""
     left, matches = list(calls), []
     for n in sampled:
-        same = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]
-        matches.append(same[0] if same else left[0])
+        candidates = [c for c in left if (c.turn.ids, c.turn.logprobs) == (turns[n].ids, turns[n].logprobs)]
+        matches.append(candidates[0] if candidates else left[0])
         left.remove(matches[-1])
     return matches

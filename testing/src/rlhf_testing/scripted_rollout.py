@@ -94,7 +94,7 @@ class ScriptedContext(RolloutContext):
 
     def encode_following(
         self,
-        before: Messages,
+        messages: Messages,
         answer: Mapping[str, Any],
         following: Messages,
         tools: Messages = (),

@@ -83,21 +83,21 @@ class TrainerContract(TrainerStateChecks, Contract):
         for config in self.grid():
             for architecture in self.architectures:
                 for head, outputs, _ in HEADS:
-                    about = f"{self.about(config)} {architecture} with head {head!r}:"
+                    label = f"{self.label(config)} {architecture} with head {head!r}:"
                     batch = columns(fabricate.batch(1))
                     plain = self.plain(head, architecture=architecture).forward([batch], outputs)[0]
                     results = self.make(config, head=head, trained=False, architecture=architecture).forward(
                         [batch], outputs
                     )
-                    expect(len(results) == 1, f"{about} forward() of one micro-batch gives {len(results)} results")
+                    expect(len(results) == 1, f"{label} forward() of one micro-batch gives {len(results)} results")
                     for name, want in plain.items():
-                        same_output(results[0][name], want, f"{about} {name!r}")
+                        same_output(results[0][name], want, f"{label} {name!r}")
                     for output in outputs:
                         h = resolve_head(output)
                         if h.over == "last_token":
                             continue
                         masked = results[0][h.name][~batch.tok[h.over]]
-                        expect(bool((masked == 0).all()), f"{about} {h.name!r} must be 0 where {h.over!r} is False")
+                        expect(bool((masked == 0).all()), f"{label} {h.name!r} must be 0 where {h.over!r} is False")
 
     def test_frozen_head(self) -> None:
         """``check_files`` and the constructor refuse a language model for a frozen role with a scalar head, because the
@@ -114,52 +114,52 @@ class TrainerContract(TrainerStateChecks, Contract):
                     way(config)
                 except ModelError:
                     continue
-                expect(False, f"{self.about(config)} {name} takes a language model for a scalar role that is not "
+                expect(False, f"{self.label(config)} {name} takes a language model for a scalar role that is not "
                               "trained: its head would be random. Raise ModelError")  # fmt: skip
 
     def test_packing(self) -> None:
         """Packed sequences do not attend to each other: together, alone and in any order they give the same outputs."""
         for config in self.grid():
             for architecture in self.architectures:
-                about = f"{self.about(config)} {architecture}:"
+                label = f"{self.label(config)} {architecture}:"
                 trainer = self.make(config, trained=False, architecture=architecture)
                 batch = columns(fabricate.batch(2, units=5))
-                whole = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
-                packed = batch.with_column("tok", "whole", whole, over=None)
+                logprobs = trainer.forward([batch], ("logprobs",))[0]["logprobs"]
+                packed = batch.with_column("tok", "whole", logprobs, over=None)
                 for layout, parts in layouts(batch.units).items():
                     micros = [batch.select(p) for p in parts]
                     for part, outputs in zip(parts, trainer.forward(micros, ("logprobs",)), strict=True):
                         want = packed.select(part).tok["whole"]
-                        same_output(outputs["logprobs"], want, f"{about} log-probs {layout!r} against packed together")
+                        same_output(outputs["logprobs"], want, f"{label} log-probs {layout!r} against packed together")
 
     def test_gradients(self) -> None:
         """Gradients and losses equal those of one sequence at a time, and add up over micro-batches and calls."""
         for config in self.grid():
             for architecture in self.architectures:
                 for head, loss in TRAINED:
-                    about = f"{self.about(config)} {architecture}, {loss.name}:"
+                    label = f"{self.label(config)} {architecture}, {loss.name}:"
                     batch, loss_instance = optimizer_batch(loss()), loss()
-                    whole = [list(range(batch.units))]
+                    one_call = [list(range(batch.units))]
                     want, want_sums, size = learned(
-                        self.plain(head, architecture=architecture), batch, loss_instance, [whole]
+                        self.plain(head, architecture=architecture), batch, loss_instance, [one_call]
                     )
                     trainer = self.make(config, head=head, architecture=architecture)
                     ways = {name: [parts] for name, parts in layouts(batch.units).items()}
-                    ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [whole]}
+                    ways |= {"one call per unit": [[[u]] for u in range(batch.units)], "packed together": [one_call]}
                     for way, calls in ways.items():
                         gradients, sums, _ = learned(trainer, batch, loss_instance, calls)
                         full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                         base = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
-                        apart = distance(full, base)
+                        delta = distance(full, base)
                         expect(
-                            apart <= GRADIENT,
-                            f"{about} {way}: the gradient differs from the plain one by {apart:.1e} "
+                            delta <= GRADIENT,
+                            f"{label} {way}: the gradient differs from the plain one by {delta:.1e} "
                             f"(allowed {GRADIENT:.0e}). Gradients add: no mean over micro-batches, calls or ranks",
                         )
                         for name, value in want_sums.items():
                             expect(
                                 abs(sums.get(name, float("nan")) - value) <= 1e-5 * max(size, abs(value)),
-                                f"{about} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
+                                f"{label} {way}: {name!r} is {sums.get(name)}, plainly computed {value}",
                             )
 
     def test_lent_head(self) -> None:
@@ -169,51 +169,51 @@ class TrainerContract(TrainerStateChecks, Contract):
             return
         for config in self.grid():
             for architecture in self.architectures:
-                about, loss = f"{self.about(config)} {architecture}, {LentLoss.name}:", LentLoss()
+                label, loss = f"{self.label(config)} {architecture}, {LentLoss.name}:", LentLoss()
                 path = model_path(architecture, seed=7, hidden=48, tied=False)
                 trainer = self.make(config, architecture=architecture)
                 lender = self.make(config, path=path, trained=False)
                 plain, plain_lender = self.plain(architecture=architecture), self.plain(path=path)
                 base = fabricate.batch(4)
                 results = []
-                for of, source in ((plain, plain_lender), (trainer, lender)):
+                for borrower, source in ((plain, plain_lender), (trainer, lender)):
                     hidden = source.forward([base], ("hidden",))[0]["hidden"]
                     batch = weigh(base.with_column("tok", "lent_hidden", hidden), loss.reduce())
                     for head in source.lend_head():
-                        of.borrow_head("lender", head)
+                        borrower.borrow_head("lender", head)
                     calls = [[[u] for u in range(base.units)], [list(range(base.units))]]
-                    results.append(learned(of, batch, loss, [calls[of is plain]]))
+                    results.append(learned(borrower, batch, loss, [calls[borrower is plain]]))
                 (want, want_sums, _), (gradients, sums, _) = results
                 expect(
                     abs(sums["loss"] - want_sums["loss"]) <= 1e-5 * abs(want_sums["loss"]),
-                    f"{about} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
+                    f"{label} the loss is {sums['loss']}, plainly computed {want_sums['loss']}",
                 )
                 full = {**{k: torch.zeros_like(v) for k, v in want.items()}, **gradients}
                 silent = {**{k: torch.zeros_like(v) for k, v in full.items()}, **want}
-                apart = distance(full, silent)
-                expect(apart <= GRADIENT, f"{about} the gradient differs from the plain one by {apart:.1e}")
+                delta = distance(full, silent)
+                expect(delta <= GRADIENT, f"{label} the gradient differs from the plain one by {delta:.1e}")
 
     def test_masked_positions(self) -> None:
         """NaN at masked positions of the columns changes no output and no gradient, bit for bit."""
         for config in self.grid():
-            about, loss = self.about(config), TokenLoss()
+            label, loss = self.label(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
             poisoned = batch
             for name, values in batch.tok.items():
                 if values.is_floating_point():
                     nan = torch.where(batch.tok["loss_mask"], values, torch.full_like(values, float("nan")))
                     poisoned = replace(poisoned, tok={**poisoned.tok, name: nan})
-            whole = [[list(range(batch.units))]]
-            clean, sums, _ = learned(trainer, batch, loss, whole)
-            spoilt, spoilt_sums, _ = learned(trainer, poisoned, loss, whole)
-            expect(sums == spoilt_sums, f"{about} NaN at masked positions changes the sums: {sums} and {spoilt_sums}")
+            one_call = [[list(range(batch.units))]]
+            clean, sums, _ = learned(trainer, batch, loss, one_call)
+            spoilt, spoilt_sums, _ = learned(trainer, poisoned, loss, one_call)
+            expect(sums == spoilt_sums, f"{label} NaN at masked positions changes the sums: {sums} and {spoilt_sums}")
             for name, gradient in clean.items():
                 expect(
                     same_bits(gradient, spoilt[name]),
-                    f"{about} NaN at masked positions changes the gradient of {name!r}",
+                    f"{label} NaN at masked positions changes the gradient of {name!r}",
                 )
             a, b = (trainer.forward([x], ("logprobs",))[0]["logprobs"] for x in (batch, poisoned))
-            expect(same_bits(a, b), f"{about} NaN at masked positions changes the log-probs")
+            expect(same_bits(a, b), f"{label} NaN at masked positions changes the log-probs")
 
     def test_every_parameter_learns(self) -> None:
         """A gradient that is not zero reaches every parameter."""
@@ -225,7 +225,7 @@ class TrainerContract(TrainerStateChecks, Contract):
                 silent = sorted(
                     n for n, g in plain.items() if bool(g.any()) and not (n in gradients and bool(gradients[n].any()))
                 )
-                expect(not silent, f"{self.about(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
+                expect(not silent, f"{self.label(config)} head {head!r}: no gradient reaches {silent}: is it frozen?")
 
     def test_evaluates_without_dropout(self) -> None:
         """``evaluate`` disables dropout: its loss equals the loss of the outputs of ``forward``."""
@@ -237,35 +237,35 @@ class TrainerContract(TrainerStateChecks, Contract):
             want, value = finish_sums(plain)["loss"], finish_sums(sums)["loss"]
             expect(
                 abs(value - want) <= 1e-5 * max(1.0, abs(want)),
-                f"{self.about(config)} evaluate() of a model with dropout says {value}, without dropout it is {want}",
+                f"{self.label(config)} evaluate() of a model with dropout says {value}, without dropout it is {want}",
             )
 
     def test_evaluate(self) -> None:
         """``evaluate`` returns the sums of ``accumulate`` and does not change weights and gradients."""
         for config in self.grid():
-            about, loss = self.about(config), TokenLoss()
+            label, loss = self.label(config), TokenLoss()
             batch, trainer = optimizer_batch(loss), self.make(config)
-            before = held(trainer)
+            weights = held(trainer)
             slim = slim_batch(batch, loss)
             sums = finish_sums(trainer.evaluate([slim], loss, {}, {}))
-            for name, now in held(trainer).items():
-                expect(same_bits(before[name], now), f"{about} evaluate() changed the weight {name!r}")
+            for name, weight in held(trainer).items():
+                expect(same_bits(weights[name], weight), f"{label} evaluate() changed the weight {name!r}")
             _, want, _ = learned(trainer, batch, loss, [[list(range(batch.units))]])
             for name, value in want.items():
                 expect(
                     abs(sums[name] - value) <= 1e-5 * max(1.0, abs(value)),
-                    f"{about} evaluate() says {name} = {sums[name]}, accumulate() {value}",
+                    f"{label} evaluate() says {name} = {sums[name]}, accumulate() {value}",
                 )
 
 
-def same_output(output: Tensor, want: Tensor, about: str) -> None:
+def same_output(output: Tensor, want: Tensor, label: str) -> None:
     """Fails unless both have the same shape and are equal within :data:`OUTPUT`, and ``output`` is fp32 on the CPU."""
-    expect(output.shape == want.shape, f"{about} has shape {tuple(output.shape)}, it must be {tuple(want.shape)}")
+    expect(output.shape == want.shape, f"{label} has shape {tuple(output.shape)}, it must be {tuple(want.shape)}")
     expect(
         output.dtype == torch.float32 and output.device.type == "cpu",
-        f"{about} must be fp32 on the CPU, got {output.dtype}",
+        f"{label} must be fp32 on the CPU, got {output.dtype}",
     )
-    apart = float((output - want).abs().max()) if want.numel() else 0.0
+    delta = float((output - want).abs().max()) if want.numel() else 0.0
     expect(
-        apart <= OUTPUT * max(1.0, float(want.abs().max())), f"{about} differs by {apart:.1e} (allowed {OUTPUT:.0e})"
+        delta <= OUTPUT * max(1.0, float(want.abs().max())), f"{label} differs by {delta:.1e} (allowed {OUTPUT:.0e})"
     )

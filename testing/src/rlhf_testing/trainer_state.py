@@ -28,39 +28,39 @@ class TrainerStateChecks:
     make: Any
     plain: Any
     grid: Any
-    about: Any
+    label: Any
 
     def test_step(self) -> None:
         """``apply`` changes the weights, reports a finite norm and clears the gradients. Repeated runs are
         bit-equal."""
         for config in self.grid():
-            about = self.about(config)
+            label = self.label(config)
             trainer, twin = self.make(config), self.make(config)
-            before = held(trainer)
+            weights = held(trainer)
             results = [step(t, n) for n in range(2) for t in (trainer, twin)]
             expect(
                 results[0] == results[1] and results[2] == results[3],
-                f"{about} two equal trainers report other steps: {results}",
+                f"{label} two equal trainers report other steps: {results}",
             )
             expect(
                 not results[0].skipped and 0 < results[0].grad_norm < float("inf"),
-                f"{about} the first step gives {results[0]}",
+                f"{label} the first step gives {results[0]}",
             )
-            same_weights(held(trainer), held(twin), f"{about} two equal trainers, after two equal steps:")
-            moved = [n for n, v in held(trainer).items() if not same_bits(v, before[n])]
+            same_weights(held(trainer), held(twin), f"{label} two equal trainers, after two equal steps:")
+            moved = [n for n, v in held(trainer).items() if not same_bits(v, weights[n])]
             expect(
                 bool(moved),
-                f"{about} two steps changed no weight (learning rate {results[0].lr}, then {results[2].lr})",
+                f"{label} two steps changed no weight (learning rate {results[0].lr}, then {results[2].lr})",
             )
             expect(
                 all(not bool(g.any()) for g in trainer.gradients().values()),
-                f"{about} gradients are still there after apply(): the next step would add to them",
+                f"{label} gradients are still there after apply(): the next step would add to them",
             )
 
     def test_state(self) -> None:
         """``save`` and ``load`` are exact: the next step after a restore equals the uninterrupted one, bit for bit."""
         for config in self.grid():
-            about, trainer = self.about(config), self.make(config)
+            label, trainer = self.label(config), self.make(config)
             for number in range(2):
                 step(trainer, number)
             with tempfile.TemporaryDirectory() as folder:
@@ -69,53 +69,53 @@ class TrainerStateChecks:
                 trainer.save(path)
                 for file in path.rglob("*"):
                     pickled = file.is_file() and file.read_bytes()[:4].startswith(PICKLES)
-                    expect(not pickled, f"{about} save() writes a pickle ({file.name}): use safetensors and JSON")
+                    expect(not pickled, f"{label} save() writes a pickle ({file.name}): use safetensors and JSON")
                 fresh = self.make(config, seed=3)
                 step(fresh, 7)  # a state different from the saved one, which load() must overwrite completely
                 fresh.load(path)
-            same_weights(held(trainer), held(fresh), f"{about} after save() and load():")
+            same_weights(held(trainer), held(fresh), f"{label} after save() and load():")
             for number in (2, 3):
                 a, b = step(trainer, number), step(fresh, number)
-                expect(a == b, f"{about} step {number} reports {a}, after save() and load() {b}")
-                same_weights(held(trainer), held(fresh), f"{about} step {number} after save() and load():")
+                expect(a == b, f"{label} step {number} reports {a}, after save() and load() {b}")
+                same_weights(held(trainer), held(fresh), f"{label} step {number} after save() and load():")
 
     def test_skipped_step(self) -> None:
         """A gradient that is not finite skips the step. The trainer reports why, and weights and optimizer do not
         change."""
         for config in self.grid():
             for loss in (InfiniteLoss(), InfiniteGradient()):
-                about = f"{self.about(config)} with {loss.name}:"
+                label = f"{self.label(config)} with {loss.name}:"
                 trainer, twin = self.make(config), self.make(config)
                 for t in (trainer, twin):
                     step(t, 0)
-                before = held(trainer)
+                weights = held(trainer)
                 result = step(trainer, 1, loss)
-                expect(bool(result.skipped), f"{about} apply() must skip the step and say why, got {result}")
-                same_weights(before, held(trainer), f"{about} a skipped step")
+                expect(bool(result.skipped), f"{label} apply() must skip the step and say why, got {result}")
+                same_weights(weights, held(trainer), f"{label} a skipped step")
                 clean = [bool(torch.isfinite(g).all()) for g in trainer.gradients().values()]
-                expect(all(clean), f"{about} gradients that are not finite survive the skipped step")
+                expect(all(clean), f"{label} gradients that are not finite survive the skipped step")
                 after = step(trainer, 2)
-                expect(not after.skipped, f"{about} the step after a skipped one is skipped too: {after}")
+                expect(not after.skipped, f"{label} the step after a skipped one is skipped too: {after}")
                 finite = all(bool(torch.isfinite(v).all()) for v in held(trainer).values())
-                expect(finite, f"{about} weights are not finite after the step that follows a skipped one")
+                expect(finite, f"{label} weights are not finite after the step that follows a skipped one")
 
     def test_skip_updates(self) -> None:
         """After ``skip_updates(n)`` the learning rate equals the one after n steps."""
         for config in self.grid():
-            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            label, trainer, twin = self.label(config), self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
             trainer.skip_updates(2)
             for _ in range(2):
                 step(twin, 1, InfiniteLoss())  # skipped, and counted
             a, b = step(trainer, 2), step(twin, 2)
-            expect(a.lr == b.lr, f"{about} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
-            same_weights(held(trainer), held(twin), f"{about} after skip_updates(2) and a step:")
+            expect(a.lr == b.lr, f"{label} after skip_updates(2) lr is {a.lr}; after two skipped steps it is {b.lr}")
+            same_weights(held(trainer), held(twin), f"{label} after skip_updates(2) and a step:")
 
     def test_change(self) -> None:
         """A ``change`` of the learning rate applies from the next step on, to the weights and to the rate that
         ``apply`` reports. A ``change`` to equal options has no effect."""
         for config in self.grid():
-            about, trainer, twin, other = self.about(config), *(self.make(config) for _ in range(3))
+            label, trainer, twin, other = self.label(config), *(self.make(config) for _ in range(3))
             if "lr" not in type(trainer).changeable:
                 continue
             lowered = trainer.config.model_copy(update={"lr": trainer.config.lr / 2})
@@ -124,11 +124,11 @@ class TrainerStateChecks:
                 if new is not None:
                     subject.change(new)
             a, b, c = step(trainer, 1), step(twin, 1), step(other, 1)
-            expect(b == c, f"{about} after change() to the same options a step reports {b}, without it {c}")
-            same_weights(held(twin), held(other), f"{about} after change() to the same options:")
-            expect(a.lr == c.lr / 2, f"{about} after change() to half of lr, apply() reports {a.lr}, not {c.lr / 2}")
+            expect(b == c, f"{label} after change() to the same options a step reports {b}, without it {c}")
+            same_weights(held(twin), held(other), f"{label} after change() to the same options:")
+            expect(a.lr == c.lr / 2, f"{label} after change() to half of lr, apply() reports {a.lr}, not {c.lr / 2}")
             moved = any(not same_bits(v, held(other)[n]) for n, v in held(trainer).items())
-            expect(moved or not c.lr, f"{about} after change() to half of lr a step moves the weights as far as before")
+            expect(moved or not c.lr, f"{label} after change() to half of lr a step moves the weights as far as before")
 
     def test_offload(self) -> None:
         """Between ``offload`` and ``reload`` (``Offloads``) a trainer can compute ``forward`` and ``weights``. The next
@@ -136,26 +136,26 @@ class TrainerStateChecks:
         if not issubclass(self.cls, Offloads):
             return
         for config in self.grid():
-            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            label, trainer, twin = self.label(config), self.make(config), self.make(config)
             step(trainer, 0), step(twin, 0)
             trainer.offload()
             outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, twin)]
-            expect(same_bits(*outputs), f"{about} after offload() log-probs differ")
-            same_weights(held(trainer), held(twin), f"{about} after offload():")
+            expect(same_bits(*outputs), f"{label} after offload() log-probs differ")
+            same_weights(held(trainer), held(twin), f"{label} after offload():")
             trainer.reload()
             a, b = step(trainer, 1), step(twin, 1)
-            expect(a == b, f"{about} after offload() and reload() a step reports {a}, without them {b}")
-            same_weights(held(trainer), held(twin), f"{about} after offload(), reload() and a step:")
+            expect(a == b, f"{label} after offload() and reload() a step reports {a}, without them {b}")
+            same_weights(held(trainer), held(twin), f"{label} after offload(), reload() and a step:")
 
     def test_zero_grad(self) -> None:
         """``zero_grad`` discards gradients: the step after it equals a step that never had them."""
         for config in self.grid():
-            about, trainer, twin = self.about(config), self.make(config), self.make(config)
+            label, trainer, twin = self.label(config), self.make(config), self.make(config)
             accumulate(trainer, 5)
             trainer.zero_grad()
             a, b = step(trainer, 0), step(twin, 0)
-            expect(a == b, f"{about} after zero_grad() a step reports {a}, without the discarded gradients {b}")
-            same_weights(held(trainer), held(twin), f"{about} after zero_grad():")
+            expect(a == b, f"{label} after zero_grad() a step reports {a}, without the discarded gradients {b}")
+            same_weights(held(trainer), held(twin), f"{label} after zero_grad():")
 
     def test_weights(self) -> None:
         """``weights`` (``SendsWeights``) names Hugging Face parameters, each once, in a fixed order, and
@@ -163,34 +163,34 @@ class TrainerStateChecks:
         if not issubclass(self.cls, SendsWeights):
             return
         for config in self.grid():
-            about, trainer = self.about(config), self.make(config)
+            label, trainer = self.label(config), self.make(config)
             names = [n for n, _ in trainer.weights()]
-            expect(len(set(names)) == len(names) > 0, f"{about} weights() names a tensor twice or nothing: {names}")
-            expect(names == [n for n, _ in trainer.weights()], f"{about} weights() changes its order")
+            expect(len(set(names)) == len(names) > 0, f"{label} weights() names a tensor twice or nothing: {names}")
+            expect(names == [n for n, _ in trainer.weights()], f"{label} weights() changes its order")
             module_names = set(self.plain().module.state_dict())
             expect(
                 set(names) <= module_names,
-                f"{about} weights() names {sorted(set(names) - module_names)}, unknown to transformers",
+                f"{label} weights() names {sorted(set(names) - module_names)}, unknown to transformers",
             )
             if not issubclass(self.cls, TakesWeights):
                 continue
             step(trainer, 0)
             other = self.make(config, trained=False)
             other.load_weights(iter(held(trainer).items()))
-            same_weights(held(trainer), held(other), f"{about} after load_weights():")
+            same_weights(held(trainer), held(other), f"{label} after load_weights():")
             outputs = [t.forward([batch_of(1)], ("logprobs",))[0]["logprobs"] for t in (trainer, other)]
-            expect(same_bits(*outputs), f"{about} equal weights give other log-probs: something was not loaded")
+            expect(same_bits(*outputs), f"{label} equal weights give other log-probs: something was not loaded")
 
     def test_export(self) -> None:
         """``export`` writes safetensors with a tokenizer; transformers loads it and computes the same log-probs."""
         for config in self.grid():
-            about, trainer = self.about(config), self.make(config)
+            label, trainer = self.label(config), self.make(config)
             step(trainer, 0)
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "model"
                 trainer.export(path)
-                expect(bool(list(path.glob("*.safetensors"))), f"{about} export() writes no *.safetensors")
-                expect(not list(path.glob("*.bin")), f"{about} export() writes pickles (*.bin)")
+                expect(bool(list(path.glob("*.safetensors"))), f"{label} export() writes no *.safetensors")
+                expect(not list(path.glob("*.bin")), f"{label} export() writes pickles (*.bin)")
                 try:
                     from transformers import AutoTokenizer
 
@@ -198,12 +198,12 @@ class TrainerStateChecks:
                     plain = self.plain(path=path)
                 except Exception as error:
                     expect(
-                        False, f"{about} transformers cannot load what export() wrote: {type(error).__name__}: {error}"
+                        False, f"{label} transformers cannot load what export() wrote: {type(error).__name__}: {error}"
                     )
                 want = plain.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
             logprobs = trainer.forward([batch_of(1)], ("logprobs",))[0]["logprobs"]
-            apart = float((logprobs - want).abs().max())
-            expect(apart <= 1e-5, f"{about} the exported model's log-probs differ by {apart:.1e}")
+            delta = float((logprobs - want).abs().max())
+            expect(delta <= 1e-5, f"{label} the exported model's log-probs differ by {delta:.1e}")
 
     def test_views(self) -> None:
         """A view that the trainer does not have is refused. The live weights are not used instead."""
@@ -212,10 +212,10 @@ class TrainerStateChecks:
                 self.make(config, trained=False).forward([batch_of(1)], ("logprobs",), "no_such_view")
             except Exception as error:
                 expect(
-                    "no_such_view" in str(error), f"{self.about(config)} the message does not name the view: {error}"
+                    "no_such_view" in str(error), f"{self.label(config)} the message does not name the view: {error}"
                 )
             else:
-                expect(False, f"{self.about(config)} forward() answers for the view 'no_such_view', which is not there")
+                expect(False, f"{self.label(config)} forward() answers for the view 'no_such_view', which is not there")
 
     def test_use_view(self) -> None:
         """Between ``use_view(view)`` and ``use_view("live")`` (``HasViews``) the trainer computes with that view.
@@ -227,22 +227,22 @@ class TrainerStateChecks:
             step(trainer, 0), step(twin, 0)
             batch = [batch_of(1)]
             for view in (v for v in trainer.facts().views if v != "live"):
-                about = f"{self.about(config)} use_view({view!r}):"
+                label = f"{self.label(config)} use_view({view!r}):"
                 weights = held(trainer, view)
                 values = trainer.forward(batch, ("logprobs",), view)[0]["logprobs"]
                 trainer.use_view(view)
-                same_weights(weights, held(trainer), f"{about} weights() of this view:")
+                same_weights(weights, held(trainer), f"{label} weights() of this view:")
                 for view_name in ("live", view):
                     logprobs = trainer.forward(batch, ("logprobs",), view_name)[0]["logprobs"]
                     expect(
                         same_bits(logprobs, values),
-                        f"{about} log-probs of the view {view_name!r} are not those of {view!r}",
+                        f"{label} log-probs of the view {view_name!r} are not those of {view!r}",
                     )
                 trainer.use_view("live")
-                same_weights(held(trainer), held(twin), f"{about} after use_view('live'):")
+                same_weights(held(trainer), held(twin), f"{label} after use_view('live'):")
             a, b = step(trainer, 1), step(twin, 1)
-            expect(a == b, f"{self.about(config)} a step after use_view('live') reports {a}, without it {b}")
-            same_weights(held(trainer), held(twin), f"{self.about(config)} a step after use_view('live'):")
+            expect(a == b, f"{self.label(config)} a step after use_view('live') reports {a}, without it {b}")
+            same_weights(held(trainer), held(twin), f"{self.label(config)} a step after use_view('live'):")
 
 
 def batch_of(seed: int) -> Any:
@@ -273,8 +273,8 @@ def held(trainer: Any, view: str = "live") -> dict[str, Tensor]:
         return {name: values.clone() for file in files for name, values in load_file(str(file)).items()}
 
 
-def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], about: str) -> None:
+def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], label: str) -> None:
     """Fails unless both have equal names and bit-equal tensors."""
-    expect(a.keys() == b.keys(), f"{about} other tensors: {sorted(a.keys() ^ b.keys())}")
-    changed = [name for name in a if not same_bits(a[name], b[name])]
-    expect(not changed, f"{about} {len(changed)} of {len(a)} tensors differ in their bits, {changed[:3]}")
+    expect(a.keys() == b.keys(), f"{label} other tensors: {sorted(a.keys() ^ b.keys())}")
+    differing = [name for name in a if not same_bits(a[name], b[name])]
+    expect(not differing, f"{label} {len(differing)} of {len(a)} tensors differ in their bits, {differing[:3]}")
